@@ -1,6 +1,6 @@
 """Checkpoints, format 1: a Hugging Face model and a resumable training state, safe across crashes.
 
-`manager.Checkpoints` opens a run's `checkpoints/` for saving and resuming. `layout` plans a step's files, `save` writes and commits
-it, `background` has a process beside training do that, and `load` fills shards from it. `manifest` is what a step says of itself;
-`steps` finds steps and checks what is read of them; `retention` lets steps go. These last three load no torch.
+`manager.Checkpoints` saves into and resumes from a run's `checkpoints/`. `layout` plans a step's files, `save` commits it,
+`background` saves beside training, and `load` reads shards. `manifest` describes a step, `steps` finds and checks steps,
+`retention` removes them; these three load no torch.
 """

@@ -1,7 +1,7 @@
 """Save while training goes on: a copy in shared memory, and a writer process beside each rank.
 
-`begin` copies the step's contents and hands them to the writer, which is started again if it died. At most one save is in flight.
-All ranks get the same outcome. A save that failed on any rank is cleared away and leaves the step before unchanged.
+`begin` copies the step and hands it to the writer, which is restarted if it died. At most one save is in flight. All ranks get
+the same outcome. A save that fails on any rank is removed and leaves the previous step unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Memory:
-    """An unnamed file in memory that two processes map by its descriptor. It grows and is kept between saves."""
+    """Unnamed shared memory that two processes map by its descriptor. It grows and is reused between saves."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -53,16 +53,16 @@ class Memory:
 
     @classmethod
     def make(cls) -> Memory:
-        """Make new memory, which goes when its last user has gone."""
+        """Create memory that the system frees when its last user closes it."""
         if hasattr(os, "memfd_create"):
             return cls(os.memfd_create("burnish-staging", os.MFD_CLOEXEC))
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     def take(self, size: int, *, pin: bool = False) -> Tensor:
-        """Return the first `size` bytes, at the same address as before if they were enough. Raises `OSError` without room.
+        """Return the first `size` bytes; their address changes only when they grow. Raises `OSError` without room.
 
-        `pin` keeps them in place for the accelerator to copy into.
+        `pin` page-locks them for copies from the accelerator.
         """
         if size > self._bytes.numel():
             self._release()
@@ -75,7 +75,7 @@ class Memory:
         return self._bytes[:size]
 
     def close(self) -> None:
-        """Give it back."""
+        """Free it."""
         self._release()
         os.close(self.descriptor)
 
@@ -87,7 +87,7 @@ class Memory:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Take the pages at once, so that a lack of memory is an error here and no signal later."""
+    """Allocate pages now: a lack of memory is an error here, a signal later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:
@@ -97,7 +97,7 @@ def _allocate(descriptor: int, size: int) -> None:
 def stage(contents: Contents, memory: Memory) -> Contents:
     """Copy the shards into the memory; they may change when this returns. Raises `OSError` without room.
 
-    The result can be sent: its tensors have a dtype and a shape only. `staged_in` finds their elements again.
+    The result's tensors have only a dtype and a shape, so it can be sent. `staged_in` restores their elements.
     """
     device = accelerator_of(contents.shards)
     size = sum(map(_room, contents.shards))
@@ -114,7 +114,7 @@ def stage(contents: Contents, memory: Memory) -> Contents:
 
 
 def staged_in(room: Tensor, contents: Contents) -> Contents:
-    """Return the contents with shards that are views of the memory, in their order."""
+    """Return the contents with shards that are views of the memory."""
     start = 0
 
     def view(shard: Shard) -> Shard:
@@ -148,7 +148,7 @@ Answer = Saved | BurnishError
 
 
 def serve(pipe: int, parent: int, memory: int) -> None:
-    """Be the writer of the process `parent`; both descriptors are this process's own."""
+    """Run the writer of the process `parent`. This process owns the descriptors."""
     accompany(parent)
     torch.set_num_threads(1)
     shared = Memory(memory)
@@ -189,7 +189,6 @@ def _answer(
 
 @contextmanager
 def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[None]:
-    """Make the writers of all ranks the default process group in the block."""
     if job.meeting is None:
         yield
         return
@@ -209,7 +208,7 @@ def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The outcome of a save in the background."""
+    """The outcome of a background save."""
 
     step: int
     error: BurnishError | None
@@ -219,10 +218,10 @@ class Finished:
 
 
 class BackgroundSaver:
-    """One rank's writer process and the memory it reads from. All methods but `close` are collective.
+    """One rank's writer process and its memory. All methods but `close` are collective.
 
-    `timeout_seconds` bounds how long writers wait for each other, and how long a writer may make no progress before it is
-    killed. The writer holds the descriptors `keep_open` as long as it lives.
+    `timeout_seconds` bounds how long writers wait for each other, and how long a writer may make no progress before it is killed.
+    The writer holds the descriptors `keep_open` while it lives.
     """
 
     def __init__(
@@ -254,8 +253,8 @@ class BackgroundSaver:
     def begin(self, step: int, contents: Contents) -> None:
         """Copy the contents and start writing them; they may change when this returns.
 
-        Raises on every rank if copying fails on any, or if the step exists. No save may be in flight. Assets that `write_assets`
-        writes are taken to be the same for every step.
+        Raises on every rank if copying fails on any, or if the step exists. No save may be in flight. The first save's assets are
+        reused for later steps.
         """
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
@@ -272,7 +271,7 @@ class BackgroundSaver:
         self._step, self._moved_at = step, time.monotonic()
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """Return the outcome of the save in flight, once; None while it is under way or if there is none."""
+        """Return the outcome of the save in flight, once; None while it runs or if there is none."""
         if self._step is None:
             return None
         while True:
@@ -292,7 +291,7 @@ class BackgroundSaver:
         return Finished(step, None, next(iter(warnings), None))
 
     def _look(self, seconds: float) -> Answer | None:
-        """Return the writer's next message within this time; a writer without progress for too long counts as hung."""
+        """Return the writer's next message. A writer without progress for too long counts as hung."""
         answer: Answer | None = self._writer.answer(seconds)
         if answer is not None:
             return answer
@@ -310,7 +309,7 @@ class BackgroundSaver:
         )
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """End the writer, after a while for what is in flight. Not collective."""
+        """End the writer after this long at most. Not collective."""
         if self._step is not None and self._answer is None:
             answer = self._writer.answer(patience_seconds)
             if not isinstance(answer, Saved):
@@ -319,10 +318,7 @@ class BackgroundSaver:
         self._memory.close()
 
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
-        """Clear away a save that failed somewhere; return whether the step was committed all the same.
-
-        Kills and restarts writers that wait for a dead or hung one.
-        """
+        """Clear away a failed save, restart hung writers, and return whether the step was committed all the same."""
         layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():
             self._restart_writer()
@@ -339,7 +335,6 @@ class BackgroundSaver:
         return committed
 
     def _with_kept_assets(self, contents: Contents) -> Contents:
-        """Replace the models' assets by what rank 0 made of them at the first save."""
         for role, model in contents.models.items():
             if role not in self._assets:
                 is_main = self._saver.layout.is_main
@@ -353,7 +348,6 @@ class BackgroundSaver:
         return replace(contents, models=models)
 
     def _meeting(self) -> tuple[str, int] | None:
-        """Return where the writers of all ranks meet: a store that rank 0's training process serves."""
         layout = self._saver.layout
         if layout.world == 1:
             return None

@@ -1,11 +1,10 @@
 """The names of tensors, and their places in files and blocks.
 
-A step holds one or more trained models, told apart by role. A model's tensors come in sets: weights ("model"), what bf16 lacks
-("residual"), and one per optimizer slot ("exp_avg"). The role `MAIN` has no prefix; other sets begin with their role
-("critic/model"). A tensor's key is set/weight.
+A step holds one or more trained models, told apart by role. A model's tensors come in sets: weights ("model"), the bits that bf16
+lacks ("residual"), and one per optimizer slot ("exp_avg"). Sets of other roles than `MAIN` begin with the role ("critic/model").
+A tensor's key is set/weight.
 
-Everything is a pure function of the tensors' names, dtypes and shapes. So every rank computes the same, and files are the same
-bytes for any number of ranks.
+Everything depends only on the tensors' names, dtypes and shapes, so files have the same bytes for any number of ranks.
 """
 
 from __future__ import annotations
@@ -67,26 +66,26 @@ def prefix_of(role: str) -> str:
 
 
 def key_parts(key: str, roles: Iterable[str]) -> tuple[str, str]:
-    """The set and the weight's name of a key, given the roles that there are."""
+    """Split a key into its set and its weight's name, given the existing roles."""
     prefix = next((f"{role}/" for role in roles if role and key.startswith(f"{role}/")), "")
     kind, _, name = key.removeprefix(prefix).partition("/")
     return prefix + kind, name
 
 
 def path_of(tensor_set: str) -> str:
-    """Return the path of a set's files below a step, without number and suffix: "critic/training/exp_avg"."""
+    """Return the path of a set's files, without number and suffix: "critic/training/exp_avg"."""
     role, slash, kind = tensor_set.rpartition("/")
     return f"{role}{slash}{MODEL if kind == MODEL else TRAINING}/{kind}"
 
 
 def set_of(path: str) -> str | None:
-    """Return the set of a file of a step; None for a file without tensors."""
+    """Return the set of a step's file; None for a file without tensors."""
     match = _FILE.fullmatch(path)
     return None if match is None else match[1] + (match[2] or match[3])
 
 
 def roles_in(paths: Iterable[str]) -> list[str]:
-    """The roles whose weights lie in these files of a step, the run's own first."""
+    """Return the roles whose weights lie in these files, the run's own first."""
     sets = {tensor_set for path in paths if (tensor_set := set_of(path)) is not None}
     return sorted(
         s.removesuffix(MODEL).removesuffix("/") for s in sets if s.split("/")[-1] == MODEL
@@ -95,10 +94,7 @@ def roles_in(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """The disk of each rank. The first is that of rank 0.
-
-    With several, a step's files are divided among them and meet on the mirror as partial checkpoints.
-    """
+    """The disk of each rank; rank 0's is the first. Disks divide a step's files, which meet on the mirror."""
 
     of_rank: tuple[int, ...]
     """Which disk a rank writes to, by rank."""
@@ -107,7 +103,7 @@ class Disks:
 
     @classmethod
     def one(cls, world: int) -> Self:
-        """One for so many ranks."""
+        """Return one disk for `world` ranks."""
         return cls((0,) * world, (0,))
 
     @property
@@ -116,7 +112,7 @@ class Disks:
         return len(self.leaders) > 1
 
     def divide(self, sizes: Sequence[int]) -> list[int]:
-        """Assign a disk to each file of these sizes, so that ranks write about equally much. The same on all ranks."""
+        """Assign a disk to each file, so that ranks write about equally much. The same on all ranks."""
         writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
         filled = [0] * len(writers)
         found = [0] * len(sizes)
@@ -129,7 +125,7 @@ class Disks:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it will be on disk."""
+    """A tensor as stored on disk."""
 
     tensor_set: str
     """The set it belongs to, which names the files: "model", "residual", "exp_avg", "critic/model", ..."""
@@ -146,7 +142,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A safetensors file: its first bytes, its tensors in the order of their bytes, and its size with the header."""
+    """A safetensors file: its header, its tensors in byte order, and its total size."""
 
     path: str
     """Below the step, with forward slashes."""
@@ -158,7 +154,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of a file, by its index: a block, or several that follow each other and have one writer."""
+    """Consecutive blocks of a file (by index) with one writer."""
 
     file: int
     start: int
@@ -175,7 +171,7 @@ class SpanTable:
 
     @classmethod
     def blocks(cls, sizes: Sequence[int], block_bytes: int) -> SpanTable:
-        """The blocks of files of these sizes."""
+        """Return the blocks of files of these sizes."""
         size = np.array(sizes, np.int64)
         count = -(-size // block_bytes)
         file = np.repeat(np.arange(len(size)), count)
@@ -186,7 +182,7 @@ class SpanTable:
         return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
 
     def joined(self, owner: Ints, most_bytes: int) -> tuple[SpanTable, Ints]:
-        """Join neighbours of one file and owner, if they begin within the same `most_bytes`; return the spans and their owners."""
+        """Join neighbours of one file and owner that begin within the same `most_bytes`; return spans and owners."""
         key = np.stack([self.file, self.start // most_bytes, owner])
         first = np.flatnonzero((np.diff(key, prepend=-1) != 0).any(axis=0))
         last = np.append(first[1:], len(owner)) - 1 if len(first) else first
@@ -198,8 +194,8 @@ def plan_files(
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
     """Return the safetensors files for these tensors, and their index files by path.
 
-    Names are Hugging Face's: `model.safetensors`, or shards with an index; an adapter's weights are in PEFT's one file. Tensors are
-    sorted by name. Wider dtypes come first in a file, so no element lies across two blocks.
+    Names are Hugging Face's: `model.safetensors`, or shards with an index; an adapter is PEFT's one file. Tensors are sorted by
+    name. Wider dtypes come first in a file, so no element crosses blocks.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -227,8 +223,8 @@ def plan_files(
 def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
     """Return the block size of a step, a power of two.
 
-    The tensor that holds the middle byte has 64 blocks or more, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. If these are more than `most`,
-    they are larger, up to `MAX_BLOCK_BYTES`.
+    The tensor that holds the middle byte gets at least 64 blocks of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. If the step then has more
+    than `most` blocks, they grow, up to `MAX_BLOCK_BYTES`.
     """
     files = list(files)
     total, size = sum(file.size for file in files), BLOCK_BYTES
@@ -295,7 +291,7 @@ class Parts:
 
     @classmethod
     def of(cls, files: Sequence[PlannedFile], spans: SpanTable, tensors: TensorIndex) -> Parts:
-        """The parts of those tensors of the files that `tensors` knows by key."""
+        """Return the parts of the files' tensors that `tensors` knows by key."""
         rows: list[tuple[int, int, int]] = []
         described: list[Described] = []
         for index, file in enumerate(files):
@@ -322,7 +318,7 @@ class Parts:
         return cls(tensors, pieces, span[order], start[order])
 
     def places(self, slots: Ints) -> dict[int, PartPlace]:
-        """Return the positions of parts whose span has a slot; -1 stands for none."""
+        """Return the positions of parts whose span has a slot; -1 means none."""
         boxes, found = self.pieces.boxes, {}
         for part in np.flatnonzero(slots[self.span] >= 0).tolist():
             box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
@@ -331,15 +327,13 @@ class Parts:
 
 
 def _byte_ranges(spans: SpanTable) -> BoxTable:
-    """Return spans as boxes of one dim."""
     return BoxTable(spans.file, spans.start[:, None], (spans.stop - spans.start)[:, None])
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
     """Assign each block to a rank that holds most of its bytes, with equally many blocks for all.
 
-    Each row says how many bytes of a block a rank holds or wants. Blocks without rows, or whose favourites are full, go to any rank
-    with room.
+    Each row says how many bytes of a block a rank holds or wants. Other blocks go to any rank with room.
     """
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
@@ -395,7 +389,7 @@ def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tupl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """A step's tensor files, the blocks that this rank writes, and where their elements come from."""
+    """A step's tensor files, the blocks that this rank writes, and the sources of their elements."""
 
     files: Sequence[PlannedFile]
     indices: Mapping[str, bytes]
@@ -461,16 +455,15 @@ class WritePlan:
         )
 
     def files_on(self, disk: int) -> list[PlannedFile]:
-        """The files that go to a disk."""
+        """Return the files of a disk."""
         return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
 
     def blocks_in(self, file: PlannedFile) -> int:
-        """The number of blocks of a file."""
+        """Return the number of blocks of a file."""
         return -(-file.size // self.block_bytes)
 
 
 def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
-    """Every tensor that any rank has a piece of, once."""
     found: dict[str, Stored] = {}
     for tensors in dict.fromkeys(table.tensors for table in have):
         for key, shape, dtype in tensors:
@@ -501,13 +494,12 @@ def residual(x: Tensor, into: Tensor) -> None:
 
 
 def add_residual(x: Tensor, rest: Tensor) -> None:
-    """Make fp32 x, filled from B, exact by adding R to its bits in place."""
+    """Restore fp32 x, filled from B, exactly by adding R to its bits in place."""
     for bits, lower in _chunks(x.detach().view(torch.int32), rest.to(x.device)):
         bits.add_(lower)
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield both side by side, in chunks if both are contiguous in host memory."""
     if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
         flat = (torch.split(each.view(-1), _CHUNK) for each in (a, b))
         yield from zip(*flat, strict=True)

@@ -1,7 +1,7 @@
 """Read tensors of a committed step, at any layout, and check every block that is read.
 
-Each rank reads the blocks of its own shards; ranks of one machine find shared blocks in the page cache. Weights stored as bf16 and
-residual come back exact, as fp32.
+Each rank reads its own shards' blocks; ranks of one machine share the page cache. Weights stored as bf16 and residual come back
+exact, as fp32.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ _Described = tuple[torch.dtype, tuple[int, ...]]
 class StepReader(TensorReader):
     """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
 
-    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock` for a
-    damaged block. Opening raises as `verify.checked_header` does, unless the `headers` of all files are given. Buffers come from
-    `arena` if there is one.
+    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock` for
+    a damaged block. Opening raises as `checked_header` does, unless all files' `headers` are given.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class StepReader(TensorReader):
             into, offset = into[count:], offset + count
 
     def _block(self, file: str, number: int) -> memoryview:
-        """Return a block, and keep it for the next tensor."""
         with self._lock:
             if (file, number) in self._blocks:
                 self._blocks.move_to_end((file, number))
@@ -122,7 +120,7 @@ class StepReader(TensorReader):
         return super()._new_buffer(size) if self._arena is None else self._arena.take(size)
 
     def close(self) -> None:
-        """Close the files, and give memory back."""
+        """Close the files and free memory."""
         super().close()
         self._blocks.clear()
         self._files.close()
@@ -137,7 +135,6 @@ def _read_headers(step: Committed, names: Iterable[str], storage: Source) -> dic
 
 
 def _residuals(keys: Iterable[str]) -> dict[str, str]:
-    """For the key of each weight that was split, the key of its residual."""
     known, found = set(keys), {}
     for key in known:
         role, slash, name = key.partition(f"{RESIDUAL}/")
@@ -150,9 +147,9 @@ def _residuals(keys: Iterable[str]) -> dict[str, str]:
 class CheckpointSource:
     """The tensors of one model of a committed step; a `ShardSource` for weights and optimizer slots.
 
-    The model is the run's own; `of` returns another. A shard is named by its weight, or `slot/weight`. Every rank makes a source and
-    calls `fill` together. Split fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside
-    the tensors, or four blocks if these are larger.
+    The model is the run's own; `of` returns another. A shard is named by its weight, or `slot/weight`. All ranks call `fill`
+    together. Split fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors,
+    or four blocks if these are larger.
     """
 
     def __init__(
@@ -175,7 +172,7 @@ class CheckpointSource:
         self._prefix = prefix_of(MAIN)
 
     def of(self, role: str) -> CheckpointSource:
-        """Return the tensors of the same step's model with this role. Raises `MissingError` if there is none."""
+        """Return the source of another role. Raises `MissingError` if there is none."""
         roles = roles_in(self._step.manifest.files)
         if role not in roles:
             raise MissingError(
@@ -189,10 +186,10 @@ class CheckpointSource:
         return other
 
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
-        """Require that the step holds exactly the tensors of all ranks' shards, in the same dtypes. Collective.
+        """Require that the step holds exactly all ranks' tensors, in the same dtypes. Collective.
 
-        Raises `MissingError` for absent optimizer slots. Otherwise the error has a table of have and want: `MissingError` if the step
-        only lacks tensors, else `IncompatibleError`.
+        Raises `MissingError` for absent optimizer slots. Otherwise the error has a table of have and want: `MissingError` if the
+        step only lacks tensors, else `IncompatibleError`.
         """
         mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
@@ -219,11 +216,10 @@ class CheckpointSource:
 
     @property
     def holds_training(self) -> bool:
-        """Whether the step holds optimizer state of the model."""
+        """Whether the step holds the model's optimizer state."""
         return bool(_sets(self._stored()) - {MODEL})
 
     def _stored(self) -> dict[str, _Described]:
-        """The model's tensors by key without their role."""
         found = {}
         for key, info in self._reader.tensors.items():
             tensor_set = set_of(self._reader.locations[key].file) or ""
@@ -234,8 +230,8 @@ class CheckpointSource:
     def fill(self, shards: Iterable[Shard]) -> None:
         """Fill each shard's tensor in place, converted to its dtype. Collective, errors included.
 
-        Raises `MissingError` for an absent tensor, `IncompatibleError` for another shape or an unknown dtype, `CorruptError` naming file
-        and tensor for a damaged block.
+        Raises `MissingError` for an absent tensor, `IncompatibleError` for another shape or an unknown dtype, `CorruptError` for
+        a damaged block.
         """
         shards = list(shards)
         with agree(self._layout):
@@ -258,7 +254,6 @@ class CheckpointSource:
                     raise
 
     def _checked(self, shard: Shard) -> str:
-        """The key of the stored tensor that a shard is a piece of."""
         name = shard.spec.name
         slot = f"{self._prefix}{name}"
         key = slot if slot in self._reader.tensors else f"{self._prefix}{MODEL}/{name}"
@@ -285,8 +280,6 @@ def _sets(keys: Iterable[str]) -> set[str]:
 
 
 def _table(keys: list[str], have: Mapping[str, _Described], want: Mapping[str, _Described]) -> str:
-    """Return the first tensors as lines of name, have and want."""
-
     def text(key: str, side: Mapping[str, _Described]) -> str:
         if key not in side:
             return "-"

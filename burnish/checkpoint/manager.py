@@ -1,7 +1,7 @@
 """A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds.
 
-To resume, every rank opens the newest step on this disk or the mirror. If any rank finds it damaged, it is set aside for all, and
-the next older one on either side is tried. Of a step that both sides have, the disk's comes first.
+To resume, every rank opens the newest step on this disk or the mirror, the disk's first. If any rank finds it damaged, it is set
+aside for all, and the next older one is tried.
 
 Leases tell which ranks see one disk. If all do, a step is one directory; otherwise the ranks' disks meet on the mirror.
 """
@@ -78,7 +78,7 @@ class Destination(Protocol):
 
     @property
     def source(self) -> Source:
-        """Reads what is below."""
+        """The reader of what lies below."""
 
     sharing: str
     """Advice for a rank that does not see the steps that rank 0 sees."""
@@ -86,46 +86,46 @@ class Destination(Protocol):
     """Of the copy of the run's directory."""
 
     def lead(self, disk: int | None) -> None:
-        """Copy this rank's disk from now on: one of several that meet there, or the only one (None)."""
+        """Copy this rank's disk from now on: one of several, or the only one (None)."""
 
     def begin(self) -> None:
         """Ask for a copy of what is new. Returns at once."""
 
     def hear(self) -> bool:
-        """Take and log the news of copying; return whether it is under way."""
+        """Log the news of copying; return whether it is under way."""
 
     def settle(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """Copy once more and wait for it; return why the copy lacks something. Shows parts of 1. Collective."""
+        """Copy once more and wait; return why the copy lacks something. Shows fractions of 1. Collective."""
 
     def paths(self) -> Mapping[int, PurePath]:
-        """The steps, as they are at this moment."""
+        """Return the present steps."""
 
     def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Take a step out of sight, for people to look into; says where it is."""
+        """Take a step out of sight for inspection; return where it is."""
 
     def aside(self) -> list[str]:
-        """Return the steps that were set aside, now or earlier."""
+        """Return the steps set aside, now or earlier."""
 
     def meet(self, here: OnDisk, *, leads: bool) -> None:
-        """Before resuming on several disks: refuse steps that only one disk has, and clear what no disk committed. Collective."""
+        """Before resuming on several disks, refuse steps that one disk alone has, and clear what none committed. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """Return what the copy adds to the directory's environment.json. Raises if it is another run's, and changes nothing."""
+        """Return what the copy adds to environment.json. Raises if it is another run's; changes nothing."""
 
     def claim(self, directory: RunDirectory) -> None:
         """Make the copy this start's."""
 
     def bring_back(self, directory: RunDirectory) -> None:
-        """Fetch metrics and pins that are not in the directory."""
+        """Fetch metrics and pins that the directory lacks."""
 
     def close(self) -> None:
-        """Stop copying, whatever is under way."""
+        """Stop copying at once."""
 
 
 class OnDisk:
-    """The steps of a run's `checkpoints/`, with the members that `Destination` has of a mirror's."""
+    """The steps of a run's `checkpoints/`, with the reading members of `Destination`."""
 
     sharing = "set output_dir to a directory that all ranks share"
 
@@ -134,15 +134,15 @@ class OnDisk:
         self.source = storage
 
     def paths(self) -> Mapping[int, PurePath]:
-        """See `Destination`: what has a step's name."""
+        """Return everything with a step's name."""
         return step_paths(self.root, self.source)
 
     def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Move a step into `quarantine/`, for people to look into; return its place."""
+        """Move a step into `quarantine/`; return its place."""
         return str(move_aside(self.source, Path(path), self.root / QUARANTINE))
 
     def aside(self) -> list[str]:
-        """See `Destination`: the content of `quarantine/`."""
+        """Return the content of `quarantine/`."""
         quarantine = self.root / QUARANTINE
         return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
 
@@ -154,10 +154,10 @@ Side = OnDisk | Destination
 class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
-    `retention` decides which steps stay; `reserve_bytes` of the disk stay free. Entering clears what a killed run left half
-    written. Raises `BurnishError` if another run holds the directory, or if ranks see different directories and no mirror joins
-    them. With a mirror, each disk gets a part of a step, which is committed on the mirror; see `meets_on_mirror`. With
-    `background_timeout`, in seconds, every rank has a writer process for `begin_save`, and these wait so long for each other.
+    `retention` decides which steps stay; `reserve_bytes` of the disk stay free. Entering clears what a killed run left. Raises
+    `BurnishError` if another run holds the directory, or if ranks see different directories without a mirror. With several disks
+    and a mirror, each disk gets a part of a step; see `meets_on_mirror`. With `background_timeout`, in seconds, every rank has a
+    writer process for `begin_save`, and these wait so long for each other.
     """
 
     def __init__(
@@ -208,7 +208,6 @@ class Checkpoints:
         return self
 
     def _take(self, path: Path) -> Token:
-        """Have this disk for this run alone, and free of leftovers."""
         with naming_failures(f"{self._root} cannot be used"):
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
             self._lease = self._held.enter_context(Lease(path))
@@ -236,10 +235,10 @@ class Checkpoints:
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
-        """Commit a step, remove those that retention no longer keeps, and return its directory or this rank's part.
+        """Commit a step, remove those retention drops, and return its directory or this rank's part.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. A step that cannot be removed is logged. If
-        `begin_save` is used, call `finished(wait=True)` first.
+        An error on any rank is raised on all and leaves earlier steps unchanged. A step that cannot be removed is logged. After
+        `begin_save`, call `finished(wait=True)` first.
         """
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
@@ -249,17 +248,17 @@ class Checkpoints:
         return saved.path
 
     def begin_save(self, step: int, contents: Contents) -> None:
-        """Start committing a step while training goes on; the contents may change when this returns.
+        """Start committing a step in the background; the contents may change when this returns.
 
-        An error in copying is raised on every rank. `finished` returns the rest, and must be called before the next save. Raises
-        `ValueError` without a `background_timeout`.
+        An error in copying is raised on every rank. `finished` returns the outcome, and must be called before the next save.
+        Raises `ValueError` without a `background_timeout`.
         """
         if self._background is None:
             raise ValueError("these checkpoints have no process to save in the background")
         self._background.begin(step, contents)
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """Return the outcome of the save in the background, once, the same on every rank; None while it is under way or if there is none."""
+        """Return the background save's outcome, once, the same on every rank; None while it runs or without one."""
         finished = None if self._background is None else self._background.finished(wait=wait)
         if self._mirror is not None:
             if finished is not None and finished.error is None:
@@ -280,8 +279,8 @@ class Checkpoints:
     ) -> BurnishError | None:
         """Wait for the mirror, and return why it is not in sync; None if it is, or without a mirror.
 
-        Retries while the time lasts and `stopped` is false on every rank; rank 0 shows parts of 1. The same on every rank. Then
-        removes what only waited for the mirror.
+        Retries while time lasts and `stopped` is false on every rank; rank 0 shows fractions of 1. The same on every rank. Then
+        removes the steps that waited for the mirror.
         """
         if self._mirror is None:
             return None
@@ -294,8 +293,8 @@ class Checkpoints:
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
         """Load the newest usable step of this directory and its mirror, through `arena`; None if nothing was ever committed.
 
-        Damaged and unhealthy steps are set aside. Raises `CorruptError` if there are steps and none is usable. Other errors of `load`,
-        and a side that cannot be reached, pass through and leave the step in place.
+        Damaged and unhealthy steps are set aside. Raises `CorruptError` if no step is usable. Other errors of `load`, and an
+        unreachable side, pass through and leave the step in place.
         """
         here = OnDisk(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
@@ -339,7 +338,7 @@ def _find_disks(
 ) -> Disks:
     """Find the disks on which `lease` lies. Collective.
 
-    Rank 0 has it `held`. A rank that does not see that holds its own with `take`, or finds that another such rank does. Raises
+    Rank 0 has it `held`. A rank that does not see that holds its own with `take`, or finds another such rank's. Raises
     `UsageError` on every rank if there are several disks and they may not differ, `BurnishError` if another run holds one.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
@@ -376,7 +375,7 @@ def _refusal(lease: Path, layout: Layout) -> UsageError:
 
 
 def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]) -> int | None:
-    """Return which of these numbers the lease carries here; None if it shows none in time."""
+    """Return which of these numbers the lease carries here; None if none in time."""
     for pause in pauses:
         time.sleep(pause)
         for directory in reversed(lease.parents[:3]):
@@ -389,7 +388,7 @@ def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]
 
 
 def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:
-    """Return the index of the side and the path of the newest step by name, as rank 0 sees them. Collective."""
+    """Return the side and path of the newest step by name, as rank 0 sees them. Collective."""
     found: list[tuple[int, int, PurePath]] = []
     with agree(layout):
         for index, side in enumerate(sides if layout.is_main else ()):
@@ -416,7 +415,6 @@ def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
 
 
 def _say(step: Committed, skipped: Sequence[str]) -> None:
-    """Say before loading which step it is, and which newer ones are not used."""
     reasons = "; ".join(each.partition("\n")[0] for each in skipped)
     _log.log(
         logging.WARNING if skipped else logging.INFO,

@@ -1,7 +1,7 @@
 """The manifest of a step's files, and the COMMIT that seals it.
 
-Both are canonical JSON, and COMMIT has digests of itself and the manifest, so any changed byte is found. A manifest may be long.
-It is read file by file and refused at the first unexpected byte, so a hostile one cannot fill memory. No torch here.
+Both are canonical JSON, and COMMIT has digests of itself and the manifest, so any changed byte is found. A manifest is read file
+by file and refused at the first unexpected byte, so a hostile one cannot fill memory. No torch here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All files of a step but the manifest and COMMIT themselves."""
+    """All files of a step but manifest and COMMIT."""
 
     uuid: str
     """Names this writing of this step."""
@@ -83,11 +83,11 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Bytes of all files."""
         return sum(record.size for record in self.files.values())
 
     def encode(self) -> bytes:
-        """As it is written."""
+        """Return the file's bytes."""
         files = {
             path: {"size": each.size, "block_bytes": each.block_bytes, "blocks": each.blocks}
             for path, each in self.files.items()
@@ -96,7 +96,7 @@ class Manifest:
         return encode_json({"format": FORMAT, **fields})
 
     def encoded_bytes(self) -> int:
-        """Return the length of `encode()` with hashes, which need not be known yet."""
+        """Return the length of `encode()` with hashes, known or not."""
         bare = {path: replace(record, blocks=()) for path, record in self.files.items()}
         counts = (-(-record.size // record.block_bytes) for record in self.files.values())
         return len(replace(self, files=bare).encode()) + sum(_LINE * n + 3 for n in counts if n)
@@ -116,23 +116,23 @@ class Commit:
     """Whether losses and weights were finite. An unhealthy step is not resumed from and displaces no other."""
 
     def encode(self) -> bytes:
-        """As it is written, with a digest of itself."""
+        """Return the file's bytes, with a digest of itself."""
         fields = {"format": FORMAT, **asdict(self)}
         return encode_json({**fields, "sha256": sha256(encode_json(fields))})
 
 
 def block_hash(data: Bytes) -> str:
-    """Return xxh3_128 of a block: fast, finds any accidental change, no protection against forgery."""
+    """Return a block's xxh3_128, which finds accidents but not forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def sha256(data: bytes) -> str:
-    """Hexadecimal SHA-256."""
+    """Return the hexadecimal SHA-256."""
     return hashlib.sha256(data).hexdigest()
 
 
 def record_of(data: bytes, block_bytes: int = BLOCK_BYTES) -> FileRecord:
-    """The record of a small file that is in memory whole."""
+    """Return the record of a small file's content."""
     view = memoryview(data)
     starts = range(0, len(data), block_bytes)
     hashes = tuple(block_hash(view[start : start + block_bytes]) for start in starts)
@@ -191,7 +191,7 @@ def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
 
 
 def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
-    """The files of a manifest, and where in the text they end."""
+    """Return the files, and the offset at which they end."""
     head = _HEAD.match(data)
     if head is None:
         raise _unlike_ours(data, 0, what)
@@ -223,13 +223,11 @@ def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
 
 
 def _hashes(lines: bytes) -> tuple[str, ...]:
-    """The hashes of lines that are known to hold one each."""
     text, first = lines.decode(), len('\n    "')
     return tuple(text[at : at + _HASH] for at in range(first, len(text), _LINE))
 
 
 def _unlike_ours(data: bytes, at: int, what: str, want: str | None = None) -> CorruptError:
-    """Return the error for a text that Burnish does not write, from a byte on."""
     return CorruptError(
         f"{what} is not written the way Burnish writes it",
         have=f"{shortened(data[at : at + 100])} at byte {at}",
@@ -239,7 +237,6 @@ def _unlike_ours(data: bytes, at: int, what: str, want: str | None = None) -> Co
 
 
 def _text(quoted: bytes, at: int, what: str) -> str:
-    """The string that is quoted at or behind a byte of the manifest."""
     with suppress(ValueError):
         found: str = json.loads(quoted)
         if json.dumps(found).encode() == quoted:
@@ -267,7 +264,6 @@ def _other_format(what: str, found: str) -> IncompatibleError:
 
 
 def _check_types(value: dict[str, Any], what: str) -> None:
-    """Raise unless these are the fields of a `Commit`."""
     kinds = {"str": str, "int": int, "bool": bool}
     wanted = {name: kinds[text] for name, text in Commit.__annotations__.items()}
     for name in sorted(wanted.keys() | value.keys()):

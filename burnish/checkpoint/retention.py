@@ -1,7 +1,7 @@
 """Which committed steps stay, and the removal of the others.
 
-Nothing is remembered between saves: predicates look at what is on disk, so a resumed run and a command decide alike. A step goes
-if no predicate keeps it. The newest healthy step and everything after it always stay. No torch here.
+Predicates look only at the disk, so a resumed run and a command decide alike. A step goes if no predicate keeps it. The newest
+healthy step and everything after it always stay. No torch here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
 
 @contextmanager
 def holding_pins(root: Path, storage: LocalStorage) -> Iterator[dict[int, str]]:
-    """Hold the pins exclusively in the block, against changes and against removals by them.
+    """Hold the pins exclusively, against changes and against removals by them.
 
     Changes to the dictionary are on disk when the block ends without an error. Raises as `read_pins` does.
     """
@@ -93,7 +93,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts by which retention judges a committed step."""
+    """The facts by which retention judges a step."""
 
     step: int
     healthy: bool = True
@@ -105,7 +105,7 @@ class Facts:
 
 
 def completed(steps: Collection[Facts]) -> list[Facts]:
-    """The steps with what later ones know of their validations."""
+    """Return the steps with validation results that later steps know."""
     told = {step: found for each in steps for step, found in each.later.items()}
     return [
         replace(each, measured={**_mapping(told.get(str(each.step))), **each.measured})
@@ -114,7 +114,7 @@ def completed(steps: Collection[Facts]) -> list[Facts]:
 
 
 def best(steps: Collection[Facts], which: KeepBestConfig) -> set[int]:
-    """Return the healthy steps with the best values of a metric, the newer of equals; steps without a value do not count."""
+    """Return the healthy steps with the best values of a metric, the newer of equals."""
     sign = 1 if which.mode == "max" else -1
     values = [
         (sign * value, each.step)
@@ -132,7 +132,7 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The predicates of a run, put together."""
+    """The predicates of a run."""
 
     keep_last: int = 2
     """Newest healthy steps to keep; 1 or more."""
@@ -144,12 +144,12 @@ class Retention:
 
     @classmethod
     def of(cls, config: CheckpointConfig, mirror: str | None = None) -> Self:
-        """Return the retention of a run; `mirror` is the URL of its copy."""
+        """Return a run's retention; `mirror` is the URL of its copy."""
         return cls(config.keep_last, config.keep_every, config.keep_best, mirror)
 
     @classmethod
     def of_mirror(cls, config: CheckpointConfig) -> Self | None:
-        """Return the retention of the mirror's own steps; None: all of them stay."""
+        """Return the retention of the mirror's steps; None if all stay."""
         count = config.mirror_keep_last
         return replace(cls.of(config), keep_last=count) if count else None
 
@@ -172,7 +172,7 @@ class Retention:
         return [step for step in gone if step not in awaited]
 
     def waiting(self, root: Path, storage: LocalStorage) -> list[int]:
-        """Return the steps below `root` that could go, were they on the mirror. For messages: pins are not read."""
+        """Return the steps that wait only for the mirror. For messages: pins are not read."""
         if self.mirror is None:
             return []
         outlived = set(self.outlived(self.facts(root, storage)))
@@ -182,7 +182,7 @@ class Retention:
     def apply(self, root: Path, storage: LocalStorage) -> list[int]:
         """Remove outlived steps below `root` and return them.
 
-        Each is renamed into the trash before it is removed. Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises
+        Each is renamed into the trash first. Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises
         `NotRemovedError` after the others are gone if the disk keeps one.
         """
         removals = Removals(root)
@@ -204,7 +204,6 @@ class Retention:
         return gone
 
     def _awaited(self, root: Path, storage: LocalStorage) -> set[int]:
-        """The steps that the mirror still wants."""
         if self.mirror is None:
             return set()
         settled = read_mirrored(root, self.mirror, storage)
@@ -216,12 +215,12 @@ class Retention:
         return found
 
     def facts(self, root: PurePath, storage: Source) -> list[Facts]:
-        """Return what the predicates need of the steps below `root`; unreadable ones are logged."""
+        """Return the facts of the steps below `root`; unreadable steps are logged."""
         found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
         return completed([each for each in found if each is not None])
 
     def fact(self, path: PurePath, storage: Source) -> Facts | None:
-        """Return what the predicates need of one step; None, and a log line, if it cannot be read."""
+        """Return the facts of one step; log and return None if it is unreadable."""
         try:
             commit = read_commit(path, storage)
         except (CorruptError, IncompatibleError) as error:
@@ -238,10 +237,9 @@ class Retention:
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
-    """Return the uuids, by step, of the steps below `root` that the mirror at `url` has or does not want.
+    """Return the uuids, by step, of the local steps that the mirror has or does not want.
 
-    The truth is on the mirror. This note lets retention decide without asking it. A note that is missing, damaged or of another
-    mirror says nothing, and no step goes.
+    This note saves asking the mirror. A note that is missing, damaged or of another mirror says nothing, and no step goes.
     """
     path = root / MIRRORED
     try:
@@ -257,7 +255,7 @@ def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]
 
 
 def write_mirrored(root: Path, url: str, steps: Mapping[int, str], storage: LocalStorage) -> None:
-    """Write that note, unless it says so already."""
+    """Write that note if it changes."""
     if steps != read_mirrored(root, url, storage):
         by_step = {str(step): uuid for step, uuid in sorted(steps.items())}
         content = encode_json({"format": _FORMAT, "url": url, "steps": by_step})
@@ -269,7 +267,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def require_measured(metric: str | None, measured: Mapping[str, float]) -> None:
-    """Refuse a metric to keep steps by that the validation does not give. Raises `UsageError`."""
+    """Raise `UsageError` if the validation does not measure the metric to keep steps by."""
     if metric is not None and metric not in measured:
         raise UsageError(
             f"the validation does not measure {metric}",

@@ -1,11 +1,11 @@
-"""Write one step: its contents, and the moment at which it exists.
+"""Write one step and commit it.
 
-Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Blocks that follow each other
-are written as one span. A few spans at a time are put together from local tensors and other ranks' messages, while one thread
-hashes and writes and another syncs.
+Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Consecutive blocks are written
+as one span. A few spans at a time are put together from local tensors and other ranks' messages, while one thread hashes and
+writes and another syncs.
 
 Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
-gets the same with its own files: a partial checkpoint, no step.
+gets a partial checkpoint of its own files instead.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _SYNC_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelContents:
-    """One trained model. Every rank gives its own shards; of the rest, rank 0's counts."""
+    """One trained model. Every rank gives its own shards; otherwise rank 0's values count."""
 
     weights: Sequence[Shard]
     """This rank's pieces of the model, by canonical name."""
@@ -120,16 +120,16 @@ class Contents:
 
     @property
     def weights(self) -> list[Shard]:
-        """The pieces of all models."""
+        """Return the weights of all models."""
         return [shard for model in self.models.values() for shard in model.weights]
 
     @property
     def shards(self) -> list[Shard]:
-        """The pieces of all models and their slots."""
+        """Return the weights and slots of all models."""
         return [s for model in self.models.values() for s in (*model.weights, *model.training)]
 
     def with_shards(self, change: Callable[[Shard], Shard]) -> Contents:
-        """Return the same with other shards, each made of one of these, in the order of `shards`."""
+        """Return a copy with changed shards, in the order of `shards`."""
         models = {
             role: replace(
                 model,
@@ -172,7 +172,7 @@ def _copy(elements: Tensor, into: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredShard:
-    """A shard as it will be stored."""
+    """A shard as stored."""
 
     shard: Shard
     key: str
@@ -183,14 +183,14 @@ class StoredShard:
 
     @property
     def piece(self) -> Piece:
-        """The shard without its memory, for the planner."""
+        """Return the shard without its memory, for the planner."""
         return Piece(self.key, self.shard.spec.shape, self.shard.box, self.dtype)
 
 
 class BlockWriter:
     """Writes this rank's blocks of a plan's files once, from the shards that it was planned for.
 
-    Blocks are put together in `arena`; messages between ranks meet on `device`.
+    Assembles blocks in `arena`; messages between ranks meet on `device`.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ class BlockWriter:
         self._syncs: list[Future[None]] = []
 
     def write(self, directory: Path, storage: LocalStorage, what: str) -> BlockHashes:
-        """Write and sync all blocks, and return the hashes of this rank's. Collective, errors included.
+        """Write and sync all blocks, and return this rank's hashes. Collective, errors included.
 
-        The files are in `directory` at their final size. `what` starts the message if the disk fails.
+        The files exist in `directory` at their final size. `what` starts the message if the disk fails.
         """
         plan = self.plan
         size = max((sum(map(_room, share)) for share in plan.share), default=0)
@@ -244,7 +244,6 @@ class BlockWriter:
     def _write_spans(
         self, spans: list[tuple[Span, Tensor]], syncing: ThreadPoolExecutor
     ) -> BlockHashes:
-        """Hash and write spans; have the disk begin where enough was written."""
         hashes: BlockHashes = {}
         for span, memory in spans:
             file, data = self._files[span.file], memoryview(memory.numpy().data)
@@ -262,7 +261,7 @@ class BlockWriter:
     def _filled(
         self, share: Sequence[Span], moves: Group, memory: Tensor
     ) -> list[tuple[Span, Tensor]]:
-        """Put a few spans together. Collective."""
+        """Assemble a few spans. Collective."""
         spans, start = list[Tensor](), 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
@@ -289,13 +288,13 @@ class BlockWriter:
 
 
 def _room(span: Span) -> int:
-    """Return the bytes of memory of a span, a multiple of 64."""
+    """Return a span's bytes, rounded up to a multiple of 64."""
     return -(-(span.stop - span.start) // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A step that is committed."""
+    """A committed step."""
 
     path: Path
     """Its directory, or that of this rank's partial checkpoint."""
@@ -305,7 +304,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Told by each rank to all before a save."""
+    """What each rank tells all before a save."""
 
     step: int
     uuid: str
@@ -316,7 +315,7 @@ class _Told:
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """Saves steps of one run below `root`, and keeps the plan from save to save."""
+    """Saves steps of one run below `root`, and reuses the plan."""
 
     root: Path
     """The run's `checkpoints/`."""
@@ -336,14 +335,14 @@ class Saver:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes and names what is on its disk."""
+        """Whether this rank creates and renames the entries on its disk."""
         return self.layout.rank in self.disks.leaders
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
-        """Commit a step and remove those that retention no longer keeps. Collective.
+        """Commit a step and remove those that retention drops. Collective.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. `fence` is called on the leader of each disk before the
-        step is sealed; if it raises, the step does not come to exist. Raises `BurnishError` if the step exists or writing fails.
+        An error on any rank is raised on all and leaves earlier steps unchanged. `fence` is called on each disk's leader before
+        the step is sealed; if it raises, there is no step. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):
@@ -381,7 +380,7 @@ class Saver:
             return Saved(path, self.let_go() if layout.is_main else None)
 
     def digest(self, pieces: PieceTable) -> str:
-        """Return the digest of the plan that was made for such pieces of this rank; "" for none."""
+        """Return the digest of the plan for these pieces of this rank; "" without one."""
         if self._plan is None or pieces.digest() != self._pieces:
             return ""
         return self._plan.digest
@@ -389,7 +388,7 @@ class Saver:
     def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
         """Return the plan for every rank's pieces, by storage key. Collective.
 
-        If `known` has the same `digest` for all ranks, that plan is taken. Raises as `WritePlan.of` does.
+        If `known` has the same `digest` for all ranks, reuse that plan. Raises as `WritePlan.of` does.
         """
         if self._plan is None or set(known) != {self._plan.digest}:
             have = gather_pieces(pieces, self.layout)
@@ -407,7 +406,7 @@ class Saver:
         *,
         healthy: bool,
     ) -> Path:
-        """Write all files and seal them; `empty` is the manifest that lacks them."""
+        """Write all files and seal them; `empty` is the manifest without files."""
         layout, plan, what = self.layout, writer.plan, f"step {empty.step} could not be saved"
         name = f"{empty.step:08d}.{empty.uuid}"
         inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
@@ -444,7 +443,7 @@ class Saver:
     def _require_room(self, step: int, needed: int) -> None:
         """Raise `BurnishError` if less than `needed` + `reserve_bytes` bytes are free below `root`.
 
-        The error names the steps that exist only here and wait for the mirror.
+        The error names the steps that wait for the mirror.
         """
         self.storage.make_dirs(self.root)
         free = self.storage.free_bytes(self.root)
@@ -464,7 +463,7 @@ class Saver:
         )
 
     def holds(self, step: int) -> bool:
-        """Whether this rank's disk has the step, or its part of it, sealed."""
+        """Return whether this rank's disk has the step, or its part, sealed."""
         if self.disks.are_several:
             return step in portion_paths(self.root, self.storage).values()
         with suppress(CorruptError):
@@ -472,20 +471,19 @@ class Saver:
         return False
 
     def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
-        """Remove the remains of a failed save, its partial checkpoint too; return what could not be removed. For leaders."""
+        """Remove the remains of a failed save, its partial checkpoint too; return the failures. For leaders."""
         removals = Removals(self.root)
         with removals.trying():
             self._discard(f"{step:08d}.", (INFLIGHT, PORTION) if portion else (INFLIGHT,))
         return removals.error()
 
     def _discard(self, name: str, kinds: Iterable[str]) -> None:
-        """Remove directories that are no step and whose names begin like this."""
         for entry in self.storage.entries(self.root):
             if entry.name.startswith(tuple(f"{kind}{name}" for kind in kinds)):
                 discard(self.storage, self.root / entry.name, self.root / TRASH)
 
     def let_go(self) -> NotRemovedError | None:
-        """Remove steps that retention no longer keeps; return what could not be removed. For rank 0."""
+        """Remove steps that retention drops; return the failures. For rank 0."""
         try:
             if self.retention is not None:
                 self.retention.apply(self.root, self.storage)
@@ -495,7 +493,7 @@ class Saver:
 
 
 def _stored(contents: Contents) -> Iterator[StoredShard]:
-    """Yield what is stored of each shard: fp32 weights are split in two."""
+    """Yield shards as stored: fp32 weights are split in two."""
     taken = {MODEL, RESIDUAL, *contents.models}
     for role, model in contents.models.items():
         prefix = prefix_of(role)
@@ -514,7 +512,6 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:
-    """State and assets by path below the step."""
     state = encode_json(dict(contents.state))
     if len(state) > STATE_LIMIT:
         raise BurnishError(
@@ -531,7 +528,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
 
 
 def all_finite(shards: Sequence[Shard]) -> bool:
-    """Return whether no tensor holds a NaN or infinity, with one wait for the device; integers and 8-bit floats count as finite."""
+    """Return whether no tensor holds a NaN or infinity; waits for the device once. Ignores integers and 8-bit floats."""
     tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
     extremes = [
         extreme.float()
@@ -543,7 +540,7 @@ def all_finite(shards: Sequence[Shard]) -> bool:
 
 
 def check_new(root: Path, step: int, storage: LocalStorage) -> None:
-    """Raise `BurnishError` when there is a step of this number."""
+    """Raise `BurnishError` if the step exists."""
     if storage.kind(root / step_name(step)) is not None:
         raise BurnishError(
             f"step {step} exists already",
@@ -556,7 +553,7 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
 def _lay_out(
     inflight: Path, files: Sequence[PlannedFile], small: Mapping[str, bytes], storage: LocalStorage
 ) -> None:
-    """Make the directories, the small files whole, the large ones empty at their final size."""
+    """Create the directories, small files whole, large files empty at their final size."""
     names = [*small, *(file.path for file in files)]
     for path in sorted({inflight, *((inflight / name).parent for name in names)}):
         storage.make_dirs(path)
@@ -567,7 +564,7 @@ def _lay_out(
 
 
 def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
-    """Join all ranks' hashes. Raises `BurnishError` unless every block of every file has exactly one."""
+    """Join all ranks' hashes. Raises `BurnishError` unless every block has exactly one."""
     known = {block: digest for theirs in hashes for block, digest in theirs.items()}
     wanted = {
         (index, number)
@@ -587,7 +584,6 @@ def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
 def _records(
     plan: WritePlan, hashes: BlockHashes, small: Mapping[str, bytes]
 ) -> dict[str, FileRecord]:
-    """Return the manifest's records of the files; tensor files may lack hashes yet."""
     records = {path: record_of(data) for path, data in small.items()}
     for index, file in enumerate(plan.files):
         numbers = range(plan.blocks_in(file) if hashes else 0)
@@ -597,7 +593,7 @@ def _records(
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Raise `BurnishError` if the manifest would be too long to be read again."""
+    """Raise `BurnishError` if the manifest would be too long to read again."""
     size, files = manifest.encoded_bytes(), len(manifest.files)
     if size > MANIFEST_LIMIT or files > MAX_FILES:
         raise BurnishError(
@@ -609,7 +605,6 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]:
-    """Return the manifest's and the seal's bytes by name."""
     encoded = manifest.encode()
     commit = Commit(
         version=__version__,
@@ -625,7 +620,6 @@ def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]
 def _commit(
     inflight: Path, final: Path, sealed: Mapping[str, bytes], storage: LocalStorage
 ) -> None:
-    """Seal the directory and rename it. Before the rename the step does not exist; after it, it is whole."""
     write_new(storage, {inflight / name: data for name, data in sealed.items()})
     sync_dirs(storage, _directories(inflight, storage))
     storage.rename(inflight, final)
@@ -633,7 +627,6 @@ def _commit(
 
 
 def _directories(path: Path, storage: LocalStorage) -> Iterator[Path]:
-    """A directory and all below it."""
     yield path
     for entry in storage.entries(path):
         if entry.kind == "directory":

@@ -1,7 +1,7 @@
-"""Which steps a directory holds, and whether each is still what was committed.
+"""Find a directory's steps, and check whether each is still as committed.
 
-A step's name appears by one rename of a whole directory. To open a step checks names, sizes and small files; whoever reads more of
-it checks every block against its hash. No torch here.
+A step's name appears by one rename of a whole directory. Opening a step checks names, sizes and small files; further reads check
+every block against its hash. No torch here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step that is whole as far as names, sizes and digests of its small files tell."""
+    """A step whose names, sizes and small files' digests are right."""
 
     path: PurePath
     """Its directory; `path / "model"` is a Hugging Face model directory."""
@@ -67,7 +67,7 @@ class Committed:
 
     @property
     def step(self) -> int:
-        """Steps of training that it holds."""
+        """Training steps it holds."""
         return self.commit.step
 
     @property
@@ -77,12 +77,12 @@ class Committed:
 
 
 def step_name(step: int) -> str:
-    """The name of a committed step's directory."""
+    """Return the name of a committed step's directory."""
     return f"step-{step:08d}"
 
 
 def step_number(name: str) -> int | None:
-    """The step whose directory has this name; None for any other name."""
+    """Return the step of a directory's name; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -106,7 +106,7 @@ def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
 
 
 def read_commit(path: PurePath, storage: Source) -> Commit:
-    """The seal of the step at `path`. Raises `CorruptError` when it is missing or damaged."""
+    """Return the seal of the step at `path`. Raises `CorruptError` if it is missing or damaged."""
     _check_directory(path, storage)
     commit = parse_commit(read_small(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
@@ -122,9 +122,8 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
 def open_step(path: PurePath, storage: Source, below: str | None = None) -> Committed:
     """Open the step at `path`: check COMMIT, manifest, state and every file's size.
 
-    With `below` ("model/"), only that directory is opened, without the state: other files may be missing, and files that were not
-    committed may lie there. Raises `CorruptError` naming a file that is damaged, missing, or not in the manifest, and
-    `IncompatibleError` for another format.
+    With `below` ("model/"), only that directory is opened, without the state, and may hold files that were not committed. Raises
+    `CorruptError` naming a file that is damaged, missing, or not in the manifest, and `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
     sizes = dict(files_below(path, "", storage)) if below is None else {}
@@ -156,7 +155,7 @@ def open_step(path: PurePath, storage: Source, below: str | None = None) -> Comm
 
 
 def require_healthy(step: Committed) -> None:
-    """Raise `CorruptError` where losses or weights of the step were not finite."""
+    """Raise `CorruptError` if the step's losses or weights were not finite."""
     if not step.healthy:
         raise CorruptError(
             f"{step.path} is marked unhealthy",
@@ -167,14 +166,14 @@ def require_healthy(step: Committed) -> None:
 
 
 def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
-    """The steps below `root` that open, oldest first; the others are named in the log."""
+    """Return the steps below `root` that open, oldest first; log the others."""
     return _opened(root, storage or LocalStorage())[0]
 
 
 def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
     """Return the newest healthy step below `root`, or None if no step was ever committed.
 
-    Raises `CorruptError` if there are steps and none is usable, `IncompatibleError` if all have another format.
+    Raises `CorruptError` if no step is usable, `IncompatibleError` if all have another format.
     """
     opened, errors = _opened(root, storage or LocalStorage())
     usable = [step for step in opened if step.healthy]
@@ -193,7 +192,7 @@ def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
 
 
 def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str, BurnishError]]:
-    """Return the steps that open, oldest first, and the errors of the others by name; errors are logged."""
+    """Return the steps that open, oldest first, and the errors of the others by name. Logs these errors."""
     found: list[Committed] = []
     errors: dict[str, BurnishError] = {}
     for path in step_paths(root, storage).values():
@@ -206,7 +205,7 @@ def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str,
 
 
 def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
-    """Read a small file of the step at `path`. Raises `CorruptError` if it is missing or longer than `limit` bytes."""
+    """Read a small file of a step. Raises `CorruptError` if it is missing or longer than `limit` bytes."""
     try:
         return read_whole(storage, path / name, limit)
     except FileNotFoundError as error:
@@ -234,7 +233,7 @@ def files_below(
 ) -> Iterator[tuple[str, int]]:
     """Yield path, with `prefix`, and size of all files below a directory, or of `only` these.
 
-    Raises `CorruptError` for a link or a device in their place.
+    Raises `CorruptError` for a link or a device.
     """
     for entry in storage.entries(path):
         name = f"{prefix}{entry.name}"
@@ -266,14 +265,14 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
 
 
 def leftovers(root: Path, storage: LocalStorage) -> list[Path]:
-    """Return what lies below `root` and is no step; if somebody holds its lease, it is being written or removed."""
+    """Return everything below `root` that is no step. While somebody holds the lease, it may be in use."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
     return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
 
 
 def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:
-    """Remove them, for the holder of the lease; `removals` collects what the disk kept."""
+    """Remove the leftovers; the caller holds the lease. `removals` collects failures."""
     for path in leftovers(root, storage):
         with removals.trying():
             if path.parent.name == TRASH:
@@ -283,7 +282,7 @@ def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:
 
 
 class DamagedBlock(CorruptError):
-    """A block of a step's file whose bytes are not those that were written."""
+    """A block of a step's file that differs from the bytes written."""
 
     file: PurePath
     start: int
@@ -293,7 +292,6 @@ class DamagedBlock(CorruptError):
     """The tensors that lie in it, and "the header" where it begins the file."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the place when the error crosses a process boundary."""
         place = {name: getattr(self, name) for name in DamagedBlock.__annotations__}
         return (*super().__reduce__(), place)
 
@@ -303,7 +301,7 @@ def verify_files(
 ) -> Iterator[CorruptError]:
     """Read files of an open step; yield an error for each damaged block, naming file and tensors.
 
-    A committed header that describes the impossible is an error too. Several threads read and hash.
+    An impossible committed header is an error too. Several threads read and hash.
     """
     storage = storage or LocalStorage()
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
@@ -340,14 +338,14 @@ def _verify_file(
 
 
 def _run(record: FileRecord) -> int:
-    """Bytes of whole blocks that are read at a time."""
+    """Return the bytes to read at a time, in whole blocks."""
     return max(1, READ_BYTES // record.block_bytes) * record.block_bytes
 
 
 def _damages(
     file: ReadableFile, step: Committed, name: str, first: int, data: memoryview
 ) -> list[CorruptError]:
-    """Return the errors of the blocks that fill `data`; after any, each block is read again by itself."""
+    """Return the errors of the blocks in `data`; after any, read each block again by itself."""
     size = step.manifest.files[name].block_bytes
     try:
         read_blocks(file, step, name, first, data)
@@ -363,14 +361,14 @@ def _damages(
 
 
 def check_small_files(step: Committed, storage: Source | None = None) -> None:
-    """Raise `DamagedBlock` unless all files without tensors are what was committed: configuration, tokenizer."""
+    """Raise `DamagedBlock` unless all files without tensors are as committed: configuration, tokenizer."""
     for name in step.manifest.files:
         if not name.endswith(SUFFIX):
             read_file(step, name, storage or LocalStorage())
 
 
 def read_file(step: Committed, name: str, storage: Source) -> bytes:
-    """Return a small file's content. Raises `DamagedBlock` where it is not what was committed."""
+    """Return a small file's content. Raises `DamagedBlock` if it differs from what was committed."""
     data = bytearray(step.manifest.files[name].size)
     with storage.open(step.path / name) as file:
         read_blocks(file, step, name, 0, memoryview(data))
@@ -378,7 +376,7 @@ def read_file(step: Committed, name: str, storage: Source) -> bytes:
 
 
 def header_problem(step: Committed, name: str, storage: Source) -> Iterator[CorruptError]:
-    """Yield what is wrong with the header of a tensor file."""
+    """Yield the error of a tensor file's header, if any."""
     try:
         checked_header(step, name, storage)
     except CorruptError as error:
@@ -386,7 +384,7 @@ def header_problem(step: Committed, name: str, storage: Source) -> Iterator[Corr
 
 
 def checked_header(step: Committed, name: str, storage: Source) -> Header:
-    """Return the header of a step's tensor file, out of blocks that were checked."""
+    """Return the header of a tensor file, from checked blocks."""
     record, path = step.manifest.files[name], step.path / name
     data, size = b"", 1
     with storage.open(path) as file:
@@ -441,7 +439,7 @@ def _damage(
 def _tensors(
     file: ReadableFile, step: Committed, name: str, start: int, stop: int
 ) -> tuple[str, ...]:
-    """Return the tensors in a range of a file, as far as its header, perhaps damaged, can tell."""
+    """Return the tensors in a range of a file, as far as its perhaps damaged header tells."""
     if not name.endswith(SUFFIX):
         return ()
     path, file_size = step.path / name, step.manifest.files[name].size

@@ -1,7 +1,7 @@
 """A process beside a training process that does slow work: the training process's end.
 
-A thread would take the interpreter from training, and what kills the process must not kill the run. It answers messages through
-a pipe, ends when the pipe closes, and dies with the training process.
+A thread would compete for the interpreter, and a crash of the process must not kill the run. It answers messages through a
+pipe, ends when the pipe closes, and dies with the training process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 class Companion:
     """The process, and this end of its pipe.
 
-    It runs `module.serve(pipe, parent, *descriptors)` with numbers: its end of the pipe, this process's id, and its copies of
-    `descriptors`. It holds `keep_open` as long as it lives. `what` names it in messages.
+    It runs `module.serve(pipe, parent, *descriptors)`: its end of the pipe, this process's id, and its copies of `descriptors`.
+    It holds `keep_open` while it lives. `what` names it in messages.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Companion:
         self._pipe = Connection(ours.detach())
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it still runs."""
         return self._process.poll() is None
 
     def send(self, message: object) -> bool:
-        """Whether it could be sent to."""
+        """Send a message; return False if its pipe is closed."""
         try:
             self._pipe.send(message)
         except OSError:
@@ -77,7 +77,7 @@ class Companion:
         return True
 
     def answer(self, seconds: float) -> Any:
-        """Return its next message within this time; None without one, a `BurnishError` if it died or cannot be understood."""
+        """Return its next message within this time, else None; a `BurnishError` if it died or cannot be understood."""
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
@@ -91,13 +91,13 @@ class Companion:
             )
 
     def moved(self) -> str | None:
-        """Return the system's count of bytes it has read and written, which changes while it works; None if nobody counts."""
+        """Return the system's count of its bytes read and written, a sign of progress; None if unknown."""
         with suppress(OSError):
             return Path(f"/proc/{self._process.pid}/io").read_text()
         return None
 
     def died(self) -> BurnishError:
-        """Return the error for a process that has ended."""
+        """Return the error for a process that ended."""
         return BurnishError(
             f"{self._what} died",
             have=f"exit status {self._status()}",
@@ -106,14 +106,13 @@ class Companion:
         )
 
     def kill(self) -> None:
-        """End it, whatever it is doing."""
+        """End it at once."""
         self._pipe.close()
         self._process.kill()
         if self._status() is None:
             _log.warning("%s hangs in the system: pid %d", self._what, self._process.pid)
 
     def _status(self) -> int | None:
-        """Return its exit status, negative for a signal; None if it does not end."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_KILL_SECONDS)
         return None

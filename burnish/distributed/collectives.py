@@ -1,7 +1,7 @@
 """Collectives on objects, statistics, flags and failures.
 
-All ranks call each function, in the same order. With one rank they cost nothing. Objects travel
-between the processes of one run as pickles over gloo; no pickle is ever read from disk.
+All ranks call each function, in the same order. One rank alone pays nothing. Objects travel between
+the processes of one run as pickles over gloo; no pickle is read from disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def from_main(value: T, layout: Layout) -> T:
 
 
 def any_rank(flag: bool, layout: Layout) -> bool:
-    """Tell whether the flag is set on at least one rank."""
+    """Return whether any rank sets the flag."""
     if layout.world == 1:
         return flag
     seen = torch.tensor([int(flag)])
@@ -56,7 +56,7 @@ def any_rank(flag: bool, layout: Layout) -> bool:
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
     """Merge statistics over all ranks; ranks that share a micro-batch count once.
 
-    Values stay on `device` as 0-d fp64 tensors (fp32 where it has no fp64), so nothing waits. The
+    Values stay on `device` as 0-d fp64 tensors (fp32 where it has no fp64), without a wait. The
     result has the names of all ranks.
     """
     if layout.world == 1:
@@ -80,7 +80,7 @@ def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
 
 
 def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
-    """Agree on names and kinds of metrics: one small all-reduce when all ranks hold the same."""
+    """Agree on metrics' names and kinds: one small all-reduce if all ranks have the same."""
     kinds: dict[str, type[Metric]] = {name: type(metric) for name, metric in stats.items()}
     text = "\n".join(f"{name} {kind.__name__}" for name, kind in kinds.items())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -101,7 +101,7 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
 
 
 def _pack(numbers: list[Number], device: torch.device) -> Tensor:
-    """Put numbers into one vector on the device: floats in one copy, tensors without leaving it."""
+    """Put numbers into one device vector: floats in one copy, tensors without leaving the device."""
     wide = torch.float64 if has_fp64(device) else torch.float32
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
     packed = torch.tensor(plain, dtype=wide).to(device, non_blocking=True)
@@ -137,7 +137,6 @@ def agree(layout: Layout) -> Iterator[None]:
 
 
 def _portable(error: Exception, layout: Layout) -> BurnishError:
-    """Return the error as other ranks raise it, with the rank in its text."""
     if not isinstance(error, BurnishError):
         return BurnishError(f"rank {layout.rank}: {type(error).__name__}: {error}")
     theirs = copy.copy(error)
@@ -146,10 +145,7 @@ def _portable(error: Exception, layout: Layout) -> BurnishError:
 
 
 def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
-    """Raise `BurnishError` on every rank, naming the ranks whose value differs from rank 0's.
-
-    `what` names the value.
-    """
+    """Raise `BurnishError` on every rank, naming `what` and the ranks that differ from rank 0."""
     data = value.encode() if isinstance(value, str) else value
     digests = gather_objects(hashlib.blake2b(data, digest_size=16).hexdigest(), layout)
     differ = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]

@@ -1,7 +1,7 @@
 """One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
 
-torch itself loads Ascend's `torch_npu` where it is installed. Apple's MPS has no collectives, so
-such a machine computes on its CPU.
+torch itself loads Ascend's `torch_npu` where it is installed. Apple's MPS has no collectives, so such a machine
+computes on its CPU.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
-    """Return the accelerator of this local rank, or the CPU of a machine without one.
+    """Return this local rank's accelerator, or the CPU of a machine without one.
 
-    With `own_device` the launcher shows each process one device, number 0. Raises `UsageError` when
-    there are more processes than devices.
+    With `own_device` the launcher shows each process one device, number 0. Raises `UsageError` for more processes
+    than devices.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
@@ -56,7 +56,7 @@ def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
 
 
 def has_matrix_units(device: torch.device) -> bool:
-    """Tell whether torch's attention is fastest in bf16: on accelerators, and on CPUs with Intel's AMX.
+    """Return whether attention is fastest in bf16: on accelerators, and CPUs with Intel's AMX.
 
     On other CPUs bf16 is two to five times slower than fp32.
     """
@@ -64,7 +64,7 @@ def has_matrix_units(device: torch.device) -> bool:
 
 
 def has_bf16_products(device: torch.device) -> bool:
-    """Tell whether bf16 matrix products have kernels: on accelerators, and CPUs with AVX-512 or AMX.
+    """Return whether bf16 matrix products have kernels: on accelerators, and CPUs with AVX-512 or AMX.
 
     On other CPUs they are a hundred times slower than in fp32.
     """
@@ -75,12 +75,12 @@ def has_bf16_products(device: torch.device) -> bool:
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Tell whether the device has fp64; Ascend's NPUs and Apple's MPS do not."""
+    """Return whether the device has fp64; Ascend's NPUs and Apple's MPS do not."""
     return device.type not in _WITHOUT_FP64
 
 
 def device_name(device: torch.device) -> str:
-    """Return the maker's name of the device, from the driver or /proc/cpuinfo."""
+    """Return the device's name from the driver or /proc/cpuinfo."""
     if device.type != "cpu":
         return str(torch.get_device_module(device).get_device_name(device))
     cpuinfo = Path("/proc/cpuinfo")
@@ -90,7 +90,7 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything queued on an accelerator has run."""
+    """Wait until an accelerator's queue is empty."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -106,21 +106,21 @@ def used_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes in use since the last `reset_peak_memory`, or since the process began."""
+    """Return the most bytes in use since `reset_peak_memory`, or since the process began."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     return _process_status("VmHWM") or _peak_from_rusage()
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory of the accelerator, or of the machine."""
+    """Return the bytes of the accelerator's or the machine's memory."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start `peak_memory` again from the bytes in use. A CPU process needs /proc for it."""
+    """Restart `peak_memory` from the bytes in use. A CPU process needs /proc for it."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return
@@ -130,7 +130,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _process_status(field: str) -> int:
-    """Return a field of /proc/self/status in bytes, 0 where there is none."""
+    """Return a field of /proc/self/status in bytes, 0 without it."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
     match = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
@@ -143,14 +143,14 @@ def _peak_from_rusage() -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products in this dtype: from the table in 16 bits, else measured."""
+    """Return the FLOP/s of matrix products: from the table in 16 bits, else measured."""
     known = accelerator_named(device_name(device)) if dtype.itemsize == 2 else None
     return measured_matmul_peak(device, dtype) if known is None else known.flops
 
 
 @torch.no_grad()
 def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of square matrix products for about half a second; return the best."""
+    """Measure square matrix products for about half a second; return the best FLOP/s."""
     deadline = time.perf_counter() + _MEASURE_SECONDS
     best = 0.0
     for size in _MATMUL_SIZES:
@@ -170,7 +170,7 @@ def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 def share_cores(local_world: int) -> None:
     """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set.
 
-    torch gives every process a thread per core, and the processes then slow each other down.
+    By default every process gets a thread per core, and they slow each other down.
     """
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         is_linux = hasattr(os, "sched_getaffinity")
@@ -179,10 +179,9 @@ def share_cores(local_world: int) -> None:
 
 
 def keep_freed_pages() -> None:
-    """Let glibc's malloc keep freed memory for the next tensor.
+    """Let glibc's malloc keep freed memory for the next tensor; do nothing with another C library.
 
-    Page faults otherwise take a seventh of a step's time on a CPU. Memory stays at its peak between
-    steps. Does nothing with another C library.
+    Page faults otherwise take a seventh of a CPU step's time. Memory stays at its peak between steps.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -194,8 +193,8 @@ def keep_freed_pages() -> None:
 def recording_allocations(device: torch.device) -> Iterator[None]:
     """Record allocations and frees, with their Python stacks, inside the block.
 
-    Costs about 2 µs an allocation (torch's figure) and up to some hundred MB of host memory. Records
-    nothing where the backend cannot.
+    Costs about 2 µs an allocation (torch's figure) and up to some hundred MB of host memory. Does nothing where the
+    backend cannot.
     """
     record = getattr(_memory_of(device), "_record_memory_history", None)
     if record is None:

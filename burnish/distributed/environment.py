@@ -1,7 +1,7 @@
-"""Which process this is, as told by whatever started it: torchrun, Slurm's srun, or nobody.
+"""Read this process's rank from the environment of torchrun or Slurm's srun, if any.
 
-torchrun's variables win over Slurm's, because srun may itself start torchrun. Slurm's count only
-inside a step (`srun`): a batch script alone is one process whatever `--ntasks` says.
+torchrun's variables win over Slurm's, because srun may itself start torchrun. Slurm's count only inside a step
+(`srun`): a batch script alone is one process whatever `--ntasks` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SLURM_PORTS = range(15000, 30000)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's rank, and the address where the processes of the run meet."""
+    """This process's rank, and the address where the run's processes meet."""
 
     layout: Layout
     """Rank and sizes."""
@@ -36,7 +36,7 @@ class Place:
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """Read this process's place. Raises `UsageError` for variables that are half set, contradict or are no numbers."""
+    """Read this process's place. Raises `UsageError` for partial, contradictory or non-numeric variables."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
@@ -78,14 +78,14 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Derive a port from job and step, the same in all tasks of the step."""
+    """Derive a port from job and step, the same in all tasks."""
     job = _number(environ, "SLURM_JOB_ID", default=0)
     step = _number(environ, "SLURM_STEP_ID", default=0)
     return _SLURM_PORTS[(job * 7 + step) % len(_SLURM_PORTS)]
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first machine of a Slurm node list: `rack[1-2]node[03-05,9],other` gives `rack1node03`.
+    """Return a Slurm node list's first machine: `rack[1-2]node[03-05,9],other` gives `rack1node03`.
 
     Raises `UsageError` for a list without a name.
     """

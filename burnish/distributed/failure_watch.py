@@ -1,14 +1,14 @@
-"""Stop all ranks within seconds when one fails or dies, and say which one it was.
+"""Stop all ranks within seconds when one fails or dies, and name that rank.
 
-A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every
-rank holds one TCP connection to a relay thread in rank 0. A rank that raises an error reports it
-before it leaves. The system closes the connection of a killed rank; TCP keep-alive closes that of a
-lost machine. There are no heartbeats, so a rank that is busy, stopped in a debugger or asleep with
-its laptop is never taken for dead. The launcher restarts the run, and the run resumes.
+A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
+holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
+The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. There are no
+heartbeats, so a busy, debugged or suspended rank is never taken for dead. The launcher restarts the run,
+and the run resumes.
 
-Messages are JSON objects, one a line. A rank introduces itself with a token from the store, so
-strangers are not heard. When it leaves, it sends `{"reason": null}` or its error's text. The relay
-sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
+Messages are JSON objects, one a line. A rank introduces itself with a token from the store, which keeps
+strangers out. When it leaves, it sends `{"reason": null}` or its error's text. The relay sends every
+rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _LONGEST_LINE = 1 << 20
 
 @contextmanager
 def watching(layout: Layout, host: str, store: Store) -> Iterator[FailureWatch | None]:
-    """Connect to the relay during the block. A lone process has nobody to watch and gets None.
+    """Connect to the relay during the block. A lone process gets None.
 
-    `host` is the machine of rank 0; all ranks share `store`. A rank that does not leave the block
-    within five seconds of a failure is ended, with the failure and the stacks of its threads on
-    standard error, because nothing can interrupt a kernel that waits for a lost rank.
+    `host` is the machine of rank 0; all ranks share `store`. Nothing can interrupt a kernel that waits
+    for a lost rank. So a rank still in the block five seconds after a failure is ended, with the failure
+    and its threads' stacks on standard error.
     """
     if layout.world == 1:
         yield None
@@ -68,7 +68,7 @@ def watching(layout: Layout, host: str, store: Store) -> Iterator[FailureWatch |
 def naming_failures(watch: FailureWatch | None, rank: int) -> Iterator[None]:
     """Report an error of the block to the other ranks.
 
-    If another rank failed first, raise its failure in place of the broken collective's own error.
+    If another rank failed first, raise its failure instead.
     """
     try:
         yield
@@ -86,7 +86,7 @@ def naming_failures(watch: FailureWatch | None, rank: int) -> Iterator[None]:
 
 
 class FailureWatch:
-    """Hold this rank's connection to the relay."""
+    """This rank's connection to the relay."""
 
     def __init__(self, layout: Layout, host: str, store: Store) -> None:
         self._rank = layout.rank
@@ -107,20 +107,22 @@ class FailureWatch:
         self._listener.start()
 
     def failure(self, wait_seconds: float) -> Failure | None:
-        """Wait this long for another rank's failure. Return it, or None."""
+        """Wait this long for another rank's failure; return it, or None."""
         self._told.wait(wait_seconds)
         first = self._failure
         return None if first is None or first.rank == self._rank else first
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank failed. They reach an orderly stop by themselves."""
+        """Tell the others that this rank failed; ignore `StoppedError`, which all ranks reach by
+        themselves.
+        """
         if not isinstance(error, StoppedError):
             self._reported = True
             ours = isinstance(error, BurnishError)
             self._send({"reason": str(error) if ours else f"{type(error).__name__}: {error}"})
 
     def leave(self) -> None:
-        """Say goodbye, unless this rank reported a failure, and close the connection."""
+        """Say goodbye, unless this rank reported a failure, and disconnect."""
         self._left.set()
         if not self._reported:
             self._send({"reason": None})
@@ -163,10 +165,7 @@ class FailureWatch:
             _end_process(failure.error(self._rank, _work(reversed(stack))))
 
     def _next(self) -> Failure | None:
-        """Return the failure that the relay reports, or None when the run ends well.
-
-        A relay that goes silent means that rank 0 died.
-        """
+        """Return the relay's failure, or None when the run ends well. Silence means that rank 0 died."""
         with suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
@@ -175,7 +174,7 @@ class FailureWatch:
 
 
 def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Name the innermost frame outside torch and our own machinery."""
+    """Name the innermost frame outside torch and `_MACHINERY`."""
     place = "no code of its own"
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
@@ -203,7 +202,7 @@ class Failure:
     reason: str = ""
 
     def error(self, rank: int, work: str) -> BurnishError:
-        """Return the error that `rank` raises, which was in `work` meanwhile."""
+        """Return the error for `rank` to raise, which was in `work`."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         meanwhile = f"while rank {rank} was in {work}"
         if self.reason:
@@ -222,10 +221,10 @@ class Failure:
 
 
 class _Relay(threading.Thread):
-    """Hear of every rank's end and tell the others, until rank 0 leaves. Runs in rank 0."""
+    """Hears of every rank's end and tells the others, until rank 0 leaves. Runs in rank 0."""
 
     def __init__(self, *, local: bool) -> None:
-        """Open a port: on this machine alone if all ranks are `local`."""
+        """Open a port, on this machine alone if all ranks are `local`."""
         super().__init__(name="burnish-relay", daemon=True)
         self._listener = _listen_on("localhost" if local else "")
         _prepare(self._listener)
@@ -238,7 +237,6 @@ class _Relay(threading.Thread):
         """How ranks reach it."""
 
     def run(self) -> None:
-        """Serve until rank 0's connection ends."""
         with closing(self._listener):
             asyncio.run(self._serve())
 
@@ -264,7 +262,7 @@ class _Relay(threading.Thread):
         writer: asyncio.StreamWriter,
         main_has_left: asyncio.Event,
     ) -> None:
-        """Read a connection until it ends. A rank that ends it without a goodbye has died."""
+        """Read a connection until it ends. A rank that sent no goodbye has died."""
         peer: Failure | None = None
         said_goodbye = False
         with closing(writer):
@@ -287,7 +285,7 @@ class _Relay(threading.Thread):
                 main_has_left.set()
 
     def _greet(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Failure:
-        """Return what to say if this rank dies. Raises `ValueError` for a stranger."""
+        """Return the failure to report if this rank dies. Raises `ValueError` for a stranger."""
         if not secrets.compare_digest(str(message.pop("token")), self._token):
             raise ValueError("not the run's token")
         peer = Failure(**message)
@@ -297,7 +295,7 @@ class _Relay(threading.Thread):
         return peer
 
     def _fail(self, failure: Failure) -> None:
-        """Tell all ranks of the first failure; later ones follow from it."""
+        """Tell all ranks of the first failure; others follow from it."""
         if self._failure is None:
             self._failure = failure
             self._tell(asdict(failure))
@@ -308,7 +306,7 @@ class _Relay(threading.Thread):
 
 
 def _listen_on(host: str) -> socket.socket:
-    """Listen on a free port of `host`; "" means all addresses, IPv4 and IPv6 alike."""
+    """Listen on a free port of `host`; "" means all IPv4 and IPv6 addresses."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     if not host:
@@ -322,9 +320,9 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Have the system close the connection when the other machine is silent, and in forked workers.
+    """Have the system close the connection if the other machine is silent, and in forked workers.
 
-    Workers would otherwise hold it open after this process has died.
+    Workers would hold it open after this process has died.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():

@@ -1,6 +1,6 @@
 """Host memory for offloaded tensors and for blocks of files, pinned beside CUDA devices.
 
-Taking pages from the system and pinning them costs more than a copy, so a process keeps what it has.
+Allocating and pinning pages costs more than a copy, so a process keeps them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _LEAST = 4 << 20
 
 
 class Arena:
-    """An allocator of host memory beside one device, pinned if that is CUDA.
+    """An allocator of host memory beside one device, pinned for CUDA.
 
-    It grows by a quarter at least. Regions that are entirely free give way to one larger region, so a
-    process with the same needs in every step soon has one region and asks the system for nothing.
+    It grows by at least a quarter. Free regions give way to one larger region, so a process with the same
+    needs in every step soon has one region and asks the system for nothing.
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
-        """`least`: bytes of the smallest region."""
+        """Make `least` the bytes of the smallest region."""
         self._device, self._least = device, least
         self._regions: list[_Region] = []
         self._returned: deque[tuple[_Region, int, int]] = deque()
 
     @property
     def regions(self) -> int:
-        """How many regions it has."""
+        """Number of regions."""
         return len(self._regions)
 
     @property
@@ -54,9 +54,9 @@ class Arena:
         return sum(region.used for region in self._regions)
 
     def take(self, size: int) -> Tensor:
-        """Return `size` bytes, uint8, not zeroed. They are free again when no view of the tensor is left.
+        """Return `size` bytes, uint8, not zeroed. They are free when no view of the tensor is left.
 
-        Raises `BurnishError` where the system has no more.
+        Raises `BurnishError` without memory.
         """
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -84,7 +84,7 @@ class Arena:
             region.free(start, stop)
 
     def _close_free(self) -> int:
-        """Give regions that are entirely free back to the system; return their bytes."""
+        """Unmap free regions; return their bytes."""
         free = [region for region in self._regions if not region.used]
         if free:
             synchronize(self._device)  # copies to and from this memory may still be under way
@@ -106,7 +106,7 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 class _Region:
-    """One mapping of host memory, and its free gaps."""
+    """A mapping of host memory, and its free gaps."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.size = size
@@ -126,7 +126,7 @@ class _Region:
         return self.size - sum(stop - start for start, stop in self._gaps)
 
     def take(self, size: int) -> int | None:
-        """Take `size` bytes from the first gap that has them; return their offset, or None."""
+        """Take the first gap of `size` bytes; return its offset, or None."""
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= size:
                 self._gaps[index : index + 1] = (
@@ -136,7 +136,6 @@ class _Region:
         return None
 
     def free(self, start: int, stop: int) -> None:
-        """Return bytes `start` to `stop` to the gaps."""
         insort(self._gaps, (start, stop))
         joined: list[tuple[int, int]] = []
         for first, last in self._gaps:
@@ -165,7 +164,7 @@ def _pages(size: int) -> mmap.mmap:
 
 
 def pin(memory: Tensor) -> bool:
-    """Register memory with CUDA. Return False where CUDA refuses; copies are then slower, not wrong."""
+    """Register memory with CUDA. Return False if CUDA refuses; copies are then slower, not wrong."""
     size = memory.nbytes
     if size == 0:
         return False
@@ -176,7 +175,7 @@ def pin(memory: Tensor) -> bool:
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo `pin`. No copy to or from the memory may be under way."""
+    """Undo `pin`. No copy may be under way."""
     _runtime().cudaHostUnregister(memory.data_ptr())
 
 
@@ -185,10 +184,10 @@ def _runtime() -> Any:
 
 
 def _forget_error() -> None:
-    """Clear this thread's last CUDA error, which the next kernel launch would raise as its own.
+    """Clear this thread's last CUDA error, which the next kernel launch would raise.
 
-    torch has no binding for that. The process may hold several CUDA runtimes, each with its own
-    error, so the function is looked up in the library that is linked to torch's runtime.
+    torch has no binding for that. A process may hold several CUDA runtimes, each with its own error, so
+    this uses the library that is linked to torch's runtime.
     """
     kind = "hip" if torch.version.hip else "cuda"
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))

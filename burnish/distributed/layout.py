@@ -1,8 +1,7 @@
-"""The place of a process in the run, and which degrees of parallelism divide a model.
+"""The place of a process in the run, and the degrees of parallelism that can divide a model.
 
-A layout is a plain value, passed to whoever needs it; there is no current layout. Process groups are in
-`burnish.distributed.processes`. Whether degrees divide the number of processes, which needs no model, is
-checked with the settings (`burnish.config`).
+A layout is a plain value; there is no current layout. Process groups are in `burnish.distributed.processes`.
+`burnish.config` checks that degrees divide the number of processes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _ROW_BYTES = 16
 class Layout:
     """One process's place. All sizes count processes.
 
-    Processes form a grid of pipeline × data × sequence × tensor, the last running fastest: those that
-    differ in data alone work on different micro-batches, all others on the same.
+    Processes form a grid of pipeline × data × sequence × tensor, the last running fastest. Only those that differ
+    in data work on different micro-batches.
     """
 
     rank: int = 0
@@ -48,12 +47,12 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the batch this process runs."""
+        """The share of the batch this process runs."""
         return self.rank // (self.sequence * self.tensor) % self.data_size
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the batch is cut."""
+        """The number of shares of the batch."""
         return self.world // self.sharing
 
     @property
@@ -63,18 +62,18 @@ class Layout:
 
 
 def require_divisible(sizes: ModelSizes, engine: EngineConfig) -> None:
-    """Raise `UsageError` for the first setting of the engine that cannot divide the model."""
+    """Raise `UsageError` for the first engine setting that cannot divide the model."""
     for problem in indivisible(sizes, engine):
         raise problem
 
 
 def is_divisible(sizes: ModelSizes, engine: EngineConfig) -> bool:
-    """Return whether the engine's settings can divide a model of these sizes."""
+    """Return whether the engine's settings can divide the model."""
     return next(indivisible(sizes, engine), None) is None
 
 
 def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    """Yield an error for every setting of the engine that cannot divide a model of these sizes.
+    """Yield an error for every engine setting that cannot divide a model of these sizes.
 
     Sizes of 0, which the model's configuration does not give, are not checked.
     """
@@ -152,7 +151,7 @@ def _experts(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
 def _division(
     setting: str, degree: int, size: int, of: str, *, or_multiple: bool = False
 ) -> Iterator[UsageError]:
-    """Yield an error if `degree` does not divide `size`; with `or_multiple` it may be a multiple of it instead."""
+    """Yield an error unless `degree` divides `size` or, with `or_multiple`, is a multiple of it."""
     if size % degree == 0 or (or_multiple and degree % size == 0):
         return
     fitting = [str(each) for each in range(1, size + 1) if size % each == 0]

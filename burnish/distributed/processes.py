@@ -1,6 +1,6 @@
 """Start a run's rank: pick its device and open the process group of torchrun, Slurm or a lone process.
 
-The group reduces tensors of the rank's device and of the CPU alike.
+The group reduces tensors of the rank's device and of the CPU.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ _LEAVE = timedelta(seconds=5)
 
 
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
-    """Call `fn(layout, device)` as one rank of the run that the environment describes.
+    """Call `fn(layout, device)` as one rank of the run in the environment.
 
-    Pick the device, share out the cores, and hold the process group open around the call. Raises
-    what `fn` raises, `UsageError` for an environment or machine that does not fit, and
-    `BurnishError` naming the rank when another one fails or dies.
+    Pick the device, share out the cores, and hold the process group open around the call. Raises errors of `fn`, `UsageError` for
+    an unfit environment or machine, and `BurnishError` naming the rank when another one fails or dies.
     """
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
@@ -65,12 +64,11 @@ def process_group(
 ) -> Iterator[Layout]:
     """Open the default process group, yield this process's layout, destroy the group.
 
-    `device` becomes the current device first. `timeout_seconds` bounds the meeting of the ranks and
-    every collective. `place` comes from the environment unless given. A lone process gets a group
-    of one, which FSDP's mesh needs, and opens no port.
+    Makes `device` current. `timeout_seconds` bounds the meeting of the ranks and every collective. `place` defaults to the
+    environment's. A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
 
-    Raises `UsageError` for a half-set environment, and `BurnishError` naming the ranks that do not
-    come, that fail or die inside the block, or the collective that took too long.
+    Raises `UsageError` for a half-set environment, and `BurnishError` naming the ranks that are missing, fail or die, or the
+    collective that took too long.
     """
     place = place_of(os.environ) if place is None else place
     layout, timeout = place.layout, timedelta(seconds=timeout_seconds)
@@ -95,7 +93,7 @@ def process_group(
 
 
 def backend_of(device: torch.device) -> str:
-    """Name the communication backends of a device and of the CPU. Raises `UsageError` if there is none."""
+    """Name the communication backends of a device and of the CPU. Raises `UsageError` without one."""
     if device.type not in _BACKENDS:
         raise UsageError(
             f"no process group can be made for devices of type {device.type}",
@@ -108,7 +106,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
-    """Open a store that all ranks have joined, and hold it until all have left."""
+    """Open a store that all ranks have joined; hold it until all have left."""
     layout = place.layout
     if layout.world == 1:
         yield HashStore()
@@ -123,7 +121,7 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
 
 
 def _connect(place: Place, timeout: timedelta) -> Store:
-    """Connect to the store, under a prefix of its own for every attempt and every opened group.
+    """Connect to the store, under a prefix for each attempt and each opened group.
 
     The launcher's store outlives a group; all ranks have opened equally many.
     """
@@ -143,7 +141,6 @@ def _connect(place: Place, timeout: timedelta) -> Store:
 
 
 def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
-    """Wait until all ranks have reached this point."""
     store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
     names = [f"{point}/{rank}" for rank in range(layout.world)]
     try:
@@ -167,7 +164,7 @@ def _absent(store: Store, names: list[str]) -> str:
 
 @contextmanager
 def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
-    """Turn the backend's time-out error into one that names the rank and what to do."""
+    """Make the backend's time-out error name the rank and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -182,7 +179,7 @@ def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
 
 
 def wait_as_all(group: ProcessGroup) -> None:
-    """Give a group the time-out of the default group; torch gives each new group 10 or 30 minutes."""
+    """Give a group the default group's time-out; torch gives new groups 10 or 30 minutes."""
     everybody = dist.group.WORLD
     assert everybody is not None
     for device in everybody._device_types:
@@ -193,10 +190,10 @@ def wait_as_all(group: ProcessGroup) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """The torch engine's groups of this rank, and the host memory that its engines share.
+    """The torch engine's groups of this rank, and its engines' shared host memory.
 
-    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest. Tensor parallelism communicates in every
-    layer, so its ranks are neighbours on one machine.
+    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest. Tensor parallelism communicates in
+    every layer, so its ranks are neighbours on one machine.
     """
 
     weights: DeviceMesh

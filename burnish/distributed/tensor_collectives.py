@@ -1,6 +1,6 @@
 """Differentiable collectives on tensors, among the ranks that share a micro-batch.
 
-Gradients equal those of one process that computes everything. To import this module loads torch's compiler, which takes a second.
+Gradients equal those of one process that computes everything. Importing this module loads torch's compiler (a second).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def uncompiled(function: Function) -> Function:
 
 @uncompiled
 def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all: send part r of `parts` [ranks, ...] to rank r; return one part from each rank, same shape."""
+    """All-to-all: send part r of `parts` [ranks, ...] to rank r; return the parts received, same shape."""
 
     def exchanged(sent: Tensor) -> Tensor:
         sent = sent.contiguous()
@@ -44,7 +44,7 @@ def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
 def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
     """All-gather `values` [n, ...], n ≤ `most`: [ranks · most, ...], rank r's from row r · most on.
 
-    All ranks must compute the same from the result, because each keeps the gradient of its own part only.
+    All ranks must compute the same from the result, because each keeps only its own part's gradient.
     """
     start, count = group.rank() * most, len(values)
 

@@ -1,1 +1,1 @@
-"""Files: durable writing and reading, safetensors headers, strict JSON, one writer per directory. Knows nothing of tensors."""
+"""Durable files, safetensors headers, strict JSON, leases. Knows nothing of tensors."""

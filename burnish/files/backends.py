@@ -1,6 +1,6 @@
 """Kinds of remote storage behind one interface. Files appear whole or not at all.
 
-S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one adapter of fsspec. `file://` writes through
+S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one fsspec adapter. `file://` writes through
 `LocalStorage`, which syncs. The clients' own retries and listing caches are off or small, since `Remote` retries.
 """
 
@@ -56,7 +56,7 @@ _HOPELESS = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file that exists; in the listings of a `Backend` also a directory."""
+    """A file; in a `Backend`'s listings also a directory."""
 
     name: str
     """Its path below the `Remote`'s URL, "" for the URL itself; from a `Backend` its absolute path."""
@@ -68,17 +68,17 @@ class RemoteFile:
 
 
 def _unfinished(name: str) -> str:
-    """Return a new hidden name for a file while it is written."""
+    """Return a new hidden name for a file being written."""
     return f".{name}.{uuid.uuid4().hex}{_UNFINISHED}"
 
 
 def _is_unfinished(name: str) -> bool:
-    """Return whether `_unfinished` made this name. Listings leave such files out."""
+    """Return whether `_unfinished` made this name; listings omit such files."""
     return name.startswith(".") and name.endswith(_UNFINISHED)
 
 
 def _pieces_of(source: Bytes | Path) -> Iterator[Bytes]:
-    """Yield bytes, or the content of a local file, in pieces of 8 MiB."""
+    """Yield bytes, or a local file's content, in pieces of 8 MiB."""
     if isinstance(source, Path):
         with source.open("rb") as file:
             yield from iter(lambda: file.read(_PIECE), b"")
@@ -88,12 +88,10 @@ def _pieces_of(source: Bytes | Path) -> Iterator[Bytes]:
 
 
 def _size_of(source: Bytes | Path) -> int:
-    """Return the number of bytes of a source."""
     return source.stat().st_size if isinstance(source, Path) else memoryview(source).nbytes
 
 
 def _os_verdict(error: Exception) -> Verdict:
-    """Return the verdict for the system's errors and those made like them."""
     match error:
         case FileNotFoundError() | NotADirectoryError():
             return "missing"
@@ -126,11 +124,11 @@ class Backend:
         """The errors that its calls raise. Any other error is a bug."""
 
     def verdict(self, error: Exception) -> Verdict:
-        """Return what one of `faults` means."""
+        """Return the meaning of one of `faults`."""
         return self._verdict(error) or _os_verdict(error)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
-        """Yield the entries of a directory, or with `deep` all files below it; nothing if it does not exist."""
+        """Yield a directory's entries, or with `deep` all files below it; nothing if it does not exist."""
         self._system.invalidate_cache()
         if deep:
             listed = self._system.find(path, detail=True).values()
@@ -162,7 +160,7 @@ class Backend:
         return data
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """Create or replace a file with these bytes, or with a local file in bounded memory."""
+        """Create or replace a file with bytes, or with a local file in bounded memory."""
         from fsspec.callbacks import Callback
 
         if not isinstance(source, Path):
@@ -188,7 +186,7 @@ class Backend:
             self._system.rm_file(path)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
-        """Remove a directory and everything in it if it exists."""
+        """Remove a directory tree if it exists."""
         for name in self._system.find(path):
             if name != path:
                 self.remove(name)
@@ -206,7 +204,7 @@ def _found(info: dict[str, Any]) -> RemoteFile:
 
 
 def open_backend(url: Url) -> Backend:
-    """Connect to the service of a URL. Raises `ModuleNotFoundError` if its client is not installed."""
+    """Connect to a URL's service. Raises `ModuleNotFoundError` if its client is not installed."""
     if url.scheme == "hdfs":
         return _Hdfs(url.host)
     openers = {"s3": _open_s3, "gs": _open_gs, "hf": _open_hf, "memory": _Memory, "file": _Local}
@@ -214,7 +212,7 @@ def open_backend(url: Url) -> Backend:
 
 
 def _open_s3() -> Backend:
-    """Connect to S3 or a service like it. botocore finds credentials, region and endpoint."""
+    """Connect to S3 or a compatible service. botocore finds credentials, region and endpoint."""
     import aiohttp
     import s3fs
     from botocore import exceptions
@@ -240,7 +238,7 @@ def _open_s3() -> Backend:
 
 
 def _open_gs() -> Backend:
-    """Connect to Google Cloud Storage. google-auth finds credentials; STORAGE_EMULATOR_HOST names another endpoint."""
+    """Connect to Google Cloud Storage. google-auth finds credentials; STORAGE_EMULATOR_HOST sets the endpoint."""
     import aiohttp
 
     # The package's own `gcsfs.GCSFileSystem` asks for the bucket's kind before each use.
@@ -281,7 +279,7 @@ def _open_hf() -> Backend:
 
 
 def _http_verdict(code: object) -> Verdict | None:
-    """Return the verdict for an HTTP status; None if another try may help."""
+    """Return the verdict for an HTTP status; None if a retry may help."""
     status = int(str(code or 0))
     if status in (401, 403):
         return "denied"
@@ -291,7 +289,7 @@ def _http_verdict(code: object) -> Verdict | None:
 
 
 class _Memory(Backend):
-    """This process's memory; all objects share one store. Here, too, a file appears whole."""
+    """This process's memory; all objects share one store."""
 
     def __init__(self) -> None:
         from fsspec import filesystem
@@ -313,7 +311,7 @@ class _Local(Backend):
         self._storage = LocalStorage()
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
-        """Links to files are followed, links to directories are not."""
+        """Follow links to files, not to directories."""
 
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
@@ -374,12 +372,12 @@ def _found_here(file: Path) -> RemoteFile:
 class _Hdfs(Backend):
     """HDFS through hdfs-native, which needs no Java.
 
-    Its adapter for fsspec is not used: it cuts names at `?` and `#`, skips directories that cannot be listed, and closes a file that
-    failed half way as if it were whole. The client hangs in a process that was forked after it was made.
+    Its fsspec adapter is not used: it cuts names at `?` and `#`, skips directories that cannot be listed, and closes a
+    half-written file as if it were whole. The client hangs in a process forked after it was made.
     """
 
     def __init__(self, host: str) -> None:
-        """The name node is that in `HADOOP_CONF_DIR` if `host` is "". The user is `HADOOP_USER_NAME` or Kerberos's."""
+        """Connect to `host`, or for "" to the name node in `HADOOP_CONF_DIR`. The user is `HADOOP_USER_NAME` or Kerberos's."""
         from hdfs_native import Client, WriteOptions
 
         super().__init__(None, (RuntimeError,), _hdfs_verdict)

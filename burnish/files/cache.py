@@ -1,12 +1,10 @@
 """Select files behind a URL, and copy them to this machine once.
 
-A copy belongs to the sizes and versions of its files, so an old one is never taken for the present
-content, and one in use is never changed. It gets its name by one rename. While one process copies, others
-that want the same wait for its lock, which the system releases if the process dies. What a killed process
-had copied is compared with a journal of hashes and kept. `file://` is not copied.
+A copy's name depends on its files' sizes and versions, so an old one is never used for new content, and one in use never changes.
+It gets its name by one rename. While one process copies, others wait for its lock, which the system releases if the process dies.
+The next process keeps what a journal of hashes confirms. `file://` is not copied.
 
-The cache is `~/.cache/burnish`, or `BURNISH_CACHE`. Nothing else removes files from it; it may be removed
-whenever no run uses it.
+The cache is `~/.cache/burnish`, or `BURNISH_CACHE`. Burnish never removes files from it; users may whenever no run uses it.
 """
 
 from __future__ import annotations
@@ -60,17 +58,17 @@ class Selected:
 
 
 def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = None) -> list[Path]:
-    """Copy what `select` finds at a URL, and return the paths of the copies, which lie in one directory."""
+    """Copy the files that `select` finds at a URL into one directory, and return their paths there."""
     selection = select(Remote(url), wanted)
     directory = copied(selection, watch)
     return [directory / file.name for file in selection.files]
 
 
 def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False) -> Selected:
-    """Return the file at a URL, the `wanted` files directly in its directory, or the files that match its pattern.
+    """Return the file at a URL, the `wanted` files in its directory, or the files that match its pattern.
 
-    With `deep`, files of the directory at any depth. Patterns follow `glob`: a name that exists is itself even if it contains `*`;
-    `*` and `?` stay within a directory, `**` crosses directories, and none matches hidden files. Raises `MissingError` for no file.
+    `deep` includes files of the directory at any depth. Patterns follow `glob`: an existing name is itself even with `*`; `*` and
+    `?` stay within a directory, `**` crosses directories, and none matches hidden files. Raises `MissingError` for no file.
     """
     only = remote.stat() if remote.url.path else None
     if only is not None:
@@ -108,7 +106,7 @@ def _select_pattern(remote: Remote) -> Selected:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a pattern, as in `glob.glob(..., recursive=True)`."""
+    """Match a path's parts as `glob.glob(..., recursive=True)` does."""
     if not pattern:
         return not parts
     if not parts:
@@ -124,10 +122,10 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def copied(selection: Selected, watch: Watch | None = None) -> Path:
-    """Return a local directory with exactly the selected files under their names; copy them if needed.
+    """Return a local directory with exactly the selected files; copy them if needed.
 
-    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes during the copy.
-    The next attempt continues from what was copied.
+    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes during the copy. The next attempt
+    continues.
     """
     url = selection.remote.url
     if url.scheme == "file":
@@ -151,7 +149,7 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
 
 
 class _Copy:
-    """An entry of the cache: its directory, and beside it a lock, the partial copy and its journal."""
+    """An entry of the cache: its directory, lock, partial copy and journal."""
 
     def __init__(self, selection: Selected, root: Path) -> None:
         self._remote = selection.remote
@@ -167,12 +165,11 @@ class _Copy:
         self._lock = root / f".{name}.lock"
 
     def is_whole(self) -> bool:
-        """Whether every file is there with its size."""
+        """Whether every file has its size."""
         return all(_size(self.path / file.name) == file.size for file in self._files)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the entry's lock. The system releases it when the process ends."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -186,7 +183,6 @@ class _Copy:
             os.close(descriptor)
 
     def make(self, watch: Watch | None) -> None:
-        """Copy what is missing, then rename the copy to its name."""
         if self.path.exists():  # somebody removed files from it
             shutil.rmtree(self.path)
         self._partial.mkdir(exist_ok=True)
@@ -206,7 +202,7 @@ class _Copy:
         self._journal.unlink()
 
     def _copy_pieces(self, done: Mapping[tuple[str, int], str], bar: Any | None) -> None:
-        """Copy in several threads. When one fails, or this thread is interrupted, the others are abandoned."""
+        """Copy in several threads. On a failure or an interrupt, abandon the others."""
         pieces = [(f, offset) for f in self._files for offset in range(0, f.size, _PIECE)]
         stop = threading.Event()
 
@@ -230,7 +226,7 @@ class _Copy:
         done: Mapping[tuple[str, int], str],
         stop: threading.Event,
     ) -> str:
-        """Fetch a piece unless it is there already; return its hash. Write nothing after `stop`: the file may be whole by then."""
+        """Fetch a piece unless it is there; return its hash. Write nothing after `stop`: the file may be whole by then."""
         buffer = bytearray(min(_PIECE, file.size - offset))
         known = done.get((file.name, offset))
         with _STORAGE.open(self._partial / file.name, write=True) as copy:
@@ -244,7 +240,6 @@ class _Copy:
         return xxhash.xxh3_128_hexdigest(buffer)
 
     def _read_journal(self) -> dict[tuple[str, int], str]:
-        """The hashes of the pieces that an earlier process wrote."""
         done = {}
         lines = self._journal.read_text().splitlines() if self._journal.exists() else []
         for line in lines:
@@ -282,7 +277,7 @@ class _Copy:
 
 
 def _check_names(selection: Selected) -> None:
-    """Refuse names of objects that would lead out of the copy's directory."""
+    """Refuse names that lead out of the copy's directory."""
     for file in selection.files:
         if any(part in ("", ".", "..") for part in file.name.split("/")) or "\0" in file.name:
             raise UsageError(
@@ -293,7 +288,7 @@ def _check_names(selection: Selected) -> None:
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Make a file of this length, and keep what an earlier attempt wrote to it."""
+    """Make a file of this length; keep earlier content."""
     if _size(path) == size:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Whole-file and whole-directory operations that survive a crash at any point between two steps."""
+"""Operations on whole files and directories that survive a crash at any point."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SYNCS = 8
 
 
 def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
-    """Write a file so that after a crash it is there whole or not at all.
+    """Create or replace a file that after a crash is whole or absent.
 
-    Replaces a file of that name. When this returns, the content survives a power loss.
+    When this returns, the content survives a power loss.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -35,7 +35,7 @@ def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
 
 
 def write_new(storage: LocalStorage, files: Mapping[Path, Bytes]) -> None:
-    """Write new files at the same time. Their content survives a power loss; their names need `sync_dirs`."""
+    """Write new files in parallel. Their content survives a power loss; their names need `sync_dirs`."""
 
     def write(path: Path, data: Bytes) -> None:
         with storage.create(path, len(data)) as file:
@@ -47,15 +47,15 @@ def write_new(storage: LocalStorage, files: Mapping[Path, Bytes]) -> None:
 
 
 def sync_dirs(storage: LocalStorage, paths: Iterable[Path]) -> None:
-    """Return when the names in all these directories survive a power loss."""
+    """Make the names in these directories survive a power loss."""
     with ThreadPoolExecutor(_SYNCS) as pool:
         list(pool.map(storage.sync_dir, paths))
 
 
 def make_dirs_durably(storage: LocalStorage, path: Path, *, above: int) -> None:
-    """Make a directory, and let its name and the `above` - 1 directories over it survive a power loss, whoever made them.
+    """Make a directory; make its name and the `above` - 1 directories over it survive a power loss.
 
-    Directories that this user may not open are passed over.
+    Skips directories that this user may not open.
     """
     storage.make_dirs(path)
     for parent in path.absolute().parents[:above]:
@@ -67,7 +67,7 @@ def make_dirs_durably(storage: LocalStorage, path: Path, *, above: int) -> None:
 
 
 def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
-    """A small file's content. Raises `ValueError` when it is longer than `limit` bytes."""
+    """Return a small file's content. Raises `ValueError` above `limit` bytes."""
     with storage.open(path) as file:
         size = file.size()
         if size > limit:
@@ -78,10 +78,7 @@ def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
 
 
 def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
-    """Rename something into `directory` and return its new path.
-
-    The move survives a power loss. If the name is taken, it gets a number.
-    """
+    """Rename something into `directory` durably and return its new path. A taken name gets a number."""
     storage.make_dirs(directory)
     taken = {entry.name for entry in storage.entries(directory)}
     name, number = path.name, 1
@@ -111,7 +108,7 @@ def naming_failures(what: str) -> Iterator[None]:
 
 
 class NotRemovedError(BurnishError):
-    """What is no longer wanted is still there, and nothing else is wrong."""
+    """Something unwanted is still there, and nothing else is wrong."""
 
 
 class Removals:
@@ -123,19 +120,19 @@ class Removals:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Note what the system refuses inside the block, and go on after it."""
+        """Record the system's refusal inside the block, and continue after it."""
         try:
             yield
         except OSError as error:
             self._failed.append(str(error))
 
     def check(self) -> None:
-        """Raise what `error` says, if anything."""
+        """Raise `error()`, if any."""
         if (error := self.error()) is not None:
             raise error
 
     def error(self) -> NotRemovedError | None:
-        """Names what was refused; None where nothing was."""
+        """Return an error that names the refusals; None without any."""
         if not self._failed:
             return None
         return NotRemovedError(

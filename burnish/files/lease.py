@@ -1,7 +1,7 @@
 """One writer per directory: a lock that ends with its holder, and a number that grows.
 
-The lock keeps a second run out. Some network mounts lose locks, and a holder that was cut off may return after another has begun.
-So before anything final the holder checks that the file still carries its number.
+Some network mounts lose locks, and a holder that was cut off may return after another has begun. So a holder checks that the file
+still carries its number before anything final.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The right of one holder to write, until another holder takes it."""
+    """One holder's right to write, until another takes it."""
 
     path: Path
     """The lease's file."""
@@ -39,7 +39,7 @@ class Token:
             return str(error)
 
     def check(self) -> None:
-        """Raise `BurnishError` when another has become the holder since."""
+        """Raise `BurnishError` when another has become the holder."""
         if (current := self.current()) != self.number:
             raise BurnishError(
                 f"this run no longer has {self.path.parent} to itself",
@@ -52,8 +52,8 @@ class Token:
 class Lease:
     """Exclusive use of a directory inside the block.
 
-    A `flock` on a file: the system releases it if the process dies. The holder may hand the descriptor to a process that works for
-    it; the lock then lasts until that one ends too, and the next holder waits `patience_seconds` for it.
+    A `flock` on a file: the system releases it if the process dies. The holder may hand the descriptor to a helper process; the
+    lock then lasts until that ends too, and the next holder waits `patience_seconds` for it.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
@@ -63,7 +63,6 @@ class Lease:
         self._number = 0
 
     def __enter__(self) -> Self:
-        """Take it, or raise `BurnishError` that names the holder."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._path, flags, 0o644)
@@ -91,11 +90,11 @@ class Lease:
 
     @property
     def token(self) -> Token:
-        """What its holder shows before it makes something final."""
+        """The holder's token, to check before anything final."""
         return Token(self._path, self._number)
 
     def fileno(self) -> int:
-        """The descriptor that holds the lock. Raises `ValueError` outside the block."""
+        """Return the descriptor that holds the lock. Raises `ValueError` outside the block."""
         if self._descriptor is None:
             raise ValueError("the lease is not held")
         return self._descriptor
@@ -120,14 +119,13 @@ class Lease:
             return
 
     def __exit__(self, *error: object) -> None:
-        """Give it back."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    """What a lease's file says; nothing where it is empty or half written."""
+    """Return a lease file's content; {} if it is empty or half written."""
     with suppress(ValueError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -149,7 +147,7 @@ def _is_dead(said: dict[str, Any]) -> bool:
 
 
 def _is_unreaped(pid: int) -> bool:
-    """Return whether a process has ended but its parent has not waited for it; False if the system cannot tell."""
+    """Return whether a process is a zombie; False if unknown."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
         return state.split()[0] in ("Z", "X")

@@ -1,12 +1,11 @@
 """Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-`Remote` serves every scheme of `burnish.files.urls`, and connects on first use. It retries a call, with growing
-pauses, if the error may pass; never for a file that is missing or not permitted. No call takes for ever. Errors name the URL and
-never a credential. Threads may share a `Remote`. It can be pickled; it must not be used in a process that is forked after its first
-use.
+`Remote` serves every scheme of `burnish.files.urls`, and connects on first use. It retries errors that may pass, with growing
+pauses; never a missing or forbidden file. Every call ends in bounded time. Errors name the URL and never a credential. Threads
+may share a `Remote`. It can be pickled, but not used in a process forked after its first use.
 
-Pauses are drawn uniformly from [0, bound] ("full jitter", Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015),
-so that processes that failed together spread out.
+Pauses are drawn uniformly from [0, bound] ("full jitter", Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog,
+2015), so that processes that failed together spread out.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ class RetryPolicy:
 
 
 class HungError(TimeoutError):
-    """An attempt hung and was abandoned. What it began may still happen while this process lives."""
+    """An attempt hung and was abandoned. It may still take effect while this process lives."""
 
 
 class Remote:
     """The files at and below a URL. A name is a path below it with `/`; "" is the URL itself."""
 
     def __init__(self, url: str | Url, policy: RetryPolicy | None = None) -> None:
-        """Parse the URL without connecting. Raises `UsageError` for a URL that is wrong."""
+        """Parse the URL without connecting. Raises `UsageError` for a wrong one."""
         self.url = Url.parse(url) if isinstance(url, str) else url
         self.policy = policy or RetryPolicy()
         self._connection = _Connection(self.url)
@@ -80,13 +79,13 @@ class Remote:
 
     @property
     def may_change_late(self) -> bool:
-        """Whether a write or removal hung and was abandoned. It may still happen while this process lives."""
+        """Whether an abandoned write or removal may still take effect while this process lives."""
         return self._connection.may_change_late
 
     def connect(self, *, write: bool = False) -> None:
         """Load the client. Raises `MissingError` with the command that installs it.
 
-        With `write`, raises `UsageError` for a scheme that can only be read.
+        With `write`, raises `UsageError` for a read-only scheme.
         """
         self._connection.backend()
         if write and self.url.scheme in READ_ONLY:
@@ -98,7 +97,7 @@ class Remote:
             )
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
-        """Return the files of a directory, with `deep` at any depth, by name; [] if it does not exist.
+        """Return a directory's files by name, with `deep` at any depth; [] if it does not exist.
 
         Names are paths below the URL, not below `below`.
         """
@@ -111,7 +110,7 @@ class Remote:
         return sorted(found, key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:
-        """Return the names of files and directories directly in a directory, sorted; [] if it does not exist."""
+        """Return a directory's files and directories, sorted; [] if it does not exist."""
         return sorted({each.name.rpartition("/")[2] for each in self._entries(below, deep=False)})
 
     def _entries(self, below: str, *, deep: bool) -> list[RemoteFile]:
@@ -119,7 +118,7 @@ class Remote:
         return self._retry(below, "listed", lambda b, pulse: list(b.entries(key, deep=deep)))
 
     def stat(self, name: str = "") -> RemoteFile | None:
-        """Return a file's size and version; None if there is no such file."""
+        """Return a file's size and version; None without it."""
         key = self._key(name)
         try:
             found = self._retry(name, "looked at", lambda backend, pulse: backend.info(key))
@@ -128,9 +127,9 @@ class Remote:
         return replace(found, name=name)
 
     def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
-        """Fill the whole buffer from byte `offset` of a file.
+        """Fill the buffer from byte `offset` of a file.
 
-        Raises `MissingError` if there is no such file, `CorruptError` if it ends too early.
+        Raises `MissingError` without the file, `CorruptError` if it ends too early.
         """
         view, key = memoryview(buffer).cast("B"), self._key(name)
         if not view:
@@ -173,18 +172,17 @@ class Remote:
         return bytes(content)
 
     def put(self, name: str, data: Bytes) -> None:
-        """Create or replace a file, which appears whole. Directories above it are created."""
+        """Create or replace a file, which appears whole, and directories above it."""
         key = self._key(name)
         self._retry(name, "written", lambda backend, pulse: backend.write(key, data, pulse))
 
     def put_file(
         self, name: str, source: Path, advance: Callable[[int], None] | None = None
     ) -> None:
-        """Create or replace a file, which appears whole, with the content of a local file.
+        """Create or replace a file, which appears whole, from a local file.
 
-        Large files go in parts, in at most 64 MiB of memory. `advance` is called in another thread with
-        numbers of bytes sent; bytes sent again count again. Raises `BurnishError`, and `OSError` for a
-        source that cannot be read.
+        Large files go in parts, in at most 64 MiB of memory. `advance` is called in another thread with numbers of bytes sent; a
+        retry counts bytes again. Raises `BurnishError`, and `OSError` for a source that cannot be read.
         """
         key = self._key(name)
         source.stat()  # an unreadable source raises here, not as an error of the service
@@ -209,7 +207,7 @@ class Remote:
         self._retry(name, "removed", lambda backend, pulse: backend.remove(key))
 
     def remove_below(self, name: str) -> None:
-        """Remove a directory and everything in it, in any order, if it exists."""
+        """Remove a directory tree, in any order, if it exists."""
         key = self._key(name)
         self._retry(name, "removed", lambda backend, pulse: backend.remove_below(key, pulse))
 
@@ -264,7 +262,7 @@ class Remote:
 
 
 class _Connection:
-    """A backend that is opened on first use. Remotes with the same host share it."""
+    """A backend, opened on first use and shared by remotes with the same host."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
@@ -331,8 +329,7 @@ def retry(
 ) -> T:
     """Call `attempt` until it succeeds, the policy is exhausted, or `again(error, failures)` is false.
 
-    Each attempt runs in a daemon thread, so that a library that hangs can be abandoned.
-    Raises the last error; `HungError` for a hang.
+    Each attempt runs in a daemon thread, so that a hung library can be abandoned. Raises the last error; `HungError` for a hang.
     """
     chance = random.SystemRandom()  # not the generator that users seed
     failed_at, failures = None, 0

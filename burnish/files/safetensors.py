@@ -1,7 +1,7 @@
 """Headers of safetensors files: read strictly, and built.
 
 A file is 8 bytes of header length (little endian), a JSON header, and the tensors' bytes
-(https://github.com/huggingface/safetensors, "Format"). A header's claims are checked against the file. No torch here.
+(https://github.com/huggingface/safetensors, "Format"). No torch here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All that a file says of itself."""
+    """A file's header."""
 
     entries: dict[str, TensorEntry]
     """Tensors by name, in the order of their bytes."""
@@ -74,10 +74,10 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read and check a file's header.
+    """Read a file's header and check it against the file.
 
-    Raises `MissingError` if there is no such file, and `CorruptError` naming file and tensor if it is truncated, too long, not JSON,
-    has duplicate keys, unknown dtypes, overlaps or holes, or sizes that disagree with shapes or file.
+    Raises `MissingError` without the file. Raises `CorruptError` naming file and tensor for a truncated or too long header, bad
+    JSON, duplicate keys, unknown dtypes, overlaps or holes, or sizes that disagree with shapes or file.
     """
     path = Path(path)
     if not path.is_file():
@@ -92,7 +92,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> int:
-    """Bytes before the first tensor of a file that begins with these (8 or more). Raises `CorruptError`."""
+    """Return the bytes before the first tensor, from a file's first 8 bytes or more. Raises `CorruptError`."""
     size = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or size > file_size:
         raise _corrupt(path, "is truncated", f"{file_size} bytes", f"{size} or more")
@@ -115,8 +115,8 @@ def build_header(
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the first bytes of a file of these (name, dtype, shape), and each tensor's range in it.
 
-    Tensors follow each other without gaps; data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name,
-    `IncompatibleError` for too many tensors.
+    Tensors have no gaps; data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError` for
+    too many tensors.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -157,7 +157,7 @@ def _corrupt(path: PurePath, what: str, have: object = None, want: object = None
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Size of a tensor; sub-byte dtypes must fill whole bytes. `ValueError` otherwise."""
+    """Return a tensor's bytes. Raises `ValueError` if a sub-byte dtype does not fill whole bytes."""
     bits = DTYPE_BITS[dtype] * math.prod(shape)
     if bits % 8:
         raise ValueError(f"{dtype} of shape {shape} does not fill whole bytes")
@@ -208,7 +208,7 @@ def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
 
 
 def _counts(value: Any, most: int) -> bool:
-    """Whether it is a list of non-negative integers, so many at most (JSON's true is no integer)."""
+    """Return whether it is a list of at most `most` non-negative integers (JSON's true is none)."""
     if not isinstance(value, list) or len(value) > most:
         return False
     for item in value:  # noqa: SIM110 - all() of a generator takes twice as long for the usual two
@@ -218,7 +218,7 @@ def _counts(value: Any, most: int) -> bool:
 
 
 def _check_cover(path: PurePath, entries: list[TensorEntry], start: int, file_size: int) -> None:
-    """Every byte after the header belongs to exactly one tensor."""
+    """Check that every byte after the header belongs to exactly one tensor."""
     position = start
     for entry in entries:
         if entry.begin != position:
@@ -249,7 +249,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model or adapter: the index's, `model.safetensors`, or all there are.
+    """Return the safetensors files of a model or adapter: the index's, `model.safetensors`, or all.
 
     Raises `MissingError` if there are none or one is missing, and `CorruptError` for a broken index.
     """
@@ -272,7 +272,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor of a model's index; {} without one. Raises `CorruptError` for a broken index."""
+    """Return each tensor's file from a model's index; {} without one. Raises `CorruptError` for a broken index."""
     index = directory / INDEX
     if not index.is_file():
         return {}
@@ -296,7 +296,7 @@ def weight_map(directory: Path) -> dict[str, str]:
 
 
 def _of_all_parts(names: set[str]) -> list[str]:
-    """The files, with those that are numbered as parts of a whole and not there."""
+    """Add the missing files to those numbered as parts of a whole."""
     for name in list(names):
         if match := _PART.fullmatch(name):
             stem, count = match[1], int(match[2])
@@ -307,7 +307,8 @@ def _of_all_parts(names: set[str]) -> list[str]:
 def model_digest(directory: Path) -> str:
     """Return the sha256 of config.json and each weight file's name, size, header and a sample of its bytes.
 
-    Models of one family have equal headers and differ nearly everywhere else. Reads 256 KiB of each file. Raises as `weight_files`.
+    Models of one family have equal headers and differ nearly everywhere else. Reads 256 KiB of each file. Raises as
+    `weight_files`.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):

@@ -1,7 +1,7 @@
 """The few file operations that durability rests on.
 
-Everything a checkpoint does to a disk goes through a `LocalStorage`. Tests use subclasses that fail, fill up or forget unsynced
-writes. Readers need only a `Source`, which remote directories are too.
+Checkpoints touch disks only through a `LocalStorage`. Tests use subclasses that fail, fill up or forget unsynced writes.
+Readers need only a `Source`, which remote directories are too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Literal, Protocol, Self
 
 
 class Closing(Protocol):
-    """A context manager that is itself; classes inherit from it and say what closing means."""
+    """A context manager that calls `close` at the end."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the resource."""
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
         self.close()
 
 
@@ -54,27 +52,27 @@ class ReadableFile(Closing, Protocol):
     """An open file, read at given offsets (in bytes)."""
 
     def size(self) -> int:
-        """Its length in bytes."""
+        """Return its bytes."""
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
         """Fill the whole buffer from `offset`. Raises `EOFError` when the file ends before."""
 
 
 class Source(Protocol):
-    """A place whose files can be read. Methods raise `OSError` if they fail."""
+    """A readable directory tree. Methods raise `OSError` if they fail."""
 
     @property
     def reads_at_once(self) -> int:
-        """How many reads at the same time are faster than one after the other."""
+        """Reads in parallel that are faster than one after the other."""
 
     def open(self, path: PurePath) -> ReadableFile:
-        """An existing regular file; a link or a device is refused."""
+        """Open a regular file; refuse a link or a device."""
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """What is in a directory, by name; nothing when there is no such directory."""
+        """Return a directory's entries by name; [] if it does not exist."""
 
     def kind(self, path: PurePath) -> Kind | None:
-        """What lies at a path; None when there is nothing."""
+        """Return the kind of entry at a path; None without one."""
 
 
 class LocalFile(Closing):
@@ -84,11 +82,11 @@ class LocalFile(Closing):
         self._descriptor = descriptor
 
     def size(self) -> int:
-        """Its length in bytes."""
+        """Return its bytes."""
         return os.fstat(self._descriptor).st_size
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
-        """Fill the whole buffer, in as many reads as the system wants."""
+        """Fill the whole buffer, in as many reads as needed."""
         left = memoryview(buffer).cast("B")
         while left:
             count = os.preadv(self._descriptor, [left], offset)
@@ -97,7 +95,7 @@ class LocalFile(Closing):
             left, offset = left[count:], offset + count
 
     def pwrite(self, data: Bytes, offset: int) -> None:
-        """Write all of the data, in as many writes as the system wants."""
+        """Write all of the data, in as many writes as needed."""
         left = memoryview(data).cast("B")
         while left:
             count = os.pwrite(self._descriptor, left, offset)
@@ -115,12 +113,12 @@ class LocalFile(Closing):
 
 
 class LocalStorage:
-    """The file systems of this machine, those mounted from elsewhere included."""
+    """The file systems of this machine, network mounts included."""
 
     reads_at_once = 1
 
     def create(self, path: Path, size: int) -> LocalFile:
-        """A new file of this length; fails at once where the disk has no room for it."""
+        """Create a file of this length; fail at once if the disk has no room."""
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o644)
         try:
@@ -132,7 +130,7 @@ class LocalStorage:
         return LocalFile(descriptor)
 
     def open(self, path: PurePath, *, write: bool = False) -> LocalFile:
-        """An existing regular file."""
+        """Open a regular file."""
         access = os.O_RDWR if write else os.O_RDONLY
         descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -164,7 +162,7 @@ class LocalStorage:
             path.unlink()
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """The directory's names, sorted; [] when it is not there."""
+        """Return the directory's entries, sorted; [] if it does not exist."""
         try:
             with os.scandir(path) as found:
                 return sorted(map(_entry, found), key=lambda entry: entry.name)
@@ -172,7 +170,7 @@ class LocalStorage:
             return []
 
     def kind(self, path: PurePath) -> Kind | None:
-        """As `lstat(2)` has it."""
+        """Return the kind from `lstat(2)`."""
         try:
             mode = os.lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -182,7 +180,7 @@ class LocalStorage:
         return "file" if stat.S_ISREG(mode) else "other"
 
     def free_bytes(self, path: Path) -> int:
-        """Free space as `df` shows it to this user."""
+        """Return the bytes free to this user, as `df` shows."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
@@ -196,7 +194,7 @@ def _entry(found: os.DirEntry[str]) -> Entry:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Take the space; only set the length where the file system cannot take it ahead."""
+    """Take the space, or only set the length where the file system cannot."""
     if not hasattr(os, "posix_fallocate"):
         os.ftruncate(descriptor, size)
         return

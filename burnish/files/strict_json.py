@@ -1,6 +1,6 @@
 """Strict JSON: without duplicate keys, NaN, infinities, or deep nesting.
 
-For files that something depends on. Python's reader silently takes the last of two keys.
+Python's reader silently takes the last of two keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from burnish.errors import CorruptError
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """The value in `data`. Raises `CorruptError` naming `what` for anything but plain JSON in UTF-8."""
+    """Parse plain JSON in UTF-8. Raises `CorruptError` naming `what` for anything else."""
     try:
         return _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -26,17 +26,17 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def encode_json(value: object) -> bytes:
-    """Canonical JSON (sorted keys, UTF-8, a newline at the end). Raises `ValueError` for NaN and infinities."""
+    """Return canonical JSON (sorted keys, UTF-8, final newline). Raises `ValueError` for NaN and infinities."""
     return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def shortened(value: object, limit: int = 200) -> str:
-    """Return a value's text cut to a message's length, quickly for hostile values too."""
+    """Return a value's text cut for a message, quickly for hostile values too."""
     return clipped(repr(value) if isinstance(value, str) else _SHOWN.repr(value), limit)
 
 
 def clipped(text: str, limit: int = 200) -> str:
-    """The beginning of a text that may be long."""
+    """Return the beginning of a text that may be long."""
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 

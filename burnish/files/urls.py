@@ -1,6 +1,6 @@
 """URLs of files and directories.
 
-A URL is taken as it is written: nothing is decoded, so a space, `%` or `#` is part of a name.
+Nothing is decoded: a space, `%` or `#` is part of a name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_url(text: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return the text with everything that looks like a credential replaced by `***`."""
+    """Return the text with anything like a credential replaced by `***`."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
@@ -100,12 +100,12 @@ class Url:
 
     @property
     def parent(self) -> Self:
-        """The directory above; the host itself for the host."""
+        """The directory above; the host has itself."""
         return replace(self, path=self.path.rpartition("/")[0])
 
     @property
     def key(self) -> str:
-        """The absolute path as the service's client writes it."""
+        """The absolute path in the client's form."""
         if self.scheme in ("s3", "gs"):
             return f"{self.host}/{self.path}".rstrip("/")
         return self.path if self.scheme == "hf" else f"/{self.path}"

@@ -1,13 +1,13 @@
-"""Sync a mirror with a run's directory: upload what is missing, remove what its retention drops. No torch here.
+"""Sync a mirror with a run's directory: upload missing steps, remove those its retention drops. No torch here.
 
-Each sync compares both sides, so a machine that dies leaves only work for the next. A step's files go up first, then its manifest,
-then COMMIT, which makes it exist. Every file is read back and every block compared with the hash from the training processes'
-memory. ETags prove less: they are no content hash for multipart or encrypted uploads, and HDFS has none.
+Each sync compares both sides, so a machine that dies leaves only work for the next. A step's files go up first, then its
+manifest, then COMMIT, which makes it exist. Every file is read back, and its blocks compared with the hashes from the training
+processes' memory. ETags are no content hash for multipart or encrypted uploads, and HDFS has none.
 
-Where machines share no disk, each disk has a partial checkpoint: some of a step's files, in a directory `.portion-N.UUID`. The
-process of each disk sends it, and then puts a marker, `portions/step-N/UUID.DISK`, which names the files. When all files are named,
-the first disk's process puts manifest and COMMIT. The others wait for COMMIT. Then each removes its partial checkpoint and its
-marker. The mirror's retention keeps a step while there is a marker of it. UUIDs tell attempts apart.
+Where machines share no disk, each disk has a partial checkpoint: some of a step's files, in `.portion-N.UUID`. Each disk's
+process sends it, then puts a marker, `portions/step-N/UUID.DISK`, which names the files. When all files are named, the first
+disk's process puts manifest and COMMIT. Then each removes its partial checkpoint and marker. The mirror's retention keeps a step
+that has a marker. UUIDs tell attempts apart.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ Pause = Callable[[float], bool]
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """What is mirrored, and where to."""
+    """The run's directory and its mirror."""
 
     directory: Path
     """The run's directory."""
@@ -104,7 +104,7 @@ class Mirror:
 
     @property
     def root(self) -> Path:
-        """The local steps."""
+        """The local directory of steps."""
         return self.directory / CHECKPOINTS
 
     def steps(self) -> RemoteSteps:
@@ -112,7 +112,7 @@ class Mirror:
         return RemoteSteps(self.remote.below(CHECKPOINTS))
 
     def check(self) -> None:
-        """Raise `IncompatibleError` when another start of the run, or another run, has taken the mirror."""
+        """Raise `IncompatibleError` when another run, or another start of this one, has taken the mirror."""
         try:
             text = self.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT)
             found = json.loads(text).get("start")
@@ -128,7 +128,7 @@ class Mirror:
 
 
 class Meter:
-    """Tells which part of a sync's bytes has moved, in hundredths. Several threads may use it."""
+    """Reports a sync's progress in hundredths of its bytes. Thread-safe."""
 
     def __init__(self, tell: Callable[[float], None] = lambda part: None) -> None:
         self.total = 0
@@ -138,7 +138,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def moved(self, count: int) -> None:
-        """Count so many bytes more."""
+        """Add `count` bytes."""
         with self._lock:
             self._done = min(self._done + count, self.total)
             if self._done - self._told > self.total // _REPORTS:
@@ -148,7 +148,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What came of a sync."""
+    """The outcome of a sync."""
 
     steps: tuple[int, ...]
     """The steps that were sent."""
@@ -159,7 +159,7 @@ class Synced:
 
 
 def serve(pipe: int, parent: int) -> None:
-    """Be the process of `parent`; the descriptor is this process's own."""
+    """Run the mirror process of `parent`. This process owns the descriptor."""
     accompany(parent)
     with Connection(pipe) as connection:
         mirror: Mirror = connection.recv()
@@ -191,9 +191,9 @@ def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
 
 
 class Sync:
-    """The syncs of one process, which need not ask again for what it has seen or sent.
+    """The syncs of one process; remembers what it has seen and sent.
 
-    Local steps go only when the mirror has them, so the seals of their copies are read in every sync all the same.
+    Every sync rereads the seals of local steps' copies, because local retention relies on them.
     """
 
     def __init__(self, mirror: Mirror) -> None:
@@ -213,11 +213,11 @@ class Sync:
         # The files that a marker names.
 
     def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
-        """Send the run's small files, then steps, newest first, then apply the mirror's retention; return the steps sent.
+        """Send the run's small files, then steps, newest first; apply the mirror's retention; return the steps sent.
 
-        Small files go first, so a step is never there without its metrics. Partial checkpoints come last; `pause` is called while they
-        wait for other disks, and what is missing when it says so is left for the next time. A step that is damaged or removed
-        meanwhile holds back no other; damage is raised at the end. Raises `BurnishError`.
+        Small files go first, so a step is never there without its metrics. Partial checkpoints come last. While they wait for
+        other disks, `pause` is called; when it returns True, the rest is left for the next sync. A step that is damaged or
+        removed meanwhile delays no other; damage is raised at the end. Raises `BurnishError`.
         """
         self._meter, self._failed = meter or Meter(), None
         self._mirror.check()
@@ -248,7 +248,6 @@ class Sync:
         return sent + made
 
     def _compare(self) -> None:
-        """Read the seals of both sides, and what retention asks; of steps that only the mirror has, what is not known yet."""
         self._there.refresh()
         paths = step_paths(self._there.root, self._there)
         self._local = _commits(step_paths(self._mirror.root, self._storage), self._storage)
@@ -270,19 +269,16 @@ class Sync:
             self._pins = None
 
     def _outlived(self, steps: Iterable[int]) -> set[int]:
-        """Return which of these the mirror's retention would not keep, if these were all."""
         if self._mirror.retention is None or self._pins is None:
             return set()
         facts = [self._facts[step] for step in steps if step in self._facts]
         return set(self._mirror.retention.outlived(facts, self._pins))
 
     def _missing(self) -> list[int]:
-        """Return the committed steps that the mirror wants and has not, newest first."""
         settled = self._settled()
         return sorted((step for step in self._local if step not in settled), reverse=True)
 
     def _settled(self) -> dict[int, str]:
-        """Return the uuids of the local steps that need not be kept for the mirror's sake."""
         unwanted = self._outlived(self._facts)
         return {
             step: commit.uuid
@@ -296,7 +292,7 @@ class Sync:
             write_mirrored(root, url, self._settled(), self._storage)
 
     def _retain(self) -> set[int]:
-        """Remove what retention drops and what was never finished; return the steps that another disk has yet to see there."""
+        """Remove dropped and unfinished steps; return the steps that another disk has yet to see there."""
         there = self._there
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
@@ -311,8 +307,6 @@ class Sync:
         return unseen
 
     def _send_step(self, step: int) -> bool:
-        """Send a whole step; return whether it was there to be sent."""
-
         def send(path: Path) -> bool:
             opened = open_step(path, self._storage)
             if self._send_files(opened, opened.manifest.files):
@@ -327,7 +321,7 @@ class Sync:
         return True
 
     def _tried(self, path: Path, use: Callable[[Path], T]) -> T | None:
-        """Return what comes of using what lies at a path; None if it is damaged or has gone from there."""
+        """Return `use(path)`, or None if the step is damaged or gone."""
         try:
             with naming_failures(f"{path} cannot be read"):
                 return use(path)
@@ -341,9 +335,9 @@ class Sync:
             return None
 
     def _send_files(self, step: Committed, names: Iterable[str]) -> bool:
-        """Send these files of a local step; return False if its COMMIT is there already.
+        """Send these files; return False if COMMIT is there already.
 
-        Compares and keeps what an interrupted upload left; first removes another step of this number and foreign files.
+        Keeps intact files of an interrupted upload. First removes another step of this number and foreign files.
         """
         remote = self._place_of(step)
         sizes = {file.name: file.size for file in remote.files()}
@@ -367,7 +361,6 @@ class Sync:
         return True
 
     def _send_file(self, step: Committed, name: str, remote: Remote, there: int | None) -> None:
-        """Send a file until it reads back as committed; do nothing if it is there already."""
         self._mirror.check()
         record = step.manifest.files[name]
         if there == record.size and self._is_intact(remote, name, record):
@@ -387,7 +380,6 @@ class Sync:
         )
 
     def _is_intact(self, remote: Remote, name: str, record: FileRecord) -> bool:
-        """Return whether a file's blocks, read back, have the hashes that they had when they were committed."""
         buffer = memoryview(bytearray(min(record.block_bytes, record.size)))
         for number, wanted in enumerate(record.blocks):
             start = number * record.block_bytes
@@ -402,7 +394,6 @@ class Sync:
         return True
 
     def _seal(self, step: Committed) -> None:
-        """Put the manifest and COMMIT of a step whose files are all there."""
         remote = self._place_of(step)
         for name, data in ((MANIFEST, step.manifest.encode()), (COMMIT, step.commit.encode())):
             self._mirror.check()
@@ -422,7 +413,6 @@ class Sync:
         return self._there.remote.below(step_name(step.step))
 
     def _partials(self) -> list[Partial]:
-        """Return the partial checkpoints on this disk, newest first."""
         paths = reversed(portion_paths(self._mirror.root, self._storage))
         found = [
             self._tried(path, lambda path: open_partial(path, self._storage)) for path in paths
@@ -430,7 +420,7 @@ class Sync:
         return [partial for partial in found if partial is not None]
 
     def _bring(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
-        """Send partial checkpoints, wait for other disks', and return the steps that the mirror then has."""
+        """Send partial checkpoints, wait for other disks', and return the steps then complete."""
         waiting = [step for step, names in partials if self._send_partial(step, names)]
         done: list[int] = []
         while waiting:
@@ -443,7 +433,7 @@ class Sync:
         return done
 
     def _send_partial(self, step: Committed, names: list[str]) -> bool:
-        """Send a partial checkpoint and say so; return False if it is damaged, has gone, or is the next process's to send."""
+        """Send a partial checkpoint and its marker; return False if it is damaged or gone, or a write may come late."""
         if self._markers.stat(self._marker(step)) is not None:
             self._meter.moved(2 * _size(step, names))
             return True
@@ -457,7 +447,7 @@ class Sync:
         return True
 
     def _is_whole(self, step: Committed) -> bool:
-        """Return whether the step is on the mirror; the first disk commits it once all files are there."""
+        """Return whether the step is committed there; the first disk commits it once all files are there."""
         is_sealed = False
         with suppress(MissingError):
             is_sealed = self._place_of(step).read(COMMIT, COMMIT_LIMIT) == step.commit.encode()
@@ -470,7 +460,7 @@ class Sync:
         return True
 
     def _require_all(self, step: Committed) -> None:
-        """Raise `BurnishError` if a sent file is gone; then all are looked at again."""
+        """Raise `BurnishError` if a sent file is gone."""
         there = self._place_of(step)
         found = {file.name: file.size for file in there.files()}
         files = step.manifest.files
@@ -486,11 +476,9 @@ class Sync:
             )
 
     def _marker(self, step: Committed) -> str:
-        """The object by which this disk says that all it has of the step was sent."""
         return f"{step_name(step.step)}/{step.commit.uuid}.{self._mirror.disk or 0}"
 
     def _files_named(self, step: Committed) -> set[str]:
-        """Return the files that the disks say they have sent of this writing of a step."""
         found: set[str] = set()
         for file in self._markers.files(step_name(step.step)):
             if file.name.startswith(f"{step_name(step.step)}/{step.commit.uuid}."):
@@ -502,16 +490,15 @@ class Sync:
         return found
 
     def _remove(self, step: Committed) -> None:
-        """Make room here for what is on the mirror; after that nobody needs the marker."""
         path = Path(step.path)
         with naming_failures(f"{path} cannot be removed"):
             discard(self._storage, path, self._mirror.root / TRASH)
         self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
-        """Copy the run's files beside its steps: configuration, metrics, report, rollouts, events, pins.
+        """Copy configuration, metrics, report, rollouts, events and pins.
 
-        Files in subdirectories are sent if their size differs there, others if they have changed since they were sent.
+        A file in a subdirectory is sent if its size differs there, any other if it changed since it was sent.
         """
         directory, remote = self._mirror.directory, self._mirror.remote
         there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
@@ -530,7 +517,7 @@ class Sync:
 
 
 def open_partial(path: Path, storage: Source) -> Partial:
-    """Open the partial checkpoint at `path`. Raises `CorruptError` unless seal, manifest and names are in order."""
+    """Open the partial checkpoint at `path`. Raises `CorruptError` for a wrong seal, manifest or name."""
     seal = read_small(path, SEAL, COMMIT_LIMIT, storage)
     commit = parse_commit(seal, f"{path / SEAL}")
     data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
@@ -551,7 +538,6 @@ def _size(step: Committed, names: Iterable[str]) -> int:
 
 
 def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]:
-    """Return the seals of these steps; those that cannot be read are named in the log."""
     found = {}
     for step, path in paths.items():
         try:
@@ -571,6 +557,5 @@ def _without(paths: Mapping[int, P], steps: Container[int]) -> dict[int, P]:
 
 
 def _put_copy(remote: Remote, name: str, source: Path) -> None:
-    """Put what a file has now, though it may grow meanwhile."""
     with tempfile.TemporaryDirectory(prefix="burnish-") as directory:
         remote.put_file(name, Path(shutil.copyfile(source, Path(directory) / source.name)))

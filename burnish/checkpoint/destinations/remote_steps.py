@@ -1,6 +1,6 @@
 """Committed steps behind a URL, read like those on a disk.
 
-Files arrive one by one, so a step exists when its COMMIT does, which comes last and goes first.
+A step exists when its COMMIT does, which is written last and removed first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _BLOCKS_HELD = 8
 
 
 class RemotePath(PurePosixPath):
-    """A URL with the methods of a path: `/`, `name` and `parent`. Made by `of`."""
+    """A URL with a path's `/`, `name` and `parent`."""
 
     @classmethod
     def of(cls, url: Url) -> Self:
-        """The place that a URL names."""
+        """Return the place that a URL names."""
         return cls(f"{url.scheme}:", url.host or _NO_HOST, url.path)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class RemotePath(PurePosixPath):
 class RemoteSteps:
     """A directory of steps behind a URL; a `Source`.
 
-    Listed once, and again after `refresh`. Raises `BurnishError` for faults that stay.
+    Listed once, and again after `refresh`. Raises `BurnishError` for permanent faults.
     """
 
     reads_at_once = _READS_AT_ONCE
@@ -66,7 +66,7 @@ class RemoteSteps:
         self._listed: tuple[str, dict[str, int]] | None = None
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """What is in a directory; steps without COMMIT are not."""
+        """List a directory, without steps that lack COMMIT."""
         name = self.name_of(path)
         sizes = self._sizes(name)
         prefix = f"{name}/" if name else ""
@@ -81,7 +81,7 @@ class RemoteSteps:
         return [found[head] for head in sorted(found)]
 
     def kind(self, path: PurePath) -> Kind | None:
-        """What lies at a path; a step without COMMIT is nothing."""
+        """Return the kind of a path; None for a step without COMMIT."""
         name = self.name_of(path)
         sizes = self._sizes(name)
         if name in sizes:
@@ -91,11 +91,11 @@ class RemoteSteps:
         return "directory" if is_sealed and is_there else None
 
     def open(self, path: PurePath) -> RemoteReader:
-        """A file; that it is missing shows when it is read."""
+        """Open a file; a missing one raises when it is read."""
         return RemoteReader(self, self.name_of(path))
 
     def size(self, name: str) -> int:
-        """A file's length in bytes, as listed, or asked for. Raises `FileNotFoundError`."""
+        """Return a file's bytes, as listed, or asked for. Raises `FileNotFoundError`."""
         if self._listed is not None and name in self._listed[1]:
             return self._listed[1][name]
         if (found := self.remote.stat(name)) is None:
@@ -118,13 +118,13 @@ class RemoteSteps:
         return bytes(data)
 
     def damaged(self) -> list[str]:
-        """Return the names of the steps that were marked as damaged, as last listed."""
+        """Return the names of the steps marked as damaged, as last listed."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if name.endswith(f"/{DAMAGED}")}
         return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
 
     def unfinished(self) -> list[str]:
-        """Return the names of other directories without COMMIT that are called like steps, and of the directory of markers."""
+        """Return the names of step directories without COMMIT, and of the directory of markers."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}
@@ -132,14 +132,14 @@ class RemoteSteps:
         return sorted(left - {*self.damaged()} | heads & {PORTIONS})
 
     def marked(self) -> set[str]:
-        """Return the uuids of steps of which there is a marker, as last listed."""
+        """Return the uuids of steps that have a marker, as last listed."""
         markers = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
         return {name.rpartition("/")[2].partition(".")[0] for name in markers}
 
     def clear(self, check: Callable[[], None]) -> None:
-        """Remove what is unfinished, while nobody sends. `check` is called before each removal.
+        """Remove unfinished steps while nobody sends. Calls `check` before each removal.
 
-        A COMMIT that a listing lacks is asked for: stores may list late.
+        Asks for each COMMIT that a listing lacks: stores may list late.
         """
         for name in self.unfinished():
             check()
@@ -147,29 +147,28 @@ class RemoteSteps:
                 self.remove(self.root / name)
 
     def remove(self, path: PurePath) -> None:
-        """Remove a step: first the COMMIT, without which the rest is none."""
+        """Remove a step, COMMIT first."""
         name = self.name_of(path)
         self.remote.remove(f"{name}/{COMMIT}")
         self.remote.remove_below(name)
 
     def mark_damaged(self, path: PurePath, why: str) -> None:
-        """Take a step out of the listing, and leave its files for people to look into."""
+        """Take a step out of the listing, and leave its files for inspection."""
         name = self.name_of(path)
         self.remote.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
         self.remote.remove(f"{name}/{COMMIT}")
 
     def name_of(self, path: PurePath) -> str:
-        """A path as it is called below the directory; "" for the directory itself."""
+        """Return a path's name below the directory; "" for the directory itself."""
         name = path.relative_to(self.root).as_posix()
         return "" if name == "." else name
 
     def refresh(self) -> None:
-        """Forget what was listed and read."""
+        """Forget the listings."""
         self.block.cache_clear()
         self._listed = None
 
     def _sizes(self, name: str) -> dict[str, int]:
-        """Files by name with their sizes: at least all those below `name`."""
         if self._listed is not None:
             listed, sizes = self._listed
             if not listed or name == listed or name.startswith(f"{listed}/"):
@@ -180,14 +179,14 @@ class RemoteSteps:
 
 
 class RemoteReader(Closing):
-    """A file behind a URL; a `ReadableFile`. Parts of a block are taken from the whole block, since a hash is of all of it."""
+    """A file behind a URL; a `ReadableFile`. Reads whole blocks, since a hash covers a block."""
 
     def __init__(self, steps: RemoteSteps, name: str) -> None:
         self._steps = steps
         self._name = name
 
     def size(self) -> int:
-        """Its length in bytes."""
+        """Return its bytes."""
         return self._steps.size(self._name)
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
@@ -206,4 +205,4 @@ class RemoteReader(Closing):
             left, offset = left[len(part) :], offset + len(part)
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing."""

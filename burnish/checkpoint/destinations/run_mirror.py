@@ -1,8 +1,8 @@
-"""A run's mirror on one rank: resume from it, and keep it in sync by a process beside the rank that leads a disk.
+"""A run's mirror on one rank: resume from it, and sync it in a process beside each disk's leader.
 
-That process runs one `Sync` after the other when asked. A failure is logged loudly, stops nothing, and is retried after the next save
-and at the end. A write that hung ends the process after its sync, so that it cannot come late. environment.json says whose the mirror
-is: `run` is the run's id for life, `start` that of one start.
+A failed sync is logged, stops nothing, and is retried after the next save and at the end. After a write that hung, the process
+ends, so that the write cannot happen late. environment.json names the mirror's owner: `run` is the run's id for life, `start`
+that of one start.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 def open_mirror(
     url: str, settings: CheckpointConfig, directory: Path, layout: Layout
 ) -> Destination:
-    """Return a run's mirror at a URL. Raises if the URL is wrong or its client is not installed. Collective."""
+    """Return a run's mirror at a URL. Raises for a wrong URL or a client that is not installed. Collective."""
     with agree(layout):
         remote = Remote(url)
         remote.connect(write=True)
@@ -61,7 +61,7 @@ def open_mirror(
 
 
 class RunMirror:
-    """A `burnish.checkpoint.manager.Destination` behind a URL. Starts the process when first needed."""
+    """A `burnish.checkpoint.manager.Destination` behind a URL. Starts its process when first needed."""
 
     sharing = "see that nobody removes steps there, and that all ranks reach one service"
 
@@ -78,18 +78,18 @@ class RunMirror:
         self._busy = self._again = False
 
     def paths(self) -> Mapping[int, PurePath]:
-        """What has a COMMIT."""
+        """Return the steps with a COMMIT."""
         self.source.refresh()
         return step_paths(self.root, self.source)
 
     def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """By another seal: COMMIT goes, and a file says why."""
+        """Replace COMMIT by a file that says why."""
         self._mirror.check()
         self.source.mark_damaged(path, str(error))
         return f"{path / DAMAGED}"
 
     def aside(self) -> list[str]:
-        """The steps with that file."""
+        """Return the steps with that file."""
         return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
 
     def lead(self, disk: int | None) -> None:
@@ -126,7 +126,6 @@ class RunMirror:
                     )
 
     def _require_seen(self) -> None:
-        """Raise `UsageError` if this rank does not see what rank 0 wrote there at the start."""
         try:
             self._mirror.check()
         except IncompatibleError as error:
@@ -138,7 +137,7 @@ class RunMirror:
             ) from error
 
     def begin(self) -> None:
-        """Ask for a sync; for another one, where one is under way. Returns at once."""
+        """Ask for a sync, or for another after the one under way. Returns at once."""
         if not self._leads:
             return
         self.hear()
@@ -159,7 +158,7 @@ class RunMirror:
             self._take(Synced((), process.died()))
 
     def hear(self, seconds: float = 0.0) -> bool:
-        """Take the news there are, waiting so long for the first; return whether a sync is under way."""
+        """Take all news, waiting this long for the first; return whether a sync is under way."""
         while self._busy and self._process is not None:
             answer = self._process.answer(seconds)
             seconds = 0.0
@@ -176,7 +175,7 @@ class RunMirror:
         return self._busy
 
     def close(self) -> None:
-        """End the process, whatever it is doing; the next start goes on from there."""
+        """End the process at once; the next start continues its work."""
         if self._process is not None:
             self._process.kill()
             self._process = None
@@ -199,7 +198,7 @@ class RunMirror:
     def settle(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """See `Destination`. Retries while the time lasts and `stopped` is false on every rank."""
+        """See `Destination`. Retries while time lasts and `stopped` is false on every rank."""
         deadline = time.monotonic() + seconds
         self.begin()
         while True:
@@ -251,7 +250,6 @@ class RunMirror:
         return {RUN: str(theirs.get(RUN)), START: self._mirror.start}
 
     def _identity(self) -> dict[str, object] | None:
-        """Return what the mirror says of its run; None if it says nothing."""
         try:
             found = json.loads(self._mirror.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT))
             if not isinstance(found, dict):
