@@ -1,7 +1,7 @@
 """Save while training goes on: a copy in shared memory, and a writer process beside each rank.
 
-`begin` copies the step and hands it to the writer, which is restarted if it died. At most one save is in flight. All ranks get
-the same outcome. A save that fails on any rank is removed and leaves the previous step unchanged.
+At most one save is in flight. All ranks get the same outcome. A save that fails on any rank is removed and leaves the previous
+step unchanged. A writer that died is restarted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _allocate(descriptor: int, size: int) -> None:
 def stage(contents: Contents, memory: Memory) -> Contents:
     """Copy the shards into the memory; they may change when this returns. Raises `OSError` without room.
 
-    The result's tensors have only a dtype and a shape, so it can be sent. `staged_in` restores their elements.
+    The result, which can be sent, has only their dtypes and shapes. `staged_in` restores the elements.
     """
     device = accelerator_of(contents.shards)
     size = sum(map(_room, contents.shards))
@@ -220,8 +220,8 @@ class Finished:
 class BackgroundSaver:
     """One rank's writer process and its memory. All methods but `close` are collective.
 
-    `timeout_seconds` bounds how long writers wait for each other, and how long a writer may make no progress before it is killed.
-    The writer holds the descriptors `keep_open` while it lives.
+    `timeout_seconds` bounds writers' waits for each other, and the time without progress before a writer is killed. The writer
+    holds the descriptors `keep_open` while it lives.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class BackgroundSaver:
         """Copy the contents and start writing them; they may change when this returns.
 
         Raises on every rank if copying fails on any, or if the step exists. No save may be in flight. The first save's assets are
-        reused for later steps.
+        reused.
         """
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
@@ -318,7 +318,7 @@ class BackgroundSaver:
         self._memory.close()
 
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
-        """Clear away a failed save, restart hung writers, and return whether the step was committed all the same."""
+        """Clear away a failed save and restart hung writers; return whether the step was committed all the same."""
         layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():
             self._restart_writer()

@@ -194,8 +194,8 @@ def plan_files(
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
     """Return the safetensors files for these tensors, and their index files by path.
 
-    Names are Hugging Face's: `model.safetensors`, or shards with an index; an adapter is PEFT's one file. Tensors are sorted by
-    name. Wider dtypes come first in a file, so no element crosses blocks.
+    Names are Hugging Face's (`model.safetensors`, or shards with an index), or PEFT's for an adapter. Tensors are sorted by name.
+    Wider dtypes come first, so no element crosses blocks.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -223,8 +223,8 @@ def plan_files(
 def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
     """Return the block size of a step, a power of two.
 
-    The tensor that holds the middle byte gets at least 64 blocks of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. If the step then has more
-    than `most` blocks, they grow, up to `MAX_BLOCK_BYTES`.
+    The tensor with the middle byte gets at least 64 blocks of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. For more than `most` blocks in
+    all, they grow, up to `MAX_BLOCK_BYTES`.
     """
     files = list(files)
     total, size = sum(file.size for file in files), BLOCK_BYTES
@@ -333,7 +333,7 @@ def _byte_ranges(spans: SpanTable) -> BoxTable:
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
     """Assign each block to a rank that holds most of its bytes, with equally many blocks for all.
 
-    Each row says how many bytes of a block a rank holds or wants. Other blocks go to any rank with room.
+    Each row gives a rank's bytes of a block, held or wanted. Other blocks go to any rank with room.
     """
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
@@ -373,8 +373,8 @@ def owners_by_disk(
 def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
     """Divide each owner's spans into groups; return each span's group, and its index there.
 
-    A span begins within `group_bytes` of its group's first byte. Spans that get bytes from other ranks (`travels`) come first, so
-    ranks wait for each other in few groups.
+    A span begins within `group_bytes` of its group's start. Spans with bytes from other ranks (`travels`) come first, so ranks
+    wait for each other in few groups.
     """
     order = np.lexsort((~travels, owner))
     owner, size = owner[order], size[order]

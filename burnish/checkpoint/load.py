@@ -1,7 +1,6 @@
 """Read tensors of a committed step, at any layout, and check every block that is read.
 
-Each rank reads its own shards' blocks; ranks of one machine share the page cache. Weights stored as bf16 and residual come back
-exact, as fp32.
+Each rank reads its own shards' blocks; ranks of one machine share the page cache.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ _Described = tuple[torch.dtype, tuple[int, ...]]
 class StepReader(TensorReader):
     """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
 
-    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock` for
-    a damaged block. Opening raises as `checked_header` does, unless all files' `headers` are given.
+    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock`.
+    Opening raises as `checked_header` does, unless all files' `headers` are given.
     """
 
     def __init__(
@@ -147,9 +146,9 @@ def _residuals(keys: Iterable[str]) -> dict[str, str]:
 class CheckpointSource:
     """The tensors of one model of a committed step; a `ShardSource` for weights and optimizer slots.
 
-    The model is the run's own; `of` returns another. A shard is named by its weight, or `slot/weight`. All ranks call `fill`
-    together. Split fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors,
-    or four blocks if these are larger.
+    The default is the run's own model. A shard is named by its weight, or `slot/weight`. All ranks call `fill` together. Split
+    fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors, or four larger
+    blocks.
     """
 
     def __init__(
@@ -188,8 +187,8 @@ class CheckpointSource:
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
         """Require that the step holds exactly all ranks' tensors, in the same dtypes. Collective.
 
-        Raises `MissingError` for absent optimizer slots. Otherwise the error has a table of have and want: `MissingError` if the
-        step only lacks tensors, else `IncompatibleError`.
+        Raises `MissingError` for absent optimizer slots. Otherwise the error tabulates have and want: `MissingError` if tensors
+        are only lacking, else `IncompatibleError`.
         """
         mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}

@@ -1,7 +1,7 @@
 """A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds.
 
-To resume, every rank opens the newest step on this disk or the mirror, the disk's first. If any rank finds it damaged, it is set
-aside for all, and the next older one is tried.
+To resume, every rank opens the newest step on this disk or the mirror, the disk's first. A step damaged on any rank is set aside
+for all, and the next older one is tried.
 
 Leases tell which ranks see one disk. If all do, a step is one directory; otherwise the ranks' disks meet on the mirror.
 """
@@ -154,10 +154,9 @@ Side = OnDisk | Destination
 class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
-    `retention` decides which steps stay; `reserve_bytes` of the disk stay free. Entering clears what a killed run left. Raises
-    `BurnishError` if another run holds the directory, or if ranks see different directories without a mirror. With several disks
-    and a mirror, each disk gets a part of a step; see `meets_on_mirror`. With `background_timeout`, in seconds, every rank has a
-    writer process for `begin_save`, and these wait so long for each other.
+    `reserve_bytes` of the disk stay free. Entering clears what a killed run left. Raises `BurnishError` if another run holds the
+    directory, or if ranks see different directories without a mirror. With a mirror, see `meets_on_mirror`. With
+    `background_timeout`, in seconds, every rank has a writer process for `begin_save`, and these wait so long for each other.
     """
 
     def __init__(
@@ -183,7 +182,6 @@ class Checkpoints:
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        """Take the lease and clear leftovers, on each disk."""
         lease, layout = self._root / _LEASE, self._layout
         try:
             token = None
@@ -223,7 +221,6 @@ class Checkpoints:
         return self._saver.disks.are_several
 
     def __exit__(self, *error: object) -> None:
-        """Give the lease back, after a while for a save in flight."""
         self._close(_PATIENCE_SECONDS)
 
     def _close(self, patience_seconds: float = 0.0) -> None:
@@ -237,8 +234,8 @@ class Checkpoints:
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step, remove those retention drops, and return its directory or this rank's part.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. A step that cannot be removed is logged. After
-        `begin_save`, call `finished(wait=True)` first.
+        An error on any rank is raised on all and leaves earlier steps unchanged. Failed removals are logged. After `begin_save`,
+        call `finished(wait=True)` first.
         """
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
@@ -250,8 +247,8 @@ class Checkpoints:
     def begin_save(self, step: int, contents: Contents) -> None:
         """Start committing a step in the background; the contents may change when this returns.
 
-        An error in copying is raised on every rank. `finished` returns the outcome, and must be called before the next save.
-        Raises `ValueError` without a `background_timeout`.
+        Raises errors in copying on every rank, and `ValueError` without a `background_timeout`. Call `finished` before the next
+        save.
         """
         if self._background is None:
             raise ValueError("these checkpoints have no process to save in the background")
@@ -279,7 +276,7 @@ class Checkpoints:
     ) -> BurnishError | None:
         """Wait for the mirror, and return why it is not in sync; None if it is, or without a mirror.
 
-        Retries while time lasts and `stopped` is false on every rank; rank 0 shows fractions of 1. The same on every rank. Then
+        The same on every rank. Retries while time lasts and `stopped` is false on every rank; rank 0 shows fractions of 1. Then
         removes the steps that waited for the mirror.
         """
         if self._mirror is None:
@@ -291,10 +288,10 @@ class Checkpoints:
         return left
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
-        """Load the newest usable step of this directory and its mirror, through `arena`; None if nothing was ever committed.
+        """Load the newest usable step of disk and mirror, through `arena`; None if nothing was ever committed.
 
-        Damaged and unhealthy steps are set aside. Raises `CorruptError` if no step is usable. Other errors of `load`, and an
-        unreachable side, pass through and leave the step in place.
+        Damaged and unhealthy steps are set aside. Raises `CorruptError` if no step is usable. Other errors pass through and
+        leave the step in place.
         """
         here = OnDisk(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
@@ -338,8 +335,8 @@ def _find_disks(
 ) -> Disks:
     """Find the disks on which `lease` lies. Collective.
 
-    Rank 0 has it `held`. A rank that does not see that holds its own with `take`, or finds another such rank's. Raises
-    `UsageError` on every rank if there are several disks and they may not differ, `BurnishError` if another run holds one.
+    Rank 0 has it `held`. A rank that does not see it takes its own, or finds another such rank's. Raises `UsageError` on every
+    rank for several disks unless they `may_differ`, `BurnishError` if another run holds one.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
@@ -375,7 +372,6 @@ def _refusal(lease: Path, layout: Layout) -> UsageError:
 
 
 def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]) -> int | None:
-    """Return which of these numbers the lease carries here; None if none in time."""
     for pause in pauses:
         time.sleep(pause)
         for directory in reversed(lease.parents[:3]):

@@ -1,7 +1,7 @@
-"""The manifest of a step's files, and the COMMIT that seals it.
+"""The manifest of a step's files, and the COMMIT that seals it. No torch here.
 
-Both are canonical JSON, and COMMIT has digests of itself and the manifest, so any changed byte is found. A manifest is read file
-by file and refused at the first unexpected byte, so a hostile one cannot fill memory. No torch here.
+Both are canonical JSON, and COMMIT has digests of both, so any changed byte is found. A manifest is refused at its first
+unexpected byte, so a hostile one cannot fill memory.
 """
 
 from __future__ import annotations

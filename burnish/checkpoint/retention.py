@@ -1,7 +1,7 @@
-"""Which committed steps stay, and the removal of the others.
+"""Which committed steps stay, and the removal of the others. No torch here.
 
-Predicates look only at the disk, so a resumed run and a command decide alike. A step goes if no predicate keeps it. The newest
-healthy step and everything after it always stay. No torch here.
+Predicates look only at the disk, so a resumed run and a command decide alike. A step that none keeps goes. The newest healthy
+step and everything after it always stay.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ class Retention:
         return sorted({*portion_paths(root, storage).values(), *waiting})
 
     def apply(self, root: Path, storage: LocalStorage) -> list[int]:
-        """Remove outlived steps below `root` and return them.
+        """Remove outlived steps below `root`, through the trash, and return them.
 
-        Each is renamed into the trash first. Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises
-        `NotRemovedError` after the others are gone if the disk keeps one.
+        Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises `NotRemovedError` after the others are gone if
+        the disk keeps one.
         """
         removals = Removals(root)
         gone: list[int] = []
@@ -239,7 +239,7 @@ class Retention:
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
     """Return the uuids, by step, of the local steps that the mirror has or does not want.
 
-    This note saves asking the mirror. A note that is missing, damaged or of another mirror says nothing, and no step goes.
+    This note saves asking the mirror. While it is missing, damaged or of another mirror, no step goes.
     """
     path = root / MIRRORED
     try:

@@ -1,11 +1,11 @@
 """Write one step and commit it.
 
-Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Consecutive blocks are written
-as one span. A few spans at a time are put together from local tensors and other ranks' messages, while one thread hashes and
-writes and another syncs.
+Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Consecutive blocks form a
+span. A few spans at a time are assembled from local tensors and other ranks' messages, while one thread hashes and writes and
+another syncs.
 
 Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
-gets a partial checkpoint of its own files instead.
+gets a partial checkpoint of its own files.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Assets:
         return cls(files)
 
     def __call__(self, directory: Path) -> None:
-        """Write them."""
+        """Write the files."""
         for name, data in self.files.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +261,6 @@ class BlockWriter:
     def _filled(
         self, share: Sequence[Span], moves: Group, memory: Tensor
     ) -> list[tuple[Span, Tensor]]:
-        """Assemble a few spans. Collective."""
         spans, start = list[Tensor](), 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
@@ -304,8 +303,6 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What each rank tells all before a save."""
-
     step: int
     uuid: str
     healthy: bool
@@ -406,7 +403,6 @@ class Saver:
         *,
         healthy: bool,
     ) -> Path:
-        """Write all files and seal them; `empty` is the manifest without files."""
         layout, plan, what = self.layout, writer.plan, f"step {empty.step} could not be saved"
         name = f"{empty.step:08d}.{empty.uuid}"
         inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
@@ -441,10 +437,7 @@ class Saver:
         return self.root / final
 
     def _require_room(self, step: int, needed: int) -> None:
-        """Raise `BurnishError` if less than `needed` + `reserve_bytes` bytes are free below `root`.
-
-        The error names the steps that wait for the mirror.
-        """
+        """Raise `BurnishError`, naming the steps that wait for the mirror, unless `needed` + `reserve_bytes` are free."""
         self.storage.make_dirs(self.root)
         free = self.storage.free_bytes(self.root)
         if free >= needed + self.reserve_bytes:
@@ -593,7 +586,6 @@ def _records(
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Raise `BurnishError` if the manifest would be too long to read again."""
     size, files = manifest.encoded_bytes(), len(manifest.files)
     if size > MANIFEST_LIMIT or files > MAX_FILES:
         raise BurnishError(

@@ -1,7 +1,7 @@
-"""Find a directory's steps, and check whether each is still as committed.
+"""Find a directory's steps, and check that each is as committed. No torch here.
 
-A step's name appears by one rename of a whole directory. Opening a step checks names, sizes and small files; further reads check
-every block against its hash. No torch here.
+A step's name appears by one rename. Opening a step checks names, sizes and small files; further reads check every block against
+its hash.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
 def open_step(path: PurePath, storage: Source, below: str | None = None) -> Committed:
     """Open the step at `path`: check COMMIT, manifest, state and every file's size.
 
-    With `below` ("model/"), only that directory is opened, without the state, and may hold files that were not committed. Raises
-    `CorruptError` naming a file that is damaged, missing, or not in the manifest, and `IncompatibleError` for another format.
+    With `below` ("model/"), open only that directory, without the state; uncommitted files may lie there. Raises `CorruptError`
+    naming a file that is damaged, missing, or not in the manifest, and `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
     sizes = dict(files_below(path, "", storage)) if below is None else {}
@@ -192,7 +192,6 @@ def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
 
 
 def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str, BurnishError]]:
-    """Return the steps that open, oldest first, and the errors of the others by name. Logs these errors."""
     found: list[Committed] = []
     errors: dict[str, BurnishError] = {}
     for path in step_paths(root, storage).values():
@@ -338,14 +337,13 @@ def _verify_file(
 
 
 def _run(record: FileRecord) -> int:
-    """Return the bytes to read at a time, in whole blocks."""
     return max(1, READ_BYTES // record.block_bytes) * record.block_bytes
 
 
 def _damages(
     file: ReadableFile, step: Committed, name: str, first: int, data: memoryview
 ) -> list[CorruptError]:
-    """Return the errors of the blocks in `data`; after any, read each block again by itself."""
+    """Return the errors of the blocks in `data`; after any, reread each block."""
     size = step.manifest.files[name].block_bytes
     try:
         read_blocks(file, step, name, first, data)

@@ -1,7 +1,6 @@
-"""Collectives on objects, statistics, flags and failures.
+"""Collectives on objects, statistics, flags and failures. All ranks call them in the same order.
 
-All ranks call each function, in the same order. One rank alone pays nothing. Objects travel between
-the processes of one run as pickles over gloo; no pickle is read from disk.
+Objects travel between the processes of one run as pickles over gloo; no pickle is read from disk.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def _pack(numbers: list[Number], device: torch.device) -> Tensor:
 def agree(layout: Layout) -> Iterator[None]:
     """Raise an exception of any rank on every rank, at the end of the block.
 
-    A failing rank raises its own error. The others raise that of the lowest failing rank, as a
+    A failing rank raises its own error. The others raise the lowest failing rank's, as a
     `BurnishError` of the same kind that names the rank. Run no collectives inside the block.
     """
     mine: Exception | None = None

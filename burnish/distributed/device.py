@@ -1,7 +1,6 @@
 """One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
 
-torch itself loads Ascend's `torch_npu` where it is installed. Apple's MPS has no collectives, so such a machine
-computes on its CPU.
+torch loads Ascend's `torch_npu` where it is installed. Apple's MPS has no collectives, so its CPU is used.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _process_status(field: str) -> int:
-    """Return a field of /proc/self/status in bytes, 0 without it."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
     match = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)

@@ -1,7 +1,7 @@
 """Read this process's rank from the environment of torchrun or Slurm's srun, if any.
 
-torchrun's variables win over Slurm's, because srun may itself start torchrun. Slurm's count only inside a step
-(`srun`): a batch script alone is one process whatever `--ntasks` says.
+torchrun's variables win, because srun may start torchrun. Slurm's count only inside a step (`srun`): a batch
+script alone is one process whatever `--ntasks` says.
 """
 
 from __future__ import annotations

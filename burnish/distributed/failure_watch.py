@@ -2,9 +2,8 @@
 
 A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
-The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. There are no
-heartbeats, so a busy, debugged or suspended rank is never taken for dead. The launcher restarts the run,
-and the run resumes.
+The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. Without heartbeats,
+a busy, debugged or suspended rank is never taken for dead.
 
 Messages are JSON objects, one a line. A rank introduces itself with a token from the store, which keeps
 strangers out. When it leaves, it sends `{"reason": null}` or its error's text. The relay sends every
@@ -51,8 +50,8 @@ def watching(layout: Layout, host: str, store: Store) -> Iterator[FailureWatch |
     """Connect to the relay during the block. A lone process gets None.
 
     `host` is the machine of rank 0; all ranks share `store`. Nothing can interrupt a kernel that waits
-    for a lost rank. So a rank still in the block five seconds after a failure is ended, with the failure
-    and its threads' stacks on standard error.
+    for a lost rank. So a rank still inside five seconds after a failure is ended, with the failure and
+    its threads' stacks on standard error.
     """
     if layout.world == 1:
         yield None
@@ -221,7 +220,7 @@ class Failure:
 
 
 class _Relay(threading.Thread):
-    """Hears of every rank's end and tells the others, until rank 0 leaves. Runs in rank 0."""
+    """Tells every rank of the first failure, until rank 0 leaves. Runs in rank 0."""
 
     def __init__(self, *, local: bool) -> None:
         """Open a port, on this machine alone if all ranks are `local`."""
@@ -295,7 +294,6 @@ class _Relay(threading.Thread):
         return peer
 
     def _fail(self, failure: Failure) -> None:
-        """Tell all ranks of the first failure; others follow from it."""
         if self._failure is None:
             self._failure = failure
             self._tell(asdict(failure))

@@ -32,7 +32,6 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
-        """Make `least` the bytes of the smallest region."""
         self._device, self._least = device, least
         self._regions: list[_Region] = []
         self._returned: deque[tuple[_Region, int, int]] = deque()
@@ -84,7 +83,6 @@ class Arena:
             region.free(start, stop)
 
     def _close_free(self) -> int:
-        """Unmap free regions; return their bytes."""
         free = [region for region in self._regions if not region.used]
         if free:
             synchronize(self._device)  # copies to and from this memory may still be under way
@@ -186,8 +184,8 @@ def _runtime() -> Any:
 def _forget_error() -> None:
     """Clear this thread's last CUDA error, which the next kernel launch would raise.
 
-    torch has no binding for that. A process may hold several CUDA runtimes, each with its own error, so
-    this uses the library that is linked to torch's runtime.
+    torch has no binding for it. A process may hold several CUDA runtimes, each with its own error, so
+    this uses the library linked to torch's.
     """
     kind = "hip" if torch.version.hip else "cuda"
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))

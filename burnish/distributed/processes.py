@@ -46,8 +46,8 @@ _LEAVE = timedelta(seconds=5)
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
     """Call `fn(layout, device)` as one rank of the run in the environment.
 
-    Pick the device, share out the cores, and hold the process group open around the call. Raises errors of `fn`, `UsageError` for
-    an unfit environment or machine, and `BurnishError` naming the rank when another one fails or dies.
+    Picks the device, shares out the cores, and opens the process group. Raises errors of `fn`, `UsageError` for an unfit
+    environment or machine, and `BurnishError` naming another rank that fails or dies.
     """
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
@@ -67,8 +67,8 @@ def process_group(
     Makes `device` current. `timeout_seconds` bounds the meeting of the ranks and every collective. `place` defaults to the
     environment's. A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
 
-    Raises `UsageError` for a half-set environment, and `BurnishError` naming the ranks that are missing, fail or die, or the
-    collective that took too long.
+    Raises `UsageError` for a half-set environment, and `BurnishError` naming ranks that are missing, fail or die, or the
+    collective that timed out.
     """
     place = place_of(os.environ) if place is None else place
     layout, timeout = place.layout, timedelta(seconds=timeout_seconds)
@@ -192,8 +192,8 @@ def wait_as_all(group: ProcessGroup) -> None:
 class Mesh:
     """The torch engine's groups of this rank, and its engines' shared host memory.
 
-    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest. Tensor parallelism communicates in
-    every layer, so its ranks are neighbours on one machine.
+    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest: tensor parallelism communicates in
+    every layer, so its ranks are neighbours.
     """
 
     weights: DeviceMesh

@@ -1,7 +1,7 @@
 """Kinds of remote storage behind one interface. Files appear whole or not at all.
 
 S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one fsspec adapter. `file://` writes through
-`LocalStorage`, which syncs. The clients' own retries and listing caches are off or small, since `Remote` retries.
+`LocalStorage`, which syncs. The clients' own retries and listing caches are off or small: `Remote` retries.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ class RemoteFile:
 
 
 def _unfinished(name: str) -> str:
-    """Return a new hidden name for a file being written."""
     return f".{name}.{uuid.uuid4().hex}{_UNFINISHED}"
 
 
 def _is_unfinished(name: str) -> bool:
-    """Return whether `_unfinished` made this name; listings omit such files."""
     return name.startswith(".") and name.endswith(_UNFINISHED)
 
 
@@ -279,7 +277,6 @@ def _open_hf() -> Backend:
 
 
 def _http_verdict(code: object) -> Verdict | None:
-    """Return the verdict for an HTTP status; None if a retry may help."""
     status = int(str(code or 0))
     if status in (401, 403):
         return "denied"
@@ -289,8 +286,6 @@ def _http_verdict(code: object) -> Verdict | None:
 
 
 class _Memory(Backend):
-    """This process's memory; all objects share one store."""
-
     def __init__(self) -> None:
         from fsspec import filesystem
 

@@ -1,8 +1,8 @@
-"""Select files behind a URL, and copy them to this machine once.
+"""Select files behind a URL, and copy them to this machine once. `file://` is not copied.
 
 A copy's name depends on its files' sizes and versions, so an old one is never used for new content, and one in use never changes.
 It gets its name by one rename. While one process copies, others wait for its lock, which the system releases if the process dies.
-The next process keeps what a journal of hashes confirms. `file://` is not copied.
+The next process keeps what a journal of hashes confirms.
 
 The cache is `~/.cache/burnish`, or `BURNISH_CACHE`. Burnish never removes files from it; users may whenever no run uses it.
 """
@@ -149,7 +149,7 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
 
 
 class _Copy:
-    """An entry of the cache: its directory, lock, partial copy and journal."""
+    """A cache entry: its directory, lock, partial copy and journal."""
 
     def __init__(self, selection: Selected, root: Path) -> None:
         self._remote = selection.remote
@@ -165,7 +165,6 @@ class _Copy:
         self._lock = root / f".{name}.lock"
 
     def is_whole(self) -> bool:
-        """Whether every file has its size."""
         return all(_size(self.path / file.name) == file.size for file in self._files)
 
     @contextmanager
@@ -263,7 +262,6 @@ class _Copy:
             )
 
     def _check_unchanged(self) -> None:
-        """Refuse a copy whose pieces may come from different versions."""
         with ThreadPool(_THREADS) as pool:
             now = pool.imap(self._remote.stat, [file.name for file in self._files])
             for file, found in zip(self._files, now, strict=True):
@@ -277,7 +275,6 @@ class _Copy:
 
 
 def _check_names(selection: Selected) -> None:
-    """Refuse names that lead out of the copy's directory."""
     for file in selection.files:
         if any(part in ("", ".", "..") for part in file.name.split("/")) or "\0" in file.name:
             raise UsageError(

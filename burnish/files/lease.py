@@ -1,7 +1,7 @@
 """One writer per directory: a lock that ends with its holder, and a number that grows.
 
-Some network mounts lose locks, and a holder that was cut off may return after another has begun. So a holder checks that the file
-still carries its number before anything final.
+Some network mounts lose locks, and a holder may be cut off and return after another. So a holder checks its number in the file
+before anything final.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Token:
 class Lease:
     """Exclusive use of a directory inside the block.
 
-    A `flock` on a file: the system releases it if the process dies. The holder may hand the descriptor to a helper process; the
-    lock then lasts until that ends too, and the next holder waits `patience_seconds` for it.
+    A `flock` on a file, which ends with the process. If the holder hands the descriptor to a helper process, the lock lasts until
+    that ends too, and the next holder waits `patience_seconds` for it.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
@@ -125,7 +125,6 @@ class Lease:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    """Return a lease file's content; {} if it is empty or half written."""
     with suppress(ValueError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -134,7 +133,6 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _is_dead(said: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that is gone."""
     if said.get("host") != socket.gethostname() or type(said.get("pid")) is not int:
         return False
     try:

@@ -1,11 +1,11 @@
 """Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-`Remote` serves every scheme of `burnish.files.urls`, and connects on first use. It retries errors that may pass, with growing
-pauses; never a missing or forbidden file. Every call ends in bounded time. Errors name the URL and never a credential. Threads
-may share a `Remote`. It can be pickled, but not used in a process forked after its first use.
+`Remote` serves every scheme of `burnish.files.urls`, and connects on first use. It retries errors that may pass; never a missing
+or forbidden file. Every call ends in bounded time. Errors name the URL and never a credential. Threads may share a `Remote`. It
+can be pickled, but not used in a process forked after its first use.
 
-Pauses are drawn uniformly from [0, bound] ("full jitter", Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog,
-2015), so that processes that failed together spread out.
+Pauses grow, and are drawn uniformly from [0, bound] so that processes spread out ("full jitter", Brooker, "Exponential Backoff
+And Jitter", AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class Remote:
     """The files at and below a URL. A name is a path below it with `/`; "" is the URL itself."""
 
     def __init__(self, url: str | Url, policy: RetryPolicy | None = None) -> None:
-        """Parse the URL without connecting. Raises `UsageError` for a wrong one."""
         self.url = Url.parse(url) if isinstance(url, str) else url
         self.policy = policy or RetryPolicy()
         self._connection = _Connection(self.url)
@@ -262,8 +261,6 @@ class Remote:
 
 
 class _Connection:
-    """A backend, opened on first use and shared by remotes with the same host."""
-
     def __init__(self, url: Url) -> None:
         self._url = url
         self._lock = threading.Lock()

@@ -76,8 +76,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read a file's header and check it against the file.
 
-    Raises `MissingError` without the file. Raises `CorruptError` naming file and tensor for a truncated or too long header, bad
-    JSON, duplicate keys, unknown dtypes, overlaps or holes, or sizes that disagree with shapes or file.
+    Raises `MissingError` without the file, and `CorruptError` naming file and tensor for a truncated or too long header, bad
+    JSON, duplicate keys, unknown dtypes, overlaps, holes or wrong sizes.
     """
     path = Path(path)
     if not path.is_file():
@@ -116,7 +116,7 @@ def build_header(
     """Return the first bytes of a file of these (name, dtype, shape), and each tensor's range in it.
 
     Tensors have no gaps; data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError` for
-    too many tensors.
+    too many.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -157,7 +157,6 @@ def _corrupt(path: PurePath, what: str, have: object = None, want: object = None
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return a tensor's bytes. Raises `ValueError` if a sub-byte dtype does not fill whole bytes."""
     bits = DTYPE_BITS[dtype] * math.prod(shape)
     if bits % 8:
         raise ValueError(f"{dtype} of shape {shape} does not fill whole bytes")
@@ -208,7 +207,6 @@ def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
 
 
 def _counts(value: Any, most: int) -> bool:
-    """Return whether it is a list of at most `most` non-negative integers (JSON's true is none)."""
     if not isinstance(value, list) or len(value) > most:
         return False
     for item in value:  # noqa: SIM110 - all() of a generator takes twice as long for the usual two

@@ -1,13 +1,13 @@
 """Sync a mirror with a run's directory: upload missing steps, remove those its retention drops. No torch here.
 
-Each sync compares both sides, so a machine that dies leaves only work for the next. A step's files go up first, then its
-manifest, then COMMIT, which makes it exist. Every file is read back, and its blocks compared with the hashes from the training
-processes' memory. ETags are no content hash for multipart or encrypted uploads, and HDFS has none.
+Each sync compares both sides, so a crash leaves only work for the next. A step's files go up first, then its manifest, then
+COMMIT, which makes it exist. Every file is read back, and its blocks compared with the hashes from the training processes'
+memory. ETags are no content hash for multipart or encrypted uploads, and HDFS has none.
 
 Where machines share no disk, each disk has a partial checkpoint: some of a step's files, in `.portion-N.UUID`. Each disk's
-process sends it, then puts a marker, `portions/step-N/UUID.DISK`, which names the files. When all files are named, the first
-disk's process puts manifest and COMMIT. Then each removes its partial checkpoint and marker. The mirror's retention keeps a step
-that has a marker. UUIDs tell attempts apart.
+process sends it, then a marker, `portions/step-N/UUID.DISK`, which names the files. When all are named, the first disk's process
+puts manifest and COMMIT. Then each removes its partial checkpoint and marker. Retention keeps steps with a marker. UUIDs tell
+attempts apart.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Sync:
             write_mirrored(root, url, self._settled(), self._storage)
 
     def _retain(self) -> set[int]:
-        """Remove dropped and unfinished steps; return the steps that another disk has yet to see there."""
+        """Remove dropped and unfinished steps; return those that another disk has yet to see."""
         there = self._there
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
@@ -420,7 +420,7 @@ class Sync:
         return [partial for partial in found if partial is not None]
 
     def _bring(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
-        """Send partial checkpoints, wait for other disks', and return the steps then complete."""
+        """Send partial checkpoints and wait for other disks'; return the completed steps."""
         waiting = [step for step, names in partials if self._send_partial(step, names)]
         done: list[int] = []
         while waiting:
@@ -460,7 +460,6 @@ class Sync:
         return True
 
     def _require_all(self, step: Committed) -> None:
-        """Raise `BurnishError` if a sent file is gone."""
         there = self._place_of(step)
         found = {file.name: file.size for file in there.files()}
         files = step.manifest.files

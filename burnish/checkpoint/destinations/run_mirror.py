@@ -1,8 +1,7 @@
 """A run's mirror on one rank: resume from it, and sync it in a process beside each disk's leader.
 
-A failed sync is logged, stops nothing, and is retried after the next save and at the end. After a write that hung, the process
-ends, so that the write cannot happen late. environment.json names the mirror's owner: `run` is the run's id for life, `start`
-that of one start.
+A failed sync is logged and retried after the next save and at the end. After a hung write the process ends, so that the write
+cannot happen late. environment.json names the mirror's owner: `run` is the run's id for life, `start` that of one start.
 """
 
 from __future__ import annotations
@@ -223,7 +222,9 @@ class RunMirror:
         return next((error for _, error in told if error is not None), left)
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` if it holds steps and `resume` is never."""
+        """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` if it has steps and `resume` is
+        never.
+        """
         mine = directory.read_environment().get(RUN)
         names = [path.name for path in step_paths(self.root, self.source).values()]
         theirs = self._identity()
