@@ -1,5 +1,4 @@
-"""The table of model families, and a model's shape from its config.json, without torch or
-transformers.
+"""The table of model families, and a model's shape from its config.json, without torch.
 
 Only this module names model types of transformers. Other code asks for a capability (`has_router`,
 `norm_offset`). A type outside the table can be trained if transformers describes it well enough;
@@ -244,9 +243,7 @@ class ModelShape(ModelSizes):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a config.json's content. Raises `UsageError` for an unknown family or missing or
-        wrong fields.
-        """
+        """Read a config.json. Raises `UsageError` for an unknown family or missing or wrong fields."""
         fields = text_config(config)
         kind = str(fields.get("model_type"))
         family = family_of(kind)
@@ -329,9 +326,7 @@ def _positive(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _size(fields: Mapping[str, Any], *names: str) -> int:
-    """Return the first number above 0 of these fields, of a list its greatest common divisor; else
-    0.
-    """
+    """Return these fields' first number above 0, of a list its greatest common divisor; else 0."""
     for name in names:
         value = fields.get(name)
         values = value if isinstance(value, list | tuple) else [value]

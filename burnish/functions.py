@@ -51,8 +51,8 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
-    """Return a digest of the file that `name` leads to; the name itself for a built-in or a
-    compiled module.
+    """Return a digest of the file that `name` leads to; for built-ins and compiled modules the
+    name.
     """
     file = None if name in builtins else _source(name, setting)
     return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
@@ -71,7 +71,7 @@ def _parted(target: str, name: str, setting: str, builtins: Registry) -> tuple[s
 
 
 def _source(target: str, setting: str) -> Path | None:
-    """Return the Python file of `module:name` or `file.py:name`. Imports nothing, not even parent packages."""
+    """Return the file of `module:name` or `file.py:name`. Imports nothing, not even parents."""
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module).expanduser()

@@ -115,8 +115,7 @@ def load_advantage(name: str) -> Advantage:
 
 
 def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
-    """Return the advantage of every completion token: per rollout one fp32 array of the
-    completion's length.
+    """Return each completion token's advantage, one fp32 array per rollout.
 
     Raises `BurnishError` if the function returns other shapes or non-finite numbers.
     """
@@ -194,8 +193,8 @@ def gpg(scored: ScoredRollouts) -> Array:
 
 
 def pass_at_k(scored: ScoredRollouts) -> Array:
-    """A_i = r_i - second largest reward for the best of a group, 0 for all others (arXiv
-    2503.19595, section 3).
+    """A_i = r_i - second largest reward for the best of a group, else 0 (arXiv 2503.19595, section
+    3).
 
     The group's sum estimates the gradient of the best of n. Of equals the first is the best, with A
     = 0.
@@ -287,7 +286,9 @@ def check_finite(totals: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Advantages and returns of a critic's values: one fp32 array of the completion's length per rollout each."""
+    """Advantages and returns from a critic's values: an fp32 array over the completion per rollout
+    each.
+    """
 
     advantages: list[Floats]
     """Whitened over all tokens of the step."""
@@ -302,14 +303,13 @@ def gae(
     gamma: float,
     lam: float,
 ) -> Estimates:
-    """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16) over the
-    tokens of each completion.
+    """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16).
 
         δ_t = r_t + γ V(s_{t+1}) - V(s_t)
         Â_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l},    R_t = Â_t + V(s_t)
 
     `values[i][t]` is V(s_t), of the state in which token t was chosen; V is 0 behind the last
-    token, also of a truncated completion. The reward `rewards[i]` comes with the last token. Each
+    token, even of a truncated completion. The reward `rewards[i]` comes with the last token. Each
     token pays its entry of `token_penalties` (KL in the reward, coefficient included). Advantages
     are then whitened over all tokens of the step. Raises `BurnishError` for a reward that is not
     finite.
@@ -336,8 +336,7 @@ def gae(
 
 
 def value_stats(values: Sequence[Floats], returns: Sequence[Floats]) -> Stats:
-    """Return `values/mean`, `returns/mean` and `explained_var` over all completion tokens of the
-    step.
+    """Return `values/mean`, `returns/mean` and `explained_var` over a step's completion tokens.
 
     `explained_var` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, NaN for
     equal returns.

@@ -29,9 +29,7 @@ class Aggregation:
     """The same count over the global batch."""
 
     def __call__(self, token_losses: Tensor) -> Tensor:
-        """Return this micro-batch's part of the loss, a scalar. Masked values, NaN included, have
-        no effect.
-        """
+        """Return this micro-batch's part of the loss. Masked values, even NaN, have no effect."""
         trained = self.coefficients != 0
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
 

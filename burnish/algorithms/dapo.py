@@ -32,10 +32,10 @@ def select_groups(
     """Choose the groups to keep, and whether to generate more.
 
     `groups` has the rewards of every group of the step so far, `wanted` is the number of prompts of
-    a step, and `refills` counts the rounds of further generation. Without dynamic sampling, keep
-    the first `wanted` groups; with it, the first `wanted` that have variance. If there are fewer
-    and rounds are left, ask for the missing number of prompts; else run the step with the groups
-    there are, perhaps none.
+    a step, and `refills` counts rounds of further generation. Keep the first `wanted` groups; with
+    dynamic sampling, the first `wanted` that have variance. If there are fewer and rounds are left,
+    ask for the missing number of prompts; else run the step with the groups there are, perhaps
+    none.
     """
     if not config.enabled:
         return Selection(tuple(range(len(groups)))[:wanted], 0)
@@ -45,11 +45,11 @@ def select_groups(
 
 
 def overlong_penalty(length: int, max_response_length: int, config: OverlongConfig) -> float:
-    """Return DAPO's soft overlong punishment of a completion of `length` tokens, to be *added* to
-    its reward (equation 13).
+    """Return DAPO's soft overlong punishment, to be *added* to a completion's reward (equation 13).
 
     With L = `max_response_length` and B = `config.buffer`, it is 0 up to L - B, then ((L - B) -
-    length) / B, and -1 beyond L, times `config.penalty`. Without a buffer it is 0.
+    length) / B, and -1 beyond L, times `config.penalty`. Without a buffer it is 0. `length` is in
+    tokens.
     """
     if config.buffer == 0:
         return 0.0

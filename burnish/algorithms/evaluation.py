@@ -10,11 +10,10 @@ from burnish.tracking.stats import Mean, Stats
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate without bias, from n samples, the chance that one of k is correct (arXiv 2107.03374,
-    equation 1).
+    """Estimate from n samples, without bias, the chance that one of k is correct.
 
-    1 - C(n - correct, k) / C(n, k), exact for any size. Raises `ValueError` unless 0 <= correct <=
-    n and 1 <= k <= n.
+    1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1), exact for any size. Raises
+    `ValueError` unless 0 <= correct <= n and 1 <= k <= n.
     """
     if not (0 <= correct <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= correct <= n and 1 <= k <= n: {n=}, {correct=}, {k=}")
@@ -22,8 +21,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Return the score of the commonest answer (self-consistency, arXiv 2203.11171); 0 without any
-    answer.
+    """Return the score of the commonest answer (self-consistency, arXiv 2203.11171), or 0 without.
 
     None is no vote. An answer's score is the mean over its completions. Tied answers give the mean
     of their scores.

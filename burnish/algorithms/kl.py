@@ -24,9 +24,7 @@ from burnish.records import Floats
 
 
 def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return each token's divergence as a loss term, [T] fp32, with the gradient above; 0 where
-    `mask` is False.
-    """
+    """Return each token's KL loss term, [T] fp32, with the gradient above; 0 where `mask` is False."""
     difference = torch.where(mask, logprobs.float() - ref_logprobs.float(), 0.0)
     value = _estimate(estimator, difference)
     if estimator != "k1":
@@ -48,11 +46,10 @@ def kl_penalty(
 
 
 def adapted(coef: float, kl: float, rollouts: int, config: KLConfig) -> float:
-    """Return the coefficient after a step of `rollouts` rollouts with mean `kl` per token (arXiv
-    1909.08593, section 2.2).
+    """Return the coefficient after a step of `rollouts` rollouts with mean `kl` per token.
 
-    β ← β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`); β itself without a
-    target.
+    β ← β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`) (arXiv 1909.08593, section
+    2.2); β itself without a target.
     """
     if config.target is None:
         return coef

@@ -32,8 +32,8 @@ def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
-    """Return the loss of `config`: the surrogate, plus `kl.coef` · KL where it belongs in the loss,
-    minus `entropy_coef` · H.
+    """Return `config`'s loss: the surrogate, plus `kl.coef` · KL if in the loss, minus
+    `entropy_coef` · H.
 
     All three are aggregated alike. The entropy bonus needs `TokenOutputs.entropy` with a gradient.
     Statistics, each a mean:
@@ -107,9 +107,9 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
         ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
 
     Without `clip` it is ½ (V_t - R_t)². It is aggregated like the policy's loss. Statistics, each a
-    mean that merges: `vf_loss`, the loss; `vf_clipfrac`, the share of clipped tokens.
+    mean: `vf_loss`, the loss; `vf_clipfrac`, the share of clipped tokens.
 
-    The loss raises `BurnishError` for a micro-batch without returns, or without old values to clip.
+    The loss raises `BurnishError` without returns, or without old values to clip.
     """
 
     def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:

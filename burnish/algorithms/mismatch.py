@@ -1,5 +1,4 @@
-"""Measure and correct the mismatch between the policy that drew a step's tokens and the trained
-one.
+"""Measure and correct the mismatch between the policy that drew the tokens and the trained one.
 
 Generator and engine hold the same weights but use other kernels and often another precision. Only
 the generator truncates (top-k, top-p, min-p). So tokens come from a policy μ that is not quite

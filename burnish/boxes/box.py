@@ -87,8 +87,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Return the flat elements `start` to `stop` (exclusive) as boxes, in order.
 
-    Each box is one contiguous run; there are at most 2 per dim. Raises `ValueError` outside the
-    tensor.
+    Each box is one contiguous run; at most 2 per dim. Raises `ValueError` outside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} outside a tensor of shape {shape}")
@@ -119,8 +118,7 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 def flat_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
     """Yield a box's maximal contiguous runs in C order: (flat start, count), ascending.
 
-    Joined, they are the box's elements in C order. Raises `ValueError` for a box outside the
-    tensor.
+    Joined, they are the box's elements. Raises `ValueError` for a box outside the tensor.
     """
     if not box.fits(shape):
         raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")

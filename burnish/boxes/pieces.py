@@ -49,9 +49,7 @@ def _digest(tensors: Sequence[Described]) -> str:
 
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
-    """Return every rank's table, by rank. Collective. Sends names only where ranks have different
-    ones.
-    """
+    """Return every rank's table, by rank. Collective. Sends names only if they differ by rank."""
     digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:

@@ -107,9 +107,7 @@ class Cover:
 
     @classmethod
     def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
-        """Find the holders of all wanted elements. Raises `MissingError`, naming tensor and box,
-        without one.
-        """
+        """Find the holders of all wanted elements, or raise `MissingError` naming tensor and box."""
         cells, holders, cell_held = _cells(held, tensors)
         want, cell, boxes = cells.meeting(wanted.boxes)
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
@@ -153,7 +151,7 @@ class Cover:
 
 
 def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
-    """Cut all held boxes into disjoint cells; return the cells, their holders, and each holder's cell."""
+    """Cut held boxes into disjoint cells; return the cells, their holders, and each holder's cell."""
     cells, held, cell = _distinct(held)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)

@@ -1,8 +1,8 @@
 """Shards: pieces of tensors that know their canonical name and their place in the whole tensor.
 
 Names, shapes and dim order are those of the Hugging Face checkpoint. Optimizer state puts a slot
-before the name (`exp_avg/model.layers.0...`). Saving, loading, resharding and publishing need
-nothing from an engine but its shards.
+before the name (`exp_avg/model.layers.0...`). To save, load, reshard or publish, an engine only
+describes its shards.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class Shard:
     """The elements: a *view* of live memory with shape `box.sizes`. Reading it reads the engine's own memory; writing it writes it."""
 
     def part(self, box: Box) -> Tensor:
-        """Return a box inside this one, in global coordinates: a view, unless a subclass computes
-        it.
-        """
+        """Return an inner box, in global coordinates: a view, unless a subclass computes it."""
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
 
 
@@ -80,8 +78,7 @@ class ShardSource(Protocol):
     """A source that fills shards: a model directory, a checkpoint, fresh values."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Write each shard's tensor in place, converting to its dtype. Every rank passes its own
-        shards.
+        """Write each of this rank's shards in place, converting to its dtype.
 
         Raises `MissingError` for an unknown name, and `IncompatibleError` naming the tensor for
         another global shape.

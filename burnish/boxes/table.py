@@ -144,7 +144,7 @@ class BoxIndex:
         return rows, self._order[ranges(first, counts)]
 
     def _spans(self, boxes: BoxTable) -> tuple[Ints, Ints]:
-        """Return each box's first and end index along its tensor's indexed dim; any dim for unknown tensors."""
+        """Return each box's first and end index along the indexed dim; any dim for unknown tensors."""
         known = np.minimum(boxes.tensor, max(len(self._dims) - 1, 0))
         dim = self._dims[known] if len(self._dims) else np.zeros_like(known)
         rows = np.arange(len(boxes))

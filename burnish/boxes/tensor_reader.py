@@ -1,7 +1,7 @@
 """Read tensors: the contents of safetensors files, and any part by `read(key, box, into)`.
 
-Loading a model directory, resuming, export, comparison, import and verification use it. A subclass
-says where bytes come from. `DirectoryReader` reads a Hugging Face directory as it is;
+Loading, resuming, export, comparison, import and verification use it. A subclass says where bytes
+come from. `DirectoryReader` reads a Hugging Face directory as it is;
 `burnish.checkpoint.load.StepReader` checks every block of a step against its hash. Threads may
 share a reader.
 """
@@ -45,9 +45,7 @@ Put = Callable[[Tensor, Tensor], object]
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the format's name of a dtype. Raises `IncompatibleError` naming the tensor without
-    one.
-    """
+    """Return the format's name of a dtype, or raise `IncompatibleError` naming the tensor."""
     if dtype not in _NAMES:
         raise IncompatibleError(
             f"tensor {tensor} has a dtype that safetensors files cannot hold",
@@ -91,11 +89,10 @@ class Location:
 
 
 def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
-    """Return the tensors of files, given as (prefix of keys, name, header), by key, in the order of
-    their bytes.
+    """Return the tensors of files, by key, in the order of their bytes.
 
-    Raises `CorruptError` for a tensor that is there twice, `IncompatibleError` for a dtype that
-    torch lacks.
+    A header comes with its prefix of keys and file name. Raises `CorruptError` for a tensor that is
+    there twice, `IncompatibleError` for a dtype that torch lacks.
     """
     found: dict[str, Location] = {}
     for prefix, file, header in headers:
@@ -150,9 +147,7 @@ class TensorReader(Closing, ABC):
     def read_range(
         self, key: str, start: int, stop: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return elements `start` to `stop` in C order, one-dimensional, in `dtype` or the tensor's
-        own.
-        """
+        """Return elements `start` to `stop` in C order, flat, in `dtype` or the tensor's own."""
         info = self.tensors[key]
         result = torch.empty(stop - start, dtype=dtype or info.dtype)
         for box in flat_range(info.shape, start, stop):
@@ -161,7 +156,7 @@ class TensorReader(Closing, ABC):
         return result
 
     def fill(self, sources: Sequence[tuple[str, Put]], box: Box, into: Tensor) -> None:
-        """Do the same from several stored tensors of one shape, each with how its elements are put."""
+        """Read from several stored tensors of one shape, each with how its elements are put."""
         shape = self.locations[sources[0][0]].entry.shape
         if not box.fits(shape):
             raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")

@@ -1,9 +1,9 @@
 """Assign sequences to ranks and micro-batches: fewest rounds first, then equal cost.
 
-Each micro-batch is a round of collectives, which takes as long as its costliest rank. This is
-multiway number partitioning under a limit of size. Two quick methods each divide the items;
-exchanges between a costly bin and cheaper ones improve the better division. Differencing alone
-knows no limit and divides a long tail badly. Integer arithmetic makes every rank compute the same.
+Each micro-batch is a round of collectives, as slow as its costliest rank. This is multiway number
+partitioning under a size limit. Two quick methods each divide the items; exchanges between costly
+and cheaper bins improve the better division. Differencing alone knows no limit and divides a long
+tail badly. Integer arithmetic makes every rank compute the same.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ def share_out(
 
     `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are evened out.
     Sequences with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first
-    and last, so a pipeline fills and empties quickly. A micro-batch is empty only if there are
-    fewer groups than micro-batches.
+    and last, so a pipeline fills and empties quickly. A micro-batch is empty only if groups are too
+    few.
 
-    Raises `UsageError` for a cost that is not positive, and for a sequence or group over the
-    budget.
+    Raises `UsageError` for a cost that is not positive, or a sequence or group over the budget.
     """
     group = np.arange(len(lengths))
     if groups is not None:
@@ -178,7 +177,7 @@ class Items:
     """Hold things to divide in lists, which Python reads quickly. Index -1 stands for no item."""
 
     def __init__(self, costs: Integers, sizes: Integers, limit: int) -> None:
-        """`costs` [N], each at least 1, are evened out; the `sizes` [N] in one bin add up to `limit` at most."""
+        """Even out `costs` [N], each at least 1. A bin's `sizes` [N] add up to at most `limit`."""
         self.costs: list[int] = costs.tolist()
         self.sizes: list[int] = [*sizes.tolist(), 0]
         self.limit = limit
@@ -251,8 +250,7 @@ def _by_layers(items: Items, count: int) -> Bins:
 
 
 def _by_differences(items: Items, count: int) -> Bins:
-    """Balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003 for more than two
-    bins).
+    """Divide by balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003).
 
     Items enter in layers of `count`, so bins get equally many (or one more). Merge the two
     divisions with the largest differences, heavy bins with light ones, until one is left. Ignores
@@ -280,8 +278,6 @@ _NOTHING: _Entry = (0, -1)
 
 
 class _Division:
-    """Items in bins, improved by moving one item or exchanging two."""
-
     def __init__(self, bins: Bins, items: Items, keep_counts: bool) -> None:
         self.bins, self._items = bins, items
         self._keep_counts = keep_counts
@@ -300,8 +296,8 @@ class _Division:
     def level(self) -> None:
         """Improve the costliest bin repeatedly, a bounded number of times.
 
-        Pass over a bin that cannot be improved. With equal counts bins run at the same time, so
-        stop there.
+        Skip a bin that cannot be improved. With equal counts bins run at the same time, so stop
+        there.
         """
         if self.costliest() <= self._enough:
             return
@@ -325,7 +321,7 @@ class _Division:
         """Find the best exchange for bin `high`: the other bin's rank, the item to give, the item
         to take.
 
-        The best leaves the costlier of the two bins cheapest, but no cheaper than the mean.
+        It leaves the costlier of the two bins cheapest, but no cheaper than the mean.
         """
         best, found, seen = load, None, 0
         sizes, held = self._items.sizes, self._held[high]

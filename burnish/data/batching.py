@@ -42,13 +42,12 @@ def make_batch(
     flops: ModelFlops,
     temperature: float = 1.0,
 ) -> Batch:
-    """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's
-    share.
+    """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's.
 
-    Every rank gets the same number of micro-batches: as few as the budget allows, of about equal
-    cost by `flops`. Neighbours with the same prompt stay together if the ranks stay balanced,
-    because an engine may compute their prompt once. Two untrained tokens replace a missing example.
-    Tensors are on the CPU.
+    Every rank gets equally many micro-batches: as few as the budget allows, of about equal cost by
+    `flops`. Neighbours with the same prompt stay together if the ranks stay balanced, because an
+    engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
+    are on the CPU.
 
     Raises `UsageError` for no examples, for one over the budget, for arrays of other lengths than
     their tokens, and for advantages or log-probs on some examples only.
@@ -178,7 +177,7 @@ def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Ten
 
 
 def _filler(like: Example, optional: Sequence[str]) -> Example:
-    """Make an example that is not trained on, with the same optional arrays as `like`."""
+    """Make an untrained example with the same optional arrays as `like`."""
     arrays: dict[str, Any] = {
         name: np.zeros((_FILLER_TOKENS, *getattr(like, name).shape[1:]), dtype=_OPTIONAL[name])
         for name in optional

@@ -113,8 +113,7 @@ class ChatEncoder:
         return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
-        """Encode prompt, text and an end of sequence. Train on all but the prompt and the first
-        token.
+        """Encode prompt, text and end of sequence. Train on all but the prompt and the first token.
 
         The prompt keeps the ids it has alone, as a generator sees it. Where the tokenizer would
         merge across the boundary, it tokenizes the text by itself.
@@ -141,9 +140,9 @@ class ChatEncoder:
     def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
         """Return ids and mask of each conversation.
 
-        Raises `UsageError` naming the row for messages that the template refuses. Without `{%
-        generation %}`, also for a template that rewrites earlier text when turns are added,
-        thoughts of past turns aside.
+        Raises `UsageError` naming the row for messages that the template refuses. Without
+        generation marks, also for a template that rewrites earlier text, past thoughts aside, when
+        turns are added.
         """
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
@@ -151,7 +150,7 @@ class ChatEncoder:
         return encoded
 
     def _by_marks(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Take masks from `{% generation %}`, and add an end of turn that the template left outside."""
+        """Take masks from `{% generation %}`; add an end of turn that the template left outside."""
         encoded = []
         for row in rows:
             out = self._render(row.messages, row.name, row.tools, return_assistant_tokens_mask=True)
@@ -194,7 +193,7 @@ class ChatEncoder:
     ) -> int:
         """Find the first token of a turn; `before` is its prompt.
 
-        A prompt may open thoughts that the template drops from past turns. Such a turn begins with
+        If the prompt opens thoughts that the template drops from past turns, the turn begins with
         its content, if the text up to there agrees.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
@@ -218,8 +217,8 @@ class ChatEncoder:
     ) -> int:
         """Find the end of the turn that begins at `start`, its end-of-turn token included.
 
-        If a template rewrites a turn once others follow (Qwen3 drops past thoughts), the first
-        end-of-turn id after the start closes it.
+        If a template rewrites past turns (Qwen3 drops thoughts), the first end-of-turn id closes
+        it.
         """
         stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
         if not whole[0].startswith(after[0]) and len(stops):
@@ -287,7 +286,6 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 
 def _first_difference(one: str, other: str) -> int:
-    """Return the index of the first differing character, or the shorter length."""
     length = min(len(one), len(other))
     return next((i for i in range(length) if one[i] != other[i]), length)
 

@@ -42,7 +42,7 @@ def is_data(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExampleFormat:
-    """How an example is read: messages, prompt and completion, or plain text."""
+    """Ways to read an example: messages, prompt and completion, or plain text."""
 
     kind: Literal["chat", "pair", "text"]
     columns: Mapping[str, str]
@@ -93,7 +93,7 @@ def prompt_column(data: DataConfig, rows: Rows) -> str:
 
 
 def holds_chats(data: DataConfig, column: str) -> bool:
-    """Return whether a column holds whole chats, whose last assistant turn is not part of the prompt."""
+    """Return whether a column holds whole chats, whose last assistant turn is no prompt."""
     return column == (data.messages_column or _MESSAGES)
 
 

@@ -1,9 +1,9 @@
 """Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
 
-The Arrow files lie in the cache of `datasets` (`HF_HOME`, `HF_DATASETS_CACHE`); processes and runs
-share them. Nothing is asked of a hub. `datasets` changes some columns of JSON files: text that
-looks like a date becomes a date, and "007" becomes 7 where other rows hold numbers. Such columns
-are read again as JSON texts, and parsed per row.
+Processes and runs share the Arrow files in the cache of `datasets` (`HF_HOME`,
+`HF_DATASETS_CACHE`). Nothing is asked of a hub. `datasets` changes some columns of JSON files: text
+that looks like a date becomes a date, and "007" becomes 7 where other rows hold numbers. Such
+columns are read again as JSON texts, and parsed per row.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class Rows:
         return list(self.table.column_names)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a column; dots go into nested ones by the schema or the first
-        row.
-        """
+        """Return whether there is a column; dots go into nested ones by schema or first row."""
         if name in self.columns:
             return True
         head, _, rest = name.partition(".")
@@ -112,9 +110,8 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
     A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same
     columns. `setting` names the configuration key in messages.
 
-    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for data without
-    rows, for mixed or unknown kinds of file, and for a broken JSON line, named by file and line
-    number.
+    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, for
+    mixed or unknown kinds of file, and for a broken JSON line, naming file and line.
     """
     files = [file for path in paths for file in _matches(path, setting)]
     if not files:
@@ -176,7 +173,7 @@ def _matches(path: str, setting: str) -> list[Path]:
 
 
 def _neighbours(path: Path) -> str:
-    """List the entries next to a missing path, to reveal a typing error."""
+    """List the entries next to a missing path, for a hint."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"no directory {folder}"

@@ -1,7 +1,7 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-All rows are tokenized once, to learn their lengths and find bad rows before expensive work. Only
-the lengths are kept; items are tokenized again on demand.
+All rows are tokenized once, to find their lengths and bad rows before expensive work. Only lengths
+are kept; items are tokenized again on demand.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         """The item of a row of the table."""
 
     def _scan(self, limit: int | None, setting: str) -> None:
-        """Measure all rows. Keep those that are neither empty nor over the limit."""
+        """Measure all rows; keep those neither empty nor over the limit."""
         total = len(self.rows)
         lengths = np.zeros(total, dtype=np.int64)
         digest = xxhash.xxh3_128()
@@ -230,7 +230,6 @@ class PromptDataset(_Items[Prompt]):
     def _encode(
         self, indices: range, rows: list[Row]
     ) -> list[tuple[str, list[Message] | None, TokenIds]]:
-        """Text, messages and ids of each row."""
         pairs = [self._prompt(index, row) for index, row in zip(indices, rows, strict=True)]
         plain = iter(
             self._encoder.ids([t for t, messages in pairs if messages is None], special=True)
@@ -272,7 +271,7 @@ class ExampleDataset(_Items[Example]):
     end-of-sequence token.
 
     `data.overlong` says whether an example over `max_length` tokens is dropped and counted in
-    `dropped_overlong`, or raises `UsageError`. One without trained tokens is dropped and counted in
+    `dropped_overlong`, or raises `UsageError`. One without trained tokens is counted in
     `dropped_untrained`. Raises `MissingError` for missing columns.
     """
 

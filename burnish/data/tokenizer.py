@@ -25,9 +25,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory and repair its pad and end-of-sequence tokens.
 
-    The Jinja file `chat_template_file` replaces the chat template. The token with which the
-    template ends turns becomes the end of sequence, unless the template itself writes `eos_token`.
-    A missing pad token becomes the end of sequence, or the unknown token.
+    The Jinja file `chat_template_file` replaces the chat template. The token that ends the
+    template's turns becomes the end of sequence, unless the template itself writes `eos_token`. A
+    missing pad token becomes the end of sequence, or the unknown token.
 
     Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template
     that cannot be rendered, for code that needs `trust_remote_code`, and without any of these
@@ -46,7 +46,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
     """Return all ids that end a completion, ascending.
 
     They come from the tokenizer, its chat template, and `eos_token_id` of each of `configs` (a
-    model's config or generation config, or None).
+    model's config, generation config, or None).
     """
     found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:

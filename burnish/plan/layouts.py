@@ -186,9 +186,7 @@ class Planner:
             require_divisible(judge.shape, _without_experts(engine))
 
     def _divides(self, engine: EngineConfig) -> bool:
-        """Return whether settings can divide every model and a micro-batch holds the longest
-        sequence.
-        """
+        """Return whether settings divide every model and a micro-batch holds the longest sequence."""
         config, shapes = self._config, [judge.shape for judge in self._judges]
         known = all(shape.family.cuts_heads for shape in (self.model.shape, *shapes))
         if engine.kind == "torch" and engine.tensor_parallel > 1 and not known:
@@ -270,7 +268,7 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
 
 
 def gigabytes(size: float) -> str:
-    """Format bytes as GB, with three digits or all before the point."""
+    """Format bytes as GB with at least three digits."""
     return f"{size / 1e9:.3g}" if size < 999.5e9 else f"{size / 1e9:,.0f}"
 
 

@@ -149,7 +149,6 @@ class Needs:
 
     @cached_property
     def _layers(self) -> dict[LayerShape, float]:
-        """Elements of each kind of layer and its adapter, gathered."""
         own = self._held(self._model.layers)
         adapter = self._held(self._model.trained) if self._model.lora else dict.fromkeys(own, 0)
         return {kind: (own[kind] + adapter[kind]) * self._shards for kind in own}
@@ -250,7 +249,6 @@ class Needs:
 
     @property
     def _staging(self) -> float:
-        """What a save in the background copies."""
         if not self._config.checkpoint.background:
             return 0.0
         critic = self._critic._staging if self._critic else 0.0
@@ -441,7 +439,6 @@ class Needs:
 
     @cached_property
     def _widest(self) -> float:
-        """Elements of the largest weight that this process steps."""
         weights = [w for each in self._model.trained.values() for w in each]
         weights += [] if self._model.lora else self._model.root
         return max(w.held(self._shards, self._tensor) for w in weights)
@@ -537,7 +534,6 @@ class MegatronNeeds(Needs):
 
     @property
     def _gathered(self) -> float:
-        """The buffer in which tensor ranks gather their tokens."""
         scattered = self._engine.megatron_sequence_parallel and self._tensor > 1
         return self._tokens * self._hidden * scattered
 

@@ -234,8 +234,6 @@ def token_bytes(
 
 
 class _Block(NamedTuple):
-    """Bytes of a token in attention or in the MLP."""
-
     kept: float
     products: float
     """Kept with selective checkpointing."""
@@ -274,12 +272,12 @@ def _of_torch(
     norm_work = 0.0 if fused else 3 * exact * part
 
     def inputs(source: float, *names: str) -> float:
-        """Input of some linear layers, and the narrow outputs of their adapters."""
+        """Inputs of some linear layers, and their adapters' narrow outputs."""
         kept = source if any(map(trains, names)) else 0.0
         return kept + rank * sum(map(model.adapts, names))
 
     def outputs(*linears: tuple[str, float]) -> float:
-        """Products of some linear layers; an adapter's are products too."""
+        """Products of some linear layers, adapters' included."""
         return sum(size + (size + rank) * model.adapts(name) for name, size in linears)
 
     attention = _Block(

@@ -175,7 +175,6 @@ class Clock:
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:
-        """Operations of completions, and of each prompt once."""
         mine = -(-self.work.sequences // self.devices.count)
         prompt = self.model.flops.forward([self.work.prompt])
         return mine * (self._sequence - prompt) + -(-mine // self.work.samples) * prompt

@@ -47,16 +47,16 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """Return 1 if `pattern` matches the whole completion, or with `full` False any part. Flags:
-    `(?s)`.
+    """Return 1 if `pattern`, flags inside (`(?s)`), matches the completion, or a part unless
+    `full`.
     """
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
 
 def math_verify(solution_str: str, ground_truth: Any) -> float:
-    """Return 1 if math-verify (the extra `math`) finds the completion's final expression equal to
-    the ground truth.
+    """Return 1 if math-verify (the extra `math`) finds the final expression equal to the ground
+    truth.
 
     Both are LaTeX or plain notation. An expression that takes over 5 seconds to read is wrong.
     Raises `ValueError` for an unreadable ground truth.
@@ -75,8 +75,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def extract_answer(completion: str) -> str | None:
-    r"""Return a completion's answer for a majority vote: equal texts are equal answers; None is no
-    answer.
+    r"""Return a completion's answer for a majority vote, equal for equal answers, or None.
 
     It is the content of the last `\boxed{...}`, else the text behind the last `####`, else the last
     number, else the text. Numbers are normalized: 4, 4.0 and 8/2 are one answer.

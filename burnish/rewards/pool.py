@@ -61,8 +61,8 @@ class RewardPool:
     """Score rollouts with configured functions. A context manager; `close` ends its processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Load every function. Raises `UsageError` for an unusable one, before anything is
-        generated.
+        """Load every function before anything is generated. Raises `UsageError` for an unusable
+        one.
         """
         if not config.given:
             raise UsageError(
@@ -118,9 +118,7 @@ class RewardPool:
         return LOCAL.get(self._config.functions[function].function)
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
-        """Return every call, each about one rollout; a TRL function's about all or as many as
-        configured.
-        """
+        """Return every call, each about one rollout; for a TRL function about many."""
         calls = []
         for index, signature in enumerate(self._signatures):
             config = self._config.functions[index]
@@ -175,11 +173,11 @@ class Workers:
         """Return the answers to the calls, in their order. One thread waits for each worker.
 
         A call that misses its deadline, or whose worker dies, is answered with an error. A function
-        is not called again after `BORNE_TIMEOUTS` more missed deadlines than there are workers, in
-        a row. So it costs at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker
-        makes an async function's calls, `concurrency` at one time. A call that blocks the event
-        loop is killed with those beside it, and another worker makes the rest. An exception of
-        `check` kills all workers and is raised here.
+        is given up after `BORNE_TIMEOUTS` more missed deadlines in a row than there are workers. So
+        it costs at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an
+        async function's calls, `concurrency` at a time. A call that blocks the event loop is killed
+        with those beside it; another worker makes the rest. An exception of `check` kills all
+        workers and is raised here.
         """
         todo = _Todo(calls, self.signatures, self._config)
         count = min(self._config.workers, len(todo.waiting))
@@ -323,8 +321,6 @@ class _Todo:
 
 
 class _Worker:
-    """One process, seen from the one that started it."""
-
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self.connection: Connection[Any, Any]

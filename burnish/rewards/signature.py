@@ -1,13 +1,11 @@
-"""Read reward functions' signatures: how to call them, with which arguments, and how to read
-results.
+"""Read the signatures and results of reward functions, and make their arguments.
 
 Parameter names tell two signatures apart:
 
 - TRL's: `(prompts, completions, completion_ids, **columns) -> list[float | None]`, all rollouts in one call
 - verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, one at a time
 
-A function, sync or async, gets the arguments that it names, by keyword, and all of them with
-`**kwargs`.
+A function, sync or async, gets the arguments that it names, by keyword, or all with `**kwargs`.
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ def arguments(
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return lists with one entry per rollout: prompts, completions and every column of the data.
 
-    If the prompt was messages, prompt and completion are lists of messages, else texts. A missing
+    For a prompt of messages, prompt and completion are lists of messages, else texts. A missing
     column is None. As in TRL, columns named prompt or completion are left out.
     """
     names = {name for rollout in rollouts for name in rollout.prompt.columns}
@@ -206,9 +204,7 @@ def call(
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
-    """Do the same for an `async def` function in a shared event loop. Cancelling itself counts as
-    failing.
-    """
+    """Call an `async def` function in a shared event loop. Cancelling itself counts as failing."""
     try:
         return _answers(await function(**arguments), style, count)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
@@ -220,7 +216,7 @@ async def _finish(result: Awaitable[Any]) -> Any:
 
 
 def _answers(result: Any, style: Style, count: int) -> list[Answer]:
-    """Read TRL's number or None per rollout (list, array, tensor), or verl's number or mapping with
+    """Read TRL's list, array or tensor of numbers or None, or verl's number or mapping with
     "score".
 
     Keeps the mapping's other finite numbers and booleans, and nothing else.

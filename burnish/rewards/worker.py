@@ -1,9 +1,8 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT`.
 
 It imports the functions' modules and nothing heavy, reports their signatures over the inherited
-connection FD, and makes calls until the connection closes. It gets the calls of an async function
-in bundles, others alone. It cancels late async calls. For any other late call the parent kills this
-process.
+connection FD, and makes calls until that closes. It gets an async function's calls in bundles,
+others alone. It cancels late async calls; for any other late call the parent kills this process.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ Asked = tuple[int, Mapping[str, Any], int]
 def main(descriptor: int, parent: int) -> None:
     """Serve calls over the connection `descriptor` until it closes or the process `parent` is gone.
 
-    Answers a call with its number and a list of answers, or None for an async call that missed its
-    deadline.
+    Answers with a call's number and answers, or None for an async call that missed its deadline.
     """
     # A program that a reward function starts must not hold the connection open.
     os.set_inheritable(descriptor, False)

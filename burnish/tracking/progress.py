@@ -39,9 +39,7 @@ class Bar:
 
 
 class Progress:
-    """Show phases on `stream` (default: standard error) if `enabled`: on the main rank. Phases may
-    nest.
-    """
+    """Show phases on `stream` (default: standard error) if `enabled` (main rank). Phases may nest."""
 
     def __init__(
         self,

@@ -292,8 +292,6 @@ def _finite(series: Series, name: str) -> list[float]:
 
 
 def _notices(series: Series) -> list[str]:
-    """Say what went wrong without stopping the run."""
-
     def total(*names: str) -> int:
         return round(sum(x for name in names for _, x in series.get(name, ()) if x > 0))
 
@@ -325,8 +323,7 @@ def short(value: float) -> str:
 
 
 def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] | None:
-    """Return up to `count` rollouts of each kind from a directory of rollouts; None without
-    rollouts.
+    """Return up to `count` rollouts of each kind from a directory of rollouts, if any.
 
     `best` and `worst` are of the newest `step`, one per prompt. `changed` has the prompts whose
     mean reward changed most between their earliest and latest answers: an early and a late rollout,

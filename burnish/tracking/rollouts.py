@@ -1,8 +1,7 @@
-"""Write rollouts to files: each prompt, completion and reward of `step-XXXXXXXX.jsonl`,
-`validation-XXXXXXXX.jsonl`.
+"""Write a step's prompts, completions and rewards to `step-XXXXXXXX.jsonl`.
 
-The same rollouts give the same bytes, in any order and on any rank. Left out: token ids and
-log-probs.
+A validation's go to `validation-XXXXXXXX.jsonl`. The same rollouts give the same bytes, in any
+order and on any rank. Left out: token ids and log-probs.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ class Spans:
         reset_peak: Callable[[], None] = lambda: None,
         peak: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`settle` waits for the work that a span began; `peak` returns the most bytes in use since the last `reset_peak`."""
+        """Take hooks for the device.
+
+        `settle` waits for a span's work; `peak` returns the most bytes in use since `reset_peak`.
+        """
         self._clock, self._settle, self._reset_peak, self._peak = clock, settle, reset_peak, peak
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, int] = {}

@@ -29,14 +29,12 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included.
 
-        Called once per step, in ascending order, never after `close`. Only read `values`. Taken
-        numbers must survive a kill right after the call. Raises `OSError` if writing fails.
+        Called once per step, in ascending order, never after `close`. Must only read `values`, and
+        survive a kill right after the call. Raises `OSError` if writing fails.
         """
 
     def sync(self) -> None:
-        """Make taken numbers survive a power loss, if others depend on the record. Raises
-        `OSError`.
-        """
+        """Make taken numbers survive a power loss, if others depend on them. Raises `OSError`."""
 
     def close(self) -> None:
         """Write out held numbers and free resources. A second call does nothing."""
@@ -54,8 +52,7 @@ class Observers:
         total_steps: int,
         is_logged: bool,
     ) -> None:
-        """Open them for a run that goes on after `step`, 0 at its beginning; remove later steps'
-        data.
+        """Open them for a run that goes on after `step` (0: new); remove later steps' data.
 
         `is_logged` says whether the line of `step` is already written.
         """
@@ -192,8 +189,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the steps of a `metrics.jsonl`, each with `step`, in the file's order; [] without a
-    file.
+    """Return the steps of a `metrics.jsonl`, each with `step`, in order; [] without a file.
 
     Leaves out a last line without newline: it is still being written. Raises `CorruptError` for any
     other broken line.
@@ -217,9 +213,7 @@ def _kept(path: Path, resume_step: int | None) -> bytes:
 
 
 def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return whole lines and their objects. Raises `CorruptError` for a line without a step's
-    metrics.
-    """
+    """Return whole lines and their objects. Raises `CorruptError` for a line without metrics."""
     rows = []
     for line in filter(bytes.strip, path.read_bytes().split(b"\n")[:-1]):
         try:

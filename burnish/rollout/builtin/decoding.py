@@ -1,9 +1,9 @@
 """Run one call of the built-in generator: schedule completions in slots until all have ended.
 
 Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once.
-Running completions fill the first n slots. On an accelerator tokens are copied to the host while
-the device computes the next step, so Python learns of an end one step late. Nothing depends on
-time: the same call gives the same schedule. Left out: evicting a completion for lack of memory.
+Running completions fill the first n slots. An accelerator copies tokens to the host during its next
+step, so Python learns of an end one step late. Nothing depends on time: the same call gives the
+same schedule. Left out: evicting a completion for lack of memory.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class Network:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """Prompts that were read together."""
-
     cache: PromptCache
     """Their keys and values."""
     last: Tensor
@@ -158,7 +156,7 @@ class Decoding:
         self._state[:, rows_to] = self._state[:, rows_from]
 
     def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
-        """Give each completion a slot, its prompt's keys and values, and its first token."""
+        """Give completions a slot, their prompts' keys and values, and a first token."""
         by_chunk: dict[_Chunk, list[int]] = {}
         for number, sequence in enumerate(sequences):
             by_chunk.setdefault(self._chunk_of(sequence.prompt), []).append(number)
@@ -192,7 +190,6 @@ class Decoding:
         return prompt.chunk
 
     def _read_ahead(self) -> None:
-        """Read as many prompts as fit into a chunk."""
         prompts: list[_Prompt] = []
         room = _PREFILL_TOKENS
         while self._unread and (not prompts or len(self._unread[0].request.token_ids) <= room):
@@ -247,7 +244,7 @@ class Decoding:
     def _receive(
         self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None = None
     ) -> None:
-        """Start copying the drawn tokens to the host; append those that have arrived."""
+        """Start copying drawn tokens to the host; append those that have arrived."""
         self._readbacks.append(Readback(sequences, drawn, experts))
         while len(self._readbacks) > self._behind:
             readback = self._readbacks.popleft()
@@ -300,8 +297,7 @@ class Readback:
             self._copied.record()
 
     def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
-        """Return tokens, log-probs as drawn and under the model, and the experts of the tokens
-        before.
+        """Return tokens, log-probs as drawn and under the model, and the previous tokens' experts.
 
         Raises `BurnishError` if a log-prob is not finite.
         """

@@ -37,7 +37,7 @@ def forward_of(model: PreTrainedModel) -> FusedForward | ModuleForward:
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
-    """Return whether every layer is attention replaced by `fuse` and a gated MLP."""
+    """Return whether every layer has attention replaced by `fuse` and a gated MLP."""
     layers: Any = getattr(model.base_model, "layers", ())
     return len(layers) > 0 and all(
         isinstance(getattr(layer, "self_attn", None), FusedAttention)
@@ -60,8 +60,9 @@ class ModuleForward:
         packing: Attends,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T]; `routing` takes
-        the experts.
+        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T].
+
+        `routing` records the experts.
         """
         if routing is not None:
             self._routers.listen()
@@ -161,9 +162,7 @@ class FusedLinear:
     """Compute linear layers that read the same rows, with their adapters, as one product."""
 
     def __init__(self, *layers: Any) -> None:
-        """Turn the weights, biases and A of the layers, perhaps PEFT's, into views of concatenated
-        ones.
-        """
+        """Turn the weights, biases and A of the layers, perhaps PEFT's, into views of joined ones."""
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         bias = None if plain[0].bias is None else _concatenated(plain, "bias")
         self._linear = PackedLinear(_concatenated(plain, "weight"), bias)
@@ -209,9 +208,9 @@ def _ranges(sizes: Sequence[int]) -> list[slice]:
 class PackedLinear:
     """Compute `x W.T + b` from a weight kept in the order that the CPU's bf16 units read.
 
-    Otherwise each product of a small batch takes twice as long. Results are the same to the last
-    bit; the weight is in memory twice. Accelerators and fp32 read the weight as it is. Call
-    `refresh` after the weight changes.
+    Otherwise each product of a small batch takes twice as long. Results are bitwise equal; the
+    weight is in memory twice. Accelerators and fp32 read the weight as it is. Call `refresh` after
+    the weight changes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -1,7 +1,6 @@
-"""The built-in generator: sample from a copy of the model inside the training process, on any
-device.
+"""The built-in generator: sample from a copy of the model inside the training process.
 
-Every process holds the whole model in the compute dtype, filled from the engine's shards of any
+Every process, on any device, holds the whole model in the compute dtype, filled from shards of any
 layout, and generates its own requests. With an unmerged adapter, the model's own weights arrive
 once and later calls bring only A and B. The KV cache lives only during a call of `generate`. Left
 out: quantized weights, tensor parallelism.
@@ -122,7 +121,7 @@ class InferenceModel:
     ) -> None:
         """Build the model; `lora` is an unmerged adapter or None.
 
-        Raises `IncompatibleError` if Burnish cannot build the model, or if it lacks the layers of
+        Raises `IncompatibleError` if Burnish cannot build the model, or it lacks the layers of
         `lora`.
         """
         limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))

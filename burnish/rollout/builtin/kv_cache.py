@@ -53,9 +53,7 @@ class PromptCache:
         return self._layout.attend(layer, parts, scaling, window)
 
     def rows(self, prompts: Sequence[int]) -> Tensor:
-        """Return the packed positions [n, longest] of prompts; shorter ones repeat their last
-        token.
-        """
+        """Return packed positions [n, longest] of prompts; shorter ones repeat their last token."""
         lengths = torch.tensor([self.lengths[prompt] for prompt in prompts])
         starts = torch.tensor([0, *self.lengths]).cumsum(0)[torch.tensor(prompts)]
         columns = torch.arange(int(lengths.max()))
@@ -71,9 +69,7 @@ class _Store:
         self.layers: dict[int, list[Tensor]] = {}
 
     def reserve(self, prompts: PromptCache | None, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens, in layers like those of `prompts`; grow
-        ahead.
-        """
+        """Make room for `rows` rows of `length` tokens, in layers like `prompts`'; grow ahead."""
         for layer, parts in prompts.layers.items() if prompts else ():
             if layer not in self.layers:
                 self.layers[layer] = [
@@ -175,11 +171,11 @@ class DecodeStep:
 def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
 ) -> Tensor:
-    """Attend with one token per row: [n, heads, head_dim] to [n, kv_heads, heads per key head,
-    head_dim].
+    """Attend with one token per row.
 
-    CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key
-    heads as query heads, so heads that share keys become the queries of one call.
+    From [n, heads, head_dim] to [n, kv_heads, heads per key head, head_dim]. CPUs are fastest with
+    one query per head. Other devices' kernels with a bias need as many key heads as query heads, so
+    heads that share keys become the queries of one call.
     """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     if query.device.type != "cpu":

@@ -41,11 +41,11 @@ class Drawn:
 
 
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
-    """Draw a token per row from `logits` [n, V] fp32 (overwritten) with `uniforms` [n] float64 in
-    [0, 1).
+    """Draw a token per row from `logits` [n, V] fp32 (overwritten).
 
-    Results are on the logits' device; `uniforms` may be on the CPU. Temperature 0 takes the most
-    probable token, of equals the lowest id. A row with a NaN gives NaN log-probs and some valid id.
+    `uniforms` [n] float64 lie in [0, 1) and may be on the CPU. Results are on the logits' device.
+    Temperature 0 takes the most probable token, of equals the lowest id. A row with a NaN gives NaN
+    log-probs and some valid id.
     """
     if sampling.temperature == 0:
         return _greedy(logits)
@@ -81,9 +81,7 @@ def _greedy(logits: Tensor) -> Drawn:
 
 
 def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
-    """Return the lightest mass [n, 1] to keep: tokens of at least that mass hold `top_p` of the
-    total.
-    """
+    """Return the lightest mass [n, 1] to keep: it and all heavier ones hold `top_p` of the total."""
     if masses.device.type == "cpu":  # numpy sorts 20 times as fast as torch
         rising = torch.from_numpy(np.sort(masses.numpy(), axis=-1))
     else:
@@ -94,8 +92,7 @@ def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
 
 
 def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token [n] whose running sum exceeds uniform · total, and the log of that
-    total [n] fp32.
+    """Return the first token [n] whose running sum exceeds uniform · total, and log total [n] fp32.
 
     Searches block sums first, then one block. Never returns a token of mass 0.
     """
@@ -130,10 +127,9 @@ def stream_key(seed: int, step: int, prompt_key: int, sample: int) -> int:
 
 
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return number `counts[i]` of key `keys[i]`, both [n] int64, as float64 [n] in [0, 1) with 53
-    random bits.
+    """Return number `counts[i]` of key `keys[i]`, both [n] int64, as float64 [n] in [0, 1).
 
-    The result is on the keys' device, or on the CPU if that device has no fp64.
+    Each has 53 random bits. The result is on the keys' device, or on the CPU if that lacks fp64.
     """
     if not has_fp64(keys.device):
         cpu = torch.device("cpu")
