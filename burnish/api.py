@@ -47,9 +47,7 @@ class Result:
 
     @property
     def model(self) -> Path | None:
-        """The newest committed model, a directory that transformers loads; None if only on a
-        mirror.
-        """
+        """The newest committed model, a directory for transformers; None if only on a mirror."""
         step = newest(RunDirectory(self.directory).checkpoints)
         return None if step is None else Path(step.path) / "model"
 
@@ -153,7 +151,6 @@ def _with_reward(settings: Mapping[str, Any], reward: Rewards) -> Mapping[str, A
 
 
 def _name_of(function: Reward) -> str:
-    """Return the name by which other processes find the function."""
     module: str | None = function.__module__
     name = getattr(function, "__qualname__", "")
     if module == "__main__":

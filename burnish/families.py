@@ -313,7 +313,7 @@ def window_of(family: Family, fields: Mapping[str, Any], index: int) -> int | No
 
 
 def _positive(fields: Mapping[str, Any], *names: str) -> int:
-    """Return a required whole number above 0, under one of its names."""
+    """Return a required number above 0, under one of its names."""
     for name in names:
         if isinstance(value := fields.get(name), int) and value > 0:
             return value

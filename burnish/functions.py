@@ -51,9 +51,7 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
-    """Return a digest of the file that `name` leads to; for built-ins and compiled modules the
-    name.
-    """
+    """Return a digest of the file behind `name`; for a built-in or compiled module, the name."""
     file = None if name in builtins else _source(name, setting)
     return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
 

@@ -1,8 +1,8 @@
 """Turn rewards into advantages: how much better each rollout did than expected.
 
 An advantage function takes the `ScoredRollouts` of a step. It returns one number per rollout, or
-per rollout one array with a number per token. It runs on the host in fp64 over all rollouts of a
-step. `gae` needs a critic's values instead.
+one array per rollout with a number per token. It runs on the host in fp64. `gae` needs a critic's
+values instead.
 
 Notation: r_i is the reward of rollout i, KL penalties subtracted. mean and std are over the
 rollouts of one prompt unless said otherwise. std has Bessel's correction, as in TRL and verl.
@@ -183,7 +183,10 @@ def opo(scored: ScoredRollouts) -> Array:
 
 
 def gpg(scored: ScoredRollouts) -> Array:
-    """A_i = α (r_i - mean), α = rollouts / rollouts of groups with unequal rewards (GPG, arXiv 2504.02546, equation 8)."""
+    """A_i = α (r_i - mean) (GPG, arXiv 2504.02546, equation 8).
+
+    α = rollouts / rollouts of groups with unequal rewards.
+    """
     centred: Array = dr_grpo(scored)
     informative = scored.within_groups(
         lambda group: np.full(len(group), float(group.any())), centred
@@ -193,8 +196,7 @@ def gpg(scored: ScoredRollouts) -> Array:
 
 
 def pass_at_k(scored: ScoredRollouts) -> Array:
-    """A_i = r_i - second largest reward for the best of a group, else 0 (arXiv 2503.19595, section
-    3).
+    """A_i = r_i - second largest reward for the best of a group, else 0 (arXiv 2503.19595, sec. 3).
 
     The group's sum estimates the gradient of the best of n. Of equals the first is the best, with A
     = 0.
@@ -213,8 +215,8 @@ def pass_at_k(scored: ScoredRollouts) -> Array:
 def gdpo(scored: ScoredRollouts) -> Array:
     """Normalise each part of the reward by itself (GDPO, arXiv 2601.05242, equations 4 to 6).
 
-    A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), k over the parts of the reward, then standardised over the step. KL and the
-    penalty for length are one further part with weight 1.
+    A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), k over the parts of the reward, then standardised
+    over the step. KL and length penalties are one more part with weight 1.
     """
     weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
@@ -256,7 +258,7 @@ def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> list[Array]:
 
 
 def _centred(values: Array) -> Array:
-    """Subtract the mean; exactly 0 where all are equal, which rounding of the mean would miss."""
+    """Subtract the mean; exactly 0 where all are equal, despite rounding."""
     if values.size == 0 or values.min() == values.max():
         return np.zeros_like(values)
     centred: Array = values - values.mean()
@@ -286,9 +288,7 @@ def check_finite(totals: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Advantages and returns from a critic's values: an fp32 array over the completion per rollout
-    each.
-    """
+    """Advantages and returns of a critic's values: per rollout an fp32 array of its completion."""
 
     advantages: list[Floats]
     """Whitened over all tokens of the step."""

@@ -1,7 +1,7 @@
 """Add token losses up to one number.
 
-Every way is a weighted sum with coefficients known before the loss, which the policy term, the KL
-term and the entropy bonus share. Counts are those of the *global* batch, so the sum over
+Every way is a weighted sum whose coefficients are known before the loss. The policy term, the KL
+term and the entropy bonus share them. Counts are those of the *global* batch, so the total over
 micro-batches and ranks does not depend on the cut.
 """
 

@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling and overlong shaping (arXiv 2503.14476).
 
-DAPO's other two parts are settings: `clip_high` above `clip_low`, and the aggregation token_mean.
+Its other parts are settings: `clip_high` above `clip_low`, and the aggregation token_mean.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def select_groups(
 ) -> Selection:
     """Choose the groups to keep, and whether to generate more.
 
-    `groups` has the rewards of every group of the step so far, `wanted` is the number of prompts of
-    a step, and `refills` counts rounds of further generation. Keep the first `wanted` groups; with
-    dynamic sampling, the first `wanted` that have variance. If there are fewer and rounds are left,
-    ask for the missing number of prompts; else run the step with the groups there are, perhaps
-    none.
+    `groups` has the rewards of the step's groups so far, `wanted` is its number of prompts, and
+    `refills` counts rounds of further generation. Keep the first `wanted` groups; with dynamic
+    sampling, the first `wanted` that have variance. If there are fewer and rounds are left, ask for
+    the missing prompts; else run the step with the groups there are, perhaps none.
     """
     if not config.enabled:
         return Selection(tuple(range(len(groups)))[:wanted], 0)

@@ -21,10 +21,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Return the score of the commonest answer (self-consistency, arXiv 2203.11171), or 0 without.
+    """Return the score of the commonest answer (self-consistency, arXiv 2203.11171), 0 if none.
 
-    None is no vote. An answer's score is the mean over its completions. Tied answers give the mean
-    of their scores.
+    None is no vote. An answer's score is its completions' mean. Tied answers give the mean of their
+    scores.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

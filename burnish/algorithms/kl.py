@@ -24,7 +24,7 @@ from burnish.records import Floats
 
 
 def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return each token's KL loss term, [T] fp32, with the gradient above; 0 where `mask` is False."""
+    """Return each token's KL loss term, [T] fp32, with the module's gradient; 0 where not `mask`."""
     difference = torch.where(mask, logprobs.float() - ref_logprobs.float(), 0.0)
     value = _estimate(estimator, difference)
     if estimator != "k1":

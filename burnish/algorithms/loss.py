@@ -32,8 +32,7 @@ def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
-    """Return `config`'s loss: the surrogate, plus `kl.coef` · KL if in the loss, minus
-    `entropy_coef` · H.
+    """Return the loss of `config`: surrogate, plus `kl.coef` · KL if used, less `entropy_coef` · H.
 
     All three are aggregated alike. The entropy bonus needs `TokenOutputs.entropy` with a gradient.
     Statistics, each a mean:
@@ -42,11 +41,10 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     - `entropy`: nats per token
     - `ppo_kl`: mean of log π_old/π per token
     - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
-    - `mismatch_...`: of the generator (`burnish.algorithms.mismatch`), where its log-probs are there
+    - `mismatch_...`: see `burnish.algorithms.mismatch`; if the generator's log-probs are there
 
     The mismatch correction multiplies each token's policy loss, and no other term. The loss raises
-    `BurnishError` for a micro-batch that lacks advantages, or needed reference or sampled
-    log-probs.
+    `BurnishError` for a micro-batch without advantages or needed reference or sampled log-probs.
     """
     kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     surrogate = load_policy_loss(config)
@@ -101,8 +99,7 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
 
 
 def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length: int) -> Loss:
-    """Return PPO's value loss, clipped as in OpenAI's baselines (ppo2; arXiv 2005.12729, section
-    3).
+    """Return PPO's value loss, clipped as in OpenAI's ppo2 (arXiv 2005.12729, section 3).
 
         ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
 

@@ -2,9 +2,8 @@
 
 A policy loss takes the log-probs [T] of the trained policy π, the micro-batch and `algorithm`'s
 settings. It returns `TokenLosses`, or just the losses [T], which `burnish.algorithms.aggregation`
-adds up. `MicroBatch.old_logprobs` are those of π_old. None means an exactly on-policy update: π_old
-is π without gradient. Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or
-gradient.
+adds up. `MicroBatch.old_logprobs` are those of π_old. None means on-policy: π_old is π without
+gradient. Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or gradient.
 
 Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient, σ is the logistic
 function.
@@ -140,8 +139,8 @@ def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
-    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t). Every token keeps a gradient, since the weight is
-    clipped. The paper leaves the lower side open (`clip_low` ≥ 1).
+    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t). Only the weight is
+    clipped, so every token keeps a gradient. The paper leaves the lower side open (`clip_low` ≥ 1).
     """
     ratios = log_ratio(logprobs, micro)
     ratio = _bounded(ratios.detach()).exp()

@@ -14,16 +14,16 @@ from burnish.config.schema import OptimConfig
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, of `total_steps`.
 
-    With W = `warmup_steps` and m = `min_lr_ratio`, lr · f where f = step / W during warm-up, and after it,
-    with p = (step - W) / (`total_steps` - W), at most 1:
+    With W = `warmup_steps` and m = `min_lr_ratio`, lr · f where f = step / W during warm-up, and
+    after it, with p = (step - W) / (`total_steps` - W), at most 1:
 
     - constant: 1
     - linear: m + (1 - m) (1 - p)
     - cosine: m + (1 - m) (1 + cos πp) / 2
     - wsd (arXiv 2404.06395, section 4): 1, then over the last `decay_steps` steps linearly down to m
 
-    As in transformers, the first step of a warm-up is made at 0, and the step after the last would reach the end of the decay. A
-    wsd decay begins after the warm-up at the earliest.
+    As in transformers, a warm-up's first step is at 0, and the step after the last would end the
+    decay. A wsd decay never begins before the warm-up ends.
     """
     warmup = config.warmup_steps
     if step < warmup:

@@ -23,9 +23,10 @@ def selects_tokens(config: AlgorithmConfig) -> bool:
 def select_tokens(
     logprobs: _Array, entropies: _Array, advantages: _Array, config: AlgorithmConfig, seed: int
 ) -> _Chosen:
-    """Choose among the N trained tokens of a mini-batch. All arrays are [N], in an order that no layout changes.
+    """Choose among the N trained tokens of a mini-batch; all arrays are [N], in a fixed order.
 
-    With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and k = `cov_ratio` · N, at least 1:
+    With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and k =
+    `cov_ratio` · N, at least 1:
 
     - clip_cov: k tokens drawn at random among those with `cov_low` < c_t < `cov_high` (equation 11)
     - kl_cov: the k tokens of largest c_t (equation 13)

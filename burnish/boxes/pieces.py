@@ -151,7 +151,6 @@ class TensorIndex:
 
 
 def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int) -> Pieces:
-    """Renumber a rank's pieces with the index's numbers of tensors and dtypes."""
     index = np.flatnonzero(table.boxes.elements)
     boxes = table.boxes.take(index)
     more = ((0, 0), (0, dims - boxes.dims))

@@ -40,7 +40,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves(Columns):
-    """Hold a plan's moves as a table, with the fields of `Move` by row."""
+    """Hold a plan's moves as a table, one `Move` a row."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -77,9 +77,9 @@ class Moves(Columns):
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     """Cover every wanted element once, from one holder; `have` and `want` are tables by rank.
 
-    A rank that holds a wanted element reads its own; else the holders take turns. Moves are in the
-    order of the wanted pieces. Raises `MissingError` naming tensor and box where nobody holds it,
-    and `IncompatibleError` where two pieces disagree on a tensor's shape.
+    A rank reads elements that it holds itself; else holders take turns. Moves are in the order of
+    the wanted pieces. Raises `MissingError` naming tensor and box where nobody holds it, and
+    `IncompatibleError` where two pieces disagree on a tensor's shape.
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
@@ -88,7 +88,7 @@ def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cover:
-    """Wanted pieces, cut into parts that each lie in one cell. A cell's holders hold all of it."""
+    """Wanted pieces, cut into parts that each lie in one cell; all holders have the whole cell."""
 
     tensors: TensorIndex
     """What the numbers of tensors and dtypes mean."""
@@ -145,13 +145,12 @@ class Cover:
         )
 
     def _of_cell(self) -> tuple[Ints, Ints]:
-        """Return each part's first row in `held`, and the number of its holders."""
         first = np.searchsorted(self.cell_held, self.cell, side="left")
         return first, np.searchsorted(self.cell_held, self.cell, side="right") - first
 
 
 def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
-    """Cut held boxes into disjoint cells; return the cells, their holders, and each holder's cell."""
+    """Cut held boxes into disjoint cells; return cells, holders, and each holder's cell."""
     cells, held, cell = _distinct(held)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)
@@ -163,7 +162,7 @@ def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
 
 
 def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
-    """Return the distinct boxes, their holders sorted by box and rank, and each holder's box."""
+    """Return the distinct boxes, their holders by box and rank, and each holder's box."""
     boxes = held.boxes
     columns = [boxes.tensor, *boxes.offsets.T, *boxes.sizes.T]
     varying = [column for column in columns if len(column) and (column != column[0]).any()]
@@ -177,7 +176,7 @@ def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
 
 
 def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
-    """Cut the pieces of `tangled` tensors so that any two are equal or disjoint."""
+    """Cut the pieces of `tangled` tensors until any two are equal or disjoint."""
     mixed = np.isin(held.boxes.tensor, tangled)
     rows, boxes = [], []
     for tensor in tangled.tolist():
@@ -194,7 +193,7 @@ def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
 
 
 def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:
-    """Add a box to parts and their holders; cut the parts that it overlaps."""
+    """Add a box to parts and their holders, cutting the parts it overlaps."""
     found: list[tuple[Box, list[int]]] = []
     left = [box]
     for part, holders in parts:

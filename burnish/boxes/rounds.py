@@ -98,7 +98,7 @@ def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
 
 
 class _Room:
-    """The bytes that each rank can still send, or receive, in a round."""
+    """Bytes that each rank can still send, or receive, in a round."""
 
     def __init__(self, rank: Ints, size: Ints, limit: int) -> None:
         self._rank = np.unique(rank, return_inverse=True)[1]
@@ -148,7 +148,7 @@ def _cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
 
 
 def _with_halves(moves: Moves, rows: Ints, dim: Ints, half: Ints) -> Moves:
-    """Cut the moves at `rows` in two along `dim`; append the second halves."""
+    """Halve the moves at `rows` along `dim`; append the second halves."""
     first = moves.take(np.arange(len(moves)))
     rest = moves.take(rows)
     first.boxes.sizes[rows, dim] = half

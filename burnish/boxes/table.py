@@ -144,7 +144,7 @@ class BoxIndex:
         return rows, self._order[ranges(first, counts)]
 
     def _spans(self, boxes: BoxTable) -> tuple[Ints, Ints]:
-        """Return each box's first and end index along the indexed dim; any dim for unknown tensors."""
+        """Return each box's first and end index along the indexed dim; any dim if unknown."""
         known = np.minimum(boxes.tensor, max(len(self._dims) - 1, 0))
         dim = self._dims[known] if len(self._dims) else np.zeros_like(known)
         rows = np.arange(len(boxes))
@@ -153,7 +153,7 @@ class BoxIndex:
 
 
 def _busiest_dims(boxes: BoxTable) -> Ints:
-    """Return each tensor's dim in which its boxes have the most different offsets."""
+    """Return each tensor's dim with the most different offsets."""
     tensors = int(boxes.tensor.max(initial=-1)) + 1
     most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
     for dim in range(boxes.dims):

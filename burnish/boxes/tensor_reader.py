@@ -1,9 +1,9 @@
 """Read tensors: the contents of safetensors files, and any part by `read(key, box, into)`.
 
 Loading, resuming, export, comparison, import and verification use it. A subclass says where bytes
-come from. `DirectoryReader` reads a Hugging Face directory as it is;
-`burnish.checkpoint.load.StepReader` checks every block of a step against its hash. Threads may
-share a reader.
+come from: `DirectoryReader` reads a Hugging Face directory as it is;
+`burnish.checkpoint.load.StepReader` checks every block against its hash. Threads may share a
+reader.
 """
 
 from __future__ import annotations
@@ -222,9 +222,8 @@ class TensorReader(Closing, ABC):
 class DirectoryReader(TensorReader):
     """Read the weights of a Hugging Face directory, by name behind `prefix`; check headers only.
 
-    Follows links, because Hugging Face's cache is made of them. Raises `MissingError` without
-    safetensors or one of its files, `CorruptError` for a broken file, `IncompatibleError` for an
-    unknown dtype.
+    Follows links, because Hugging Face's cache uses them. Raises `MissingError` without safetensors
+    or one of its files, `CorruptError` for a broken file, `IncompatibleError` for an unknown dtype.
     """
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
@@ -300,7 +299,6 @@ def _flat(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
 
 
 def _span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """Return the flat positions of a box's first element and one past its last."""
     if not box.elements:
         return 0, 0
     last = tuple(o + s - 1 for o, s in zip(box.offsets, box.sizes, strict=True))

@@ -71,7 +71,7 @@ class Exchange:
 
 
 def _parts(moves: Sequence[Move], buffer: Tensor) -> Iterable[tuple[Move, Tensor]]:
-    """Yield each move with its place in the buffer, in its dtype and shape."""
+    """Yield each move and its part of the buffer, in its dtype and shape."""
     start = 0
     for move in moves:
         flat = buffer[start : start + move.bytes].view(move.dtype)

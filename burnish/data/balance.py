@@ -100,7 +100,7 @@ def _whole(costs: Costs) -> Integers:
 
 
 def _summed(values: Integers, group: Integers) -> Integers:
-    """Sum over each group; exact, because the total is below 2^53."""
+    """Sum over each group; exact, because totals are below 2^53."""
     return np.bincount(group, weights=values).astype(np.int64)
 
 
@@ -116,7 +116,7 @@ def _check_limit(sizes: Integers, limit: int, group: Integers) -> None:
 
 
 def _packed(items: Items) -> Bins:
-    """Put each item into the fullest bin that has room (best fit decreasing).
+    """Put each item into the fullest bin with room (best fit decreasing).
 
     Uses at most 11/9 of the fewest possible bins, plus one (Johnson 1974).
     """
@@ -151,7 +151,7 @@ def _spread(bins: Bins, items: Items, count: int) -> Bins:
 
 
 def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
-    """Group bins of similar cost into rounds; the rank with least so far gets a round's costliest."""
+    """Group bins of similar cost into rounds; the rank with least so far gets the costliest."""
     loads = np.array([items.cost(held) for held in bins], dtype=np.int64)
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
@@ -211,8 +211,7 @@ def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | No
 
 
 def _by_falling_cost(items: Items, count: int) -> Bins | None:
-    """Give the costliest item to the idlest bin with room: longest processing time first (Graham
-    1969).
+    """Give the costliest item to the idlest bin with room (longest processing time; Graham 1969).
 
     Returns None if an item finds no room, or if full bins make the search long.
     """
@@ -318,8 +317,7 @@ class _Division:
             held[:] = [item for _, item in entries[len(self._spare) :]]
 
     def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
-        """Find the best exchange for bin `high`: the other bin's rank, the item to give, the item
-        to take.
+        """Find the best exchange for bin `high`: the other rank, the item to give, the item taken.
 
         It leaves the costlier of the two bins cheapest, but no cheaper than the mean.
         """

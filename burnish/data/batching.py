@@ -91,7 +91,7 @@ def _assign(
 def _groups(
     examples: Sequence[Example], prompts: Integers, lengths: Integers, limit: int
 ) -> Integers:
-    """Number runs of neighbours with one prompt, each run of at most `limit` tokens."""
+    """Number runs of neighbours with one prompt, each of at most `limit` tokens."""
     groups = np.zeros(len(examples), dtype=np.int64)
     first, total = 0, int(lengths[0])
     for index in range(1, len(examples)):
@@ -126,7 +126,7 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
 
 
 def _present(examples: Sequence[Example], name: str) -> bool:
-    """Return whether all examples have this array. Raises if only some have it."""
+    """Return whether all examples have this array, or raise if only some do."""
     have = [getattr(example, name) is not None for example in examples]
     if any(have) and not all(have):
         raise UsageError(
@@ -177,7 +177,6 @@ def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Ten
 
 
 def _filler(like: Example, optional: Sequence[str]) -> Example:
-    """Make an untrained example with the same optional arrays as `like`."""
     arrays: dict[str, Any] = {
         name: np.zeros((_FILLER_TOKENS, *getattr(like, name).shape[1:]), dtype=_OPTIONAL[name])
         for name in optional

@@ -2,9 +2,9 @@
 
 The chat template gives a conversation's mask: by `{% generation %}` where it has it, else by prefix
 differencing, which renders the messages up to a turn and compares ids. The assistant's tokens are
-trained on, with the end-of-turn token; the first token of a sequence never is. Parts that a
-template drops from past turns (a thinking model's thoughts) are not trained on there. In the last
-turn, a template must write what it prompts with.
+trained on, with the end-of-turn token; a sequence's first token never is. Nor are parts that a
+template drops from past turns (a thinking model's thoughts). In the last turn, a template must
+write what it prompts with.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        """Render the text that does not depend on one message's content."""
+        """Render the text before one message's content."""
         texts = []
         for content in _CONTENTS:
             messages = list(row.messages)

@@ -1,4 +1,4 @@
-"""Choose the next samples from a seed and one global cursor, alike on any number of ranks."""
+"""Choose the next samples from a seed and a global cursor, alike on any number of ranks."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def _read(kind: str, names: Sequence[str]) -> Any:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Silence the progress bars and log lines of `datasets`; its errors say the same."""
+    """Silence bars and log lines of `datasets`; its errors say the same."""
     level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if bars:
@@ -294,7 +294,7 @@ def _is_changed(feature: Any) -> bool:
 
 
 def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """Replace columns of a `datasets.Dataset` by each value's JSON text in the files."""
+    """Replace columns of a `datasets.Dataset` by their JSON texts in the files."""
     texts: dict[str, list[str]] = {name: [] for name in columns}
     for file in files:
         for row in _json_rows(file):
@@ -309,7 +309,7 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
 
 
 def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield rows of JSON Lines, or of a file that is one list of rows."""
+    """Yield rows of JSON Lines, or of a file with one list."""
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         if beginning.startswith(b"["):
@@ -322,7 +322,6 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _row_of(line: bytes, file: Path, number: int) -> dict[str, Any]:
-    """Parse a line. Raises `UsageError`, naming file and line, unless it is a JSON object."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict):

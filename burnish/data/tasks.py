@@ -61,7 +61,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        """Return each row's length in tokens (0: nothing to train on) and bytes that identify it."""
+        """Return each row's length in tokens (0: untrained) and bytes that identify it."""
 
     @abstractmethod
     def _make(self, index: int) -> Item:
@@ -147,7 +147,6 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         return [{"role": "system", "content": system}, *messages]
 
     def _require_no_chat_settings(self, name: str) -> None:
-        """Raise for a row of plain text if settings concern conversations."""
         data = self._data
         given = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)]
         if given:
@@ -178,13 +177,12 @@ class PromptDataset(_Items[Prompt]):
 
     Settings under `data` name the columns; else the usual names of verl, TRL and GSM8K are tried
     (`burnish.data.columns`). Messages go through the chat template, with the row's `tools`; a whole
-    chat loses its last assistant turn. `data.string_prompts` keeps a plain string as it is or makes
-    it a user's message.
+    chat loses its last assistant turn. `data.string_prompts` keeps a plain string or makes it a
+    user's message.
 
-    `data.overlong` says whether a prompt over `data.max_prompt_length`, or over the least of
-    `limits` (setting to tokens), is dropped and counted in `dropped_overlong`, or raises
-    `UsageError`. Raises `MissingError` for a missing column, and `UsageError` for a row that is not
-    a prompt.
+    `data.overlong` says whether a prompt over `data.max_prompt_length`, or the least of `limits`
+    (setting to tokens), is dropped and counted in `dropped_overlong`, or raises `UsageError`.
+    Raises `MissingError` for a missing column, and `UsageError` for a row that is not a prompt.
     """
 
     def __init__(

@@ -172,7 +172,6 @@ class Planner:
         )
 
     def _require_divisible(self) -> None:
-        """Raise `UsageError` if the present settings cannot divide a model."""
         engine, shape = self._config.engine, self.model.shape
         if engine.kind == "torch" and engine.tensor_parallel > 1 and not shape.family.cuts_heads:
             raise UsageError(

@@ -2,8 +2,8 @@
 
 A phase needs as much as its fullest moment; a moment is a sum of named parts. The formulas follow
 both engines, the generator and the checkpoints; `bench.planning` compares them with measured runs.
-On CPUs, parts that leave the device stay in memory, as part `host`. Left out: interpreter,
-libraries, drivers, and uneven loads of experts.
+On CPUs, parts that leave the device stay in memory, as `host`. Left out: interpreter, libraries,
+drivers, uneven loads of experts.
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ class Needs:
 
     @cached_property
     def _trained(self) -> float:
-        """What gets gradients."""
         if self._model.lora is None:
             return self._frozen
         return self._sum(self._held(self._model.trained))
@@ -200,7 +199,6 @@ class Needs:
 
     @property
     def _left_gathered(self) -> float:
-        """What a forward pass leaves gathered."""
         layers = 0.0 if self._regathers else self._sum(self._layers)
         return self._width * (self._root + layers)
 
@@ -279,7 +277,7 @@ class Needs:
                 yield parts | {"gathered": max(0.0, parts["gathered"] - judge._left_gathered)}
 
     def _scorings(self) -> Iterator[Parts]:
-        """Moments of a forward pass of which nothing is kept."""
+        """Moments of a forward pass that keeps nothing."""
         if self._critic and not self._work.scorings:
             yield from self._critic._scorings()
             return
@@ -305,7 +303,7 @@ class Needs:
         return parts | {"merging": float(FP32 * (model.adapter + 2 * min(_MERGED, widest)))}
 
     def _saving(self) -> Parts:
-        """Blocks of the step's files, as `burnish.checkpoint.save` fills and exchanges them."""
+        """Blocks of the step's files, as `burnish.checkpoint.save` exchanges them."""
         elements = self._model.adapter or self._model.elements
         elements += self._critic._model.elements if self._critic else 0
         world = self._world
@@ -331,7 +329,7 @@ class Needs:
 
     @property
     def _running(self) -> float:
-        """Elements of gathered layers while one runs; the next one comes meanwhile."""
+        """Elements of gathered layers while one runs and the next one comes."""
         return 2 * max(self._layers.values()) if self._regathers else self._sum(self._layers)
 
     @property
@@ -411,7 +409,7 @@ class Needs:
         yield self._moment(0, gradients=gradients) | self._stepping
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
-        """The end of the backward pass, when FSDP2 reduces the last gradients in fp32."""
+        """The end of backward, when FSDP2 reduces the last gradients in fp32."""
         shards, root = self._shards, 0.0 if self._model.lora else self._root
         # A process alone divides into a third copy.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
@@ -424,7 +422,7 @@ class Needs:
 
     @cached_property
     def _stepping(self) -> Parts:
-        """The optimizer step's needs beside weights, gradients and its lasting state."""
+        """The optimizer step's needs beside weights, gradients and lasting state."""
         optim, parts = self._config.optim, Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
@@ -574,7 +572,7 @@ class MegatronNeeds(Needs):
         yield self._at(0.0, 0.0) | self._stepping
 
     def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
-        """Bytes of all micro-batches in flight at the first backward pass (1F1B)."""
+        """Bytes of all micro-batches in flight at the first backward (1F1B)."""
         stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
         if virtual > 1:  # chunks take turns of as many micro-batches as there are stages

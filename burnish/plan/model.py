@@ -191,7 +191,6 @@ def _weight(parameter: tuple[str, tuple[int, ...]]) -> Weight:
 
 
 def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:
-    """Count the elements that one token is multiplied with."""
     matrices = [weight for weight in weights if weight.columns > 1]
     experts = sum(weight.elements for weight in matrices if weight.experts)
     others = sum(weight.elements for weight in matrices if not weight.experts)
@@ -277,7 +276,6 @@ def _of_torch(
         return kept + rank * sum(map(model.adapts, names))
 
     def outputs(*linears: tuple[str, float]) -> float:
-        """Products of some linear layers, adapters' included."""
         return sum(size + (size + rank) * model.adapts(name) for name, size in linears)
 
     attention = _Block(

@@ -1,7 +1,7 @@
 """Estimate a step's time: work divided by speed, under assumptions that `burnish plan` prints.
 
 It ranks layouts and tells minutes from hours. An update takes as long as its arithmetic or its
-communication, whichever is longer. A critic counts as the policy's model.
+communication, if longer. A critic counts as the policy's model.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Clock:
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
     def _mine(self, engine: EngineConfig) -> float:
-        """A device's sequences, as a share of those that several devices work on together."""
+        """A device's share of sequences that several devices work on together."""
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:
@@ -196,7 +196,7 @@ class Clock:
         return self.devices.flops * _EFFICIENCY
 
     def _by_torch(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
-        """Seconds of an epoch: FSDP gathers weights and reduces gradients for each micro-batch."""
+        """Seconds of an epoch: FSDP gathers weights and reduces gradients per micro-batch."""
         updates, counts = self.work.updates, self._counts(engine, critic)
         passes, elements = (
             self._passes(engine, critic=critic),
@@ -246,7 +246,6 @@ class Clock:
         )
 
     def _numbers(self, engine: EngineConfig) -> float:
-        """Bytes of one number of each token of a data-parallel rank."""
         ranks = engine.replicas * shards_of(engine, self.devices.count)
         return self.work.tokens / ranks * product_bytes(engine)
 

@@ -115,7 +115,7 @@ class Batch:
 
     @property
     def is_routed(self) -> bool:
-        """Tell whether its micro-batches name experts. Raises `BurnishError` where only some do."""
+        """Return whether its micro-batches name experts. Raises `BurnishError` if only some do."""
         said = [micro.experts is not None for micro in self.microbatches]
         if any(said) and not all(said):
             raise BurnishError(
@@ -132,7 +132,7 @@ class Batch:
         return [numbers == (-1,) for numbers in self.examples]
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
-        """Split per-token arrays of the micro-batches by index in the global example list."""
+        """Split per-token arrays of micro-batches by index in the global example list."""
         found: dict[int, Floats] = {}
         for micro, numbers, array in zip(self.microbatches, self.examples, arrays, strict=True):
             ends = micro.cu_seqlens.tolist()
@@ -150,7 +150,7 @@ class Batch:
         return self._with("ref_logprobs", outputs)
 
     def with_experts(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """Add the experts that `Engine.forward` recorded for this batch, for later forward passes."""
+        """Add the experts that this batch's `Engine.forward` recorded, for later passes."""
         pairs = zip(self.microbatches, outputs, strict=True)
         return self._of(replace(micro, experts=output.experts) for micro, output in pairs)
 

@@ -47,16 +47,16 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """Return 1 if `pattern`, flags inside (`(?s)`), matches the completion, or a part unless
-    `full`.
+    """Return 1 if `pattern` matches the whole completion, or unless `full` any part of it.
+
+    Flags go inside: `(?s)`.
     """
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
 
 def math_verify(solution_str: str, ground_truth: Any) -> float:
-    """Return 1 if math-verify (the extra `math`) finds the final expression equal to the ground
-    truth.
+    """Return 1 if math-verify (extra `math`) finds the final expression equal to the ground truth.
 
     Both are LaTeX or plain notation. An expression that takes over 5 seconds to read is wrong.
     Raises `ValueError` for an unreadable ground truth.
@@ -89,7 +89,6 @@ def extract_answer(completion: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Write LaTeX's minus signs, thousands' separators and fractions as in plain text."""
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace(r"\,", "")
     return _FRACTION.sub(r"\1/\2", plain)
 
@@ -103,7 +102,6 @@ def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
 
 
 def _final_part(text: str) -> tuple[str, bool]:
-    """Return a text's marked part and True, or the whole text and False."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed, True

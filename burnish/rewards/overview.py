@@ -18,7 +18,7 @@ log = logging.getLogger("burnish")
 class Complaints:
     """Warn once of each kind of failure of reward functions.
 
-    End the run if functions fail for every rollout, round after round.
+    End the run if all rollouts fail, round after round.
     """
 
     def __init__(self, most_rounds: int) -> None:

@@ -61,9 +61,7 @@ class RewardPool:
     """Score rollouts with configured functions. A context manager; `close` ends its processes."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Load every function before anything is generated. Raises `UsageError` for an unusable
-        one.
-        """
+        """Load every function. Raises `UsageError` for an unusable one."""
         if not config.given:
             raise UsageError(
                 "No reward function is configured.",
@@ -96,9 +94,9 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A failure counts as `on_error`. A TRL function's None takes no part in the reward; None from
-        all is a failure. Further numbers of a verl function are parts named FUNCTION/NAME, shown
-        but not added.
+        A failure counts as `on_error`. A TRL function's None takes no part; None from all is a
+        failure. Further numbers of a verl function are parts named FUNCTION/NAME, shown but not
+        added.
         """
         calls = self._calls(rollouts)
         away = [each for each in calls if self._local(each.function) is None]
@@ -300,7 +298,7 @@ class _Todo:
         return None
 
     def answer(self, number: int, answers: list[Answer]) -> None:
-        """Note the answers to a call, whose function thus does not hang."""
+        """Note a call's answers; its function thus does not hang."""
         self.answers[number] = answers
         del self._timeouts[self.calls[number].function]
 
@@ -359,11 +357,7 @@ class _Worker:
         self.signatures = message
 
     def receive(self, patience: float) -> Any:
-        """Return the next message.
-
-        Raises `TimeoutError` after `patience` seconds, and `EOFError` or `OSError` if the worker
-        has died.
-        """
+        """Return the next message. Raises `TimeoutError`, or `EOFError` or `OSError` if it died."""
         deadline = time.monotonic() + patience
         while not self.connection.poll(min(patience, _CHECK_SECONDS)):
             patience = deadline - time.monotonic()
@@ -384,7 +378,6 @@ class _Worker:
             return self._process.wait()
 
     def status(self) -> str:
-        """Return how it ended, in words."""
         returncode = self.end(_CLOSE_SECONDS)
         if returncode < 0:
             return f"signal {signal.Signals(-returncode).name}"

@@ -186,9 +186,8 @@ def call(
 ) -> list[Answer]:
     """Call `function` for `count` rollouts and return `count` answers.
 
-    An exception, or a result of wrong type or length, is the error of every answer; NaN and
-    infinities of theirs alone. `runner`, one event loop for all calls, completes an awaitable
-    result.
+    An exception, or a result of wrong type or length, is every answer's error; NaN and infinities
+    only their own. `runner`, one event loop for all calls, completes an awaitable result.
     """
     try:
         result = function(**arguments)
@@ -216,10 +215,9 @@ async def _finish(result: Awaitable[Any]) -> Any:
 
 
 def _answers(result: Any, style: Style, count: int) -> list[Answer]:
-    """Read TRL's list, array or tensor of numbers or None, or verl's number or mapping with
-    "score".
+    """Read TRL's list, array or tensor of numbers or None, or verl's number or "score" mapping.
 
-    Keeps the mapping's other finite numbers and booleans, and nothing else.
+    Keeps the mapping's other finite numbers and booleans.
     """
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:
@@ -250,7 +248,6 @@ def _number(value: Any) -> Answer:
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays, tensors and their scalars as Python's own."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -16,7 +16,7 @@ ends the generation."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. They give the same completions for any batching and number of ranks."""
+    """Sampling parameters; they give the same completions for any batching and number of ranks."""
 
     max_tokens: int
     """Longest completion, in tokens."""
@@ -54,7 +54,7 @@ class Generator(Protocol):
     def load_weights(self, weights: Publication, version: int) -> None:
         """Copy weights from the engine's shards; each rank passes its own. Collective.
 
-        Copies weights that training never changes once, so pass shards of one engine only.
+        Copies frozen weights once only, so pass shards of one engine only.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Show progress of a run's phases: setup, rollout, update.
 
 On a terminal, bars vanish when their phase ends. Elsewhere a long phase prints a plain line, so
-that a hang shows where. `advance` draws, at most ten times a second; there is no thread.
+that a hang shows. `advance` draws, at most ten times a second; there is no thread.
 """
 
 from __future__ import annotations

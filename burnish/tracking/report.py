@@ -1,7 +1,7 @@
 """Write `report.html`: a whole run on one page that needs only a browser.
 
-It needs only the run's directory, at any time, without torch. A script in the page draws the charts
-from JSON; the page fetches nothing.
+It needs only the run's directory, at any time, without torch. A script in the page, which fetches
+nothing, draws the charts from JSON.
 """
 
 from __future__ import annotations
@@ -150,7 +150,6 @@ def _validation_rank(name: str) -> tuple[int, int, str]:
 
 
 def _charts(series: Series, validation: list[str]) -> tuple[list[Chart], list[Chart], list[Chart]]:
-    """Return charts of learning, of speed, and of the metrics in neither."""
     groups = _validation_groups(series, validation)
     reward, *rest = _LEARNING
     seconds = {name: points for name, points in series.items() if name.startswith("timing_s/")}
@@ -179,7 +178,7 @@ def _validation_groups(series: Series, names: list[str]) -> list[tuple[str, tupl
 
 
 def _drawn(series: Series, specs: Iterable[tuple[str, tuple[str, ...]]]) -> list[Chart]:
-    """Return a chart per title and its metrics, if they have a finite value."""
+    """Return a chart per title and metrics that have a finite value."""
     charts = []
     for title, names in specs:
         there = [n for n in names if any(math.isfinite(v) for _, v in series.get(n, ()))]
@@ -210,7 +209,7 @@ def _line(label: str, points: Points) -> dict[str, Any]:
 
 
 def _timing_chart(seconds: Series) -> list[Chart]:
-    """Return a stacked chart of a step's outermost spans and the time outside them."""
+    """Stack a step's outermost spans and the time outside them."""
     spans = {n.removeprefix("timing_s/"): dict(p) for n, p in seconds.items() if n.count("/") == 1}
     steps = spans.pop("step", {})
     if not steps:
@@ -264,7 +263,6 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _tiles(series: Series, validation: list[str], total: Any) -> list[tuple[str, ...]]:
-    """Return the numbers at the top: label, value, first value, note."""
     tiles: list[tuple[str, ...]] = []
     for name in validation[:1]:
         points = series[name]
@@ -349,7 +347,7 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
 
 
 def _within_budget(paths: list[Path]) -> list[Path]:
-    """Return the newest, the oldest, the second newest, ... up to `READ_BYTES`."""
+    """Return the newest, oldest, second newest, ... up to `READ_BYTES`."""
     alternating = [path for pair in zip(reversed(paths), paths, strict=True) for path in pair]
     chosen: list[Path] = []
     spent = 0
@@ -395,7 +393,6 @@ def _row(written: Row) -> Row:
 
 
 def _shortened(text: str) -> str:
-    """Return a long text's beginning and end, and how much is left out."""
     if len(text) <= _TEXT_LIMIT:
         return text
     half = _TEXT_LIMIT // 2

@@ -104,7 +104,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Return the working directory's commit, with `-dirty` where files differ."""
+    """Return the working directory's commit, `-dirty` if files differ."""
     command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
         done = subprocess.run(

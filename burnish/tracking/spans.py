@@ -68,8 +68,7 @@ class Spans:
 
         Seconds are added to those of the same name: `timing_s/NAME` of every ended span, and
         `timing_s/step` of all the time. An open span counts, whole, when it ends. Memory, in 10⁹
-        bytes: `perf/max_memory_gb/NAME` of each outermost span, and `perf/max_memory_gb` since the
-        beginning.
+        bytes: `perf/max_memory_gb/NAME` of each outermost span, and `perf/max_memory_gb` overall.
         """
         now = self._clock()
         self._note_peak()

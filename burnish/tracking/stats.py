@@ -1,8 +1,7 @@
 """Merge numbers correctly over ranks and micro-batches.
 
 A mean is kept as (total, count), so a step's mean covers all its tokens or sequences for any cut.
-Values may be 0-d tensors until `Stats.values` asks for floats, so collecting never waits for the
-device.
+Values may be 0-d tensors until `Stats.values`, so collecting never waits for the device.
 """
 
 from __future__ import annotations

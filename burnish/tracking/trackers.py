@@ -2,8 +2,7 @@
 
 `metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings
 "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `float()` reads them. 10,000 steps of 40
-numbers are about 10 MB. Numbers are reduced over ranks before, and only the main rank has
-observers.
+numbers are about 10 MB. Only the main rank has observers; their numbers are reduced over ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Observers:
     def rollouts_scored(
         self, step: int, rollouts: Sequence[Any], advantages: Sequence[float] | None
     ) -> None:
-        """Write a step's rollouts if due, always for the first and last step.
+        """Write a step's rollouts if due, as those of the first and last step are.
 
         Without `advantages`, they are a validation's.
         """
@@ -109,8 +108,8 @@ class Observers:
 class JsonlTracker:
     """Append to `path`, flushed after every step.
 
-    Resuming from step N first cuts later lines, and a half-written one, atomically; so an
-    interrupted run's file becomes that of an uninterrupted one. N = None begins an empty file.
+    Resuming from step N first cuts later and half-written lines, atomically. So an interrupted
+    run's file becomes that of an uninterrupted one. N = None begins an empty file.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -206,7 +205,7 @@ def logged_values(path: Path, step: int) -> dict[str, float]:
 
 
 def _kept(path: Path, resume_step: int | None) -> bytes:
-    """Return the lines of steps up to `resume_step`, byte for byte."""
+    """Return the lines up to `resume_step`, byte for byte."""
     if resume_step is None or not path.exists():
         return b""
     return b"".join(line + b"\n" for line, row in _rows(path) if row["step"] <= resume_step)

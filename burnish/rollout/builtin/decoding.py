@@ -2,8 +2,8 @@
 
 Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once.
 Running completions fill the first n slots. An accelerator copies tokens to the host during its next
-step, so Python learns of an end one step late. Nothing depends on time: the same call gives the
-same schedule. Left out: evicting a completion for lack of memory.
+step, so Python learns of an end one step late. Time decides nothing: equal calls give equal
+schedules. Left out: evicting a completion for lack of memory.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Decoding:
         return [[sequence.finished(version) for sequence in group] for group in self._groups]
 
     def _refill(self) -> int:
-        """Fill free slots with waiting completions and close gaps; return the number running."""
+        """Fill free slots and close gaps; return the number running."""
         while self._waiting and (free := [i for i, held in enumerate(self._slots) if _free(held)]):
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
@@ -156,7 +156,6 @@ class Decoding:
         self._state[:, rows_to] = self._state[:, rows_from]
 
     def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
-        """Give completions a slot, their prompts' keys and values, and a first token."""
         by_chunk: dict[_Chunk, list[int]] = {}
         for number, sequence in enumerate(sequences):
             by_chunk.setdefault(self._chunk_of(sequence.prompt), []).append(number)
@@ -178,7 +177,7 @@ class Decoding:
         self._forget(sequences)
 
     def _forget(self, started: Sequence[_Sequence]) -> None:
-        """Release chunks whose prompts' completions have all started; they start in order."""
+        """Release chunks whose completions have all started; they start in order."""
         coming = self._waiting[0].prompt if self._waiting else None
         for sequence in started:
             if sequence.prompt is not coming:
@@ -222,7 +221,6 @@ class Decoding:
             prompt.chunk, prompt.index = read, index
 
     def _step(self, running: int) -> None:
-        """Decode one token in each of the first `running` slots."""
         sequences = [held for held in self._slots[:running] if held is not None]
         read = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
         span = read + self._behind

@@ -1,9 +1,9 @@
 """Compute the model's forward pass for generation: token ids in, last hidden states out.
 
-`FusedForward` runs the Llama-shaped families with one product for queries, keys and values, and one
-for gate and up: small batches spend their time between products. Other families run through their
-own modules. An adapter is never merged into W: y = W x + b + s B A x. Left out: CUDA graphs,
-compilation, and fused experts.
+`FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for
+gate and up: small batches spend their time between products. Other families run through their own
+modules. An adapter is never merged: y = W x + b + s B A x. Left out: CUDA graphs, compilation,
+fused experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def forward_of(model: PreTrainedModel) -> FusedForward | ModuleForward:
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
-    """Return whether every layer has attention replaced by `fuse` and a gated MLP."""
     layers: Any = getattr(model.base_model, "layers", ())
     return len(layers) > 0 and all(
         isinstance(getattr(layer, "self_attn", None), FusedAttention)
@@ -191,7 +190,7 @@ class FusedLinear:
 
 
 def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
-    """Return the layers' weights (or biases) as one, and make theirs views of it."""
+    """Join the layers' weights (or biases); theirs become views of the result."""
     tensors = [part.get_parameter(name).detach() for part in layers]
     whole = torch.cat(tensors)
     views = torch.split(whole, [len(tensor) for tensor in tensors])

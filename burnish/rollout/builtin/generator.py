@@ -58,9 +58,9 @@ class BuiltinGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
-        Raises `UsageError` before any work without loaded weights, for an empty prompt or one that
-        leaves no room for `max_tokens`, for a value of `sampling` out of range, and for stop
-        strings without `decode`.
+        Raises `UsageError` before any work without loaded weights, for an empty prompt, one that
+        leaves no room for `max_tokens`, a value of `sampling` out of range, or stop strings without
+        `decode`.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")

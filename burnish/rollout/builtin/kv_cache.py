@@ -1,8 +1,8 @@
 """The KV cache: keys and values of prompts and completions, one slot per running completion.
 
-`PromptCache` reads packed prompts and keeps their keys and values. Each decoding step then appends
-one token to every row. `SlotCache` copies the prompt into each row, which takes the fewest kernels.
-`SharedCache` stores each prompt once, for CPUs without matrix units:
+`PromptCache` reads packed prompts. Each decoding step then appends one token to every row.
+`SlotCache` copies the prompt into each row, which takes the fewest kernels. `SharedCache` stores
+each prompt once, for CPUs without matrix units:
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
@@ -64,12 +64,11 @@ class _Store:
     """Keys and values of rows, per layer `[rows, kv_heads, capacity, head_dim]`."""
 
     def __init__(self, longest: int, dtype: torch.dtype | None = None) -> None:
-        """Take the most tokens of a row, and a dtype other than the model's."""
         self._longest, self._dtype = longest, dtype
         self.layers: dict[int, list[Tensor]] = {}
 
     def reserve(self, prompts: PromptCache | None, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens, in layers like `prompts`'; grow ahead."""
+        """Make room for `rows` rows of `length` tokens, in layers like `prompts`'; grow early."""
         for layer, parts in prompts.layers.items() if prompts else ():
             if layer not in self.layers:
                 self.layers[layer] = [
@@ -88,7 +87,6 @@ class _Store:
                     held[part][:old_rows, :, :old] = mine
 
     def read(self, prompts: PromptCache, which: Sequence[int], rows: Tensor) -> None:
-        """Copy prompts `which` into `rows`, which are reserved."""
         source = prompts.rows(which).to(rows.device, non_blocking=True)
         for layer, held in self.layers.items():
             for mine, theirs in zip(held, prompts.layers[layer], strict=True):
@@ -239,7 +237,7 @@ class SharedCache:
         return SharedStep(self._prompts, self._own, self._groups, lengths, own, own_span)
 
     def _grouped(self, running: int) -> _Groups:
-        """Close gaps between stored prompts, and group the first rows by prompt."""
+        """Close gaps between stored prompts; group the first rows by prompt."""
         self._prompt_of[running:] = [None] * (len(self._prompt_of) - running)
         live = set(self._prompt_of[:running])
         late = [p for p in range(len(live), len(self._stored)) if self._stored[p] in live]

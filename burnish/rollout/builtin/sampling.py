@@ -6,9 +6,8 @@ the t-th output of splitmix64 seeded with that key (Steele, Lea and Flood, OOPSL
 nothing.
 
 Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go
-together. The draw inverts the distribution function over the kept tokens in the order of their ids.
-Masses are fp32, running sums fp64; a device without fp64 leaves the sums to the CPU. Left out:
-penalties and grammars.
+together. The draw inverts the distribution function over the kept tokens by id. Masses are fp32,
+running sums fp64, on the CPU if the device lacks fp64. Left out: penalties and grammars.
 """
 
 from __future__ import annotations

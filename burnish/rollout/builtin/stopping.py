@@ -65,8 +65,8 @@ class _StopStrings:
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.
 
-        True for tokens that are no text alone, and for strings that end with a space, because
-        tokenizers drop leading spaces.
+        True for tokens that are no text alone, and for strings that end with a space: tokenizers
+        drop leading spaces.
         """
         known = self._candidates.get(token)
         if known is None:
@@ -81,7 +81,6 @@ class _StopStrings:
         return known
 
     def _tail(self, tokens: Sequence[int]) -> str:
-        """Return the last tokens' text, long enough for any stop string."""
         count = self._needed
         text = self._decode(tokens[-count:])
         while len(text) < self._needed and count < len(tokens):
