@@ -87,7 +87,7 @@ class Memory:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Allocate pages now: a lack of memory is an error here, a signal later."""
+    """Take the pages now: a lack of memory is an error here, and a signal later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:
@@ -148,7 +148,7 @@ Answer = Saved | BurnishError
 
 
 def serve(pipe: int, parent: int, memory: int) -> None:
-    """Run the writer of the process `parent`. This process owns the descriptors."""
+    """Run the writer of the process `parent`, with this process's own descriptors."""
     accompany(parent)
     torch.set_num_threads(1)
     shared = Memory(memory)
@@ -309,7 +309,7 @@ class BackgroundSaver:
         )
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """End the writer after this long at most. Not collective."""
+        """Wait this long for a save in flight, then end the writer. Not collective."""
         if self._step is not None and self._answer is None:
             answer = self._writer.answer(patience_seconds)
             if not isinstance(answer, Saved):
@@ -318,7 +318,7 @@ class BackgroundSaver:
         self._memory.close()
 
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
-        """Clear away a failed save and restart hung writers; return whether the step was committed all the same."""
+        """Clear away a failed save and restart hung writers; return whether it was committed after all."""
         layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():
             self._restart_writer()

@@ -147,8 +147,8 @@ class CheckpointSource:
     """The tensors of one model of a committed step; a `ShardSource` for weights and optimizer slots.
 
     The default is the run's own model. A shard is named by its weight, or `slot/weight`. All ranks call `fill` together. Split
-    fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors, or four larger
-    blocks.
+    fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors, or four blocks
+    if larger.
     """
 
     def __init__(

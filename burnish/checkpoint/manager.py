@@ -109,7 +109,7 @@ class Destination(Protocol):
         """Return the steps set aside, now or earlier."""
 
     def meet(self, here: OnDisk, *, leads: bool) -> None:
-        """Before resuming on several disks, refuse steps that one disk alone has, and clear what none committed. Collective."""
+        """Before resuming on several disks, refuse steps that one disk alone has, and clear uncommitted ones. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """Return what the copy adds to environment.json. Raises if it is another run's; changes nothing."""
@@ -155,8 +155,9 @@ class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
     `reserve_bytes` of the disk stay free. Entering clears what a killed run left. Raises `BurnishError` if another run holds the
-    directory, or if ranks see different directories without a mirror. With a mirror, see `meets_on_mirror`. With
-    `background_timeout`, in seconds, every rank has a writer process for `begin_save`, and these wait so long for each other.
+    directory, or if ranks see different directories without a mirror. With a mirror, each of several disks gets a part of a
+    step, which is committed there. `background_timeout`, in seconds, gives every rank a writer process and bounds how long these
+    wait for each other.
     """
 
     def __init__(
@@ -384,7 +385,6 @@ def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]
 
 
 def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:
-    """Return the side and path of the newest step by name, as rank 0 sees them. Collective."""
     found: list[tuple[int, int, PurePath]] = []
     with agree(layout):
         for index, side in enumerate(sides if layout.is_main else ()):
@@ -395,7 +395,7 @@ def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | Non
 
 
 def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
-    """Open a step on every rank. Raises `CorruptError` if any rank cannot use it. Collective."""
+    """Open a step on every rank, or raise `CorruptError` on every rank. Collective."""
     with agree(layout), naming_failures(f"{path} cannot be read"):
         if side.source.kind(path) is None:  # it lies on another machine and is not damaged
             raise BurnishError(

@@ -1,7 +1,7 @@
 """Which committed steps stay, and the removal of the others. No torch here.
 
-Predicates look only at the disk, so a resumed run and a command decide alike. A step that none keeps goes. The newest healthy
-step and everything after it always stay.
+Predicates look only at the disk, so a resumed run and a command decide alike. A step goes if none keeps it. The newest
+healthy step and everything after it always stay.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Facts:
 
 
 def completed(steps: Collection[Facts]) -> list[Facts]:
-    """Return the steps with validation results that later steps know."""
+    """Add to each step the validation results that later steps record."""
     told = {step: found for each in steps for step, found in each.later.items()}
     return [
         replace(each, measured={**_mapping(told.get(str(each.step))), **each.measured})
@@ -215,12 +215,12 @@ class Retention:
         return found
 
     def facts(self, root: PurePath, storage: Source) -> list[Facts]:
-        """Return the facts of the steps below `root`; unreadable steps are logged."""
+        """Return the facts of the readable steps below `root`; log the others."""
         found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
         return completed([each for each in found if each is not None])
 
     def fact(self, path: PurePath, storage: Source) -> Facts | None:
-        """Return the facts of one step; log and return None if it is unreadable."""
+        """Return a step's facts; log and return None if it is unreadable."""
         try:
             commit = read_commit(path, storage)
         except (CorruptError, IncompatibleError) as error:

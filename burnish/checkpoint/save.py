@@ -287,7 +287,6 @@ class BlockWriter:
 
 
 def _room(span: Span) -> int:
-    """Return a span's bytes, rounded up to a multiple of 64."""
     return -(-(span.stop - span.start) // 64) * 64
 
 
@@ -486,7 +485,6 @@ class Saver:
 
 
 def _stored(contents: Contents) -> Iterator[StoredShard]:
-    """Yield shards as stored: fp32 weights are split in two."""
     taken = {MODEL, RESIDUAL, *contents.models}
     for role, model in contents.models.items():
         prefix = prefix_of(role)
@@ -546,7 +544,6 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
 def _lay_out(
     inflight: Path, files: Sequence[PlannedFile], small: Mapping[str, bytes], storage: LocalStorage
 ) -> None:
-    """Create the directories, small files whole, large files empty at their final size."""
     names = [*small, *(file.path for file in files)]
     for path in sorted({inflight, *((inflight / name).parent for name in names)}):
         storage.make_dirs(path)

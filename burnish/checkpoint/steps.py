@@ -343,7 +343,6 @@ def _run(record: FileRecord) -> int:
 def _damages(
     file: ReadableFile, step: Committed, name: str, first: int, data: memoryview
 ) -> list[CorruptError]:
-    """Return the errors of the blocks in `data`; after any, reread each block."""
     size = step.manifest.files[name].block_bytes
     try:
         read_blocks(file, step, name, first, data)
@@ -374,7 +373,7 @@ def read_file(step: Committed, name: str, storage: Source) -> bytes:
 
 
 def header_problem(step: Committed, name: str, storage: Source) -> Iterator[CorruptError]:
-    """Yield the error of a tensor file's header, if any."""
+    """Yield a tensor file's header error, if any."""
     try:
         checked_header(step, name, storage)
     except CorruptError as error:
@@ -437,7 +436,6 @@ def _damage(
 def _tensors(
     file: ReadableFile, step: Committed, name: str, start: int, stop: int
 ) -> tuple[str, ...]:
-    """Return the tensors in a range of a file, as far as its perhaps damaged header tells."""
     if not name.endswith(SUFFIX):
         return ()
     path, file_size = step.path / name, step.manifest.files[name].size

@@ -77,7 +77,7 @@ class Companion:
         return True
 
     def answer(self, seconds: float) -> Any:
-        """Return its next message within this time, else None; a `BurnishError` if it died or cannot be understood."""
+        """Return its next message in time, else None; a `BurnishError` if it died or is unintelligible."""
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
@@ -91,7 +91,7 @@ class Companion:
             )
 
     def moved(self) -> str | None:
-        """Return the system's count of its bytes read and written, a sign of progress; None if unknown."""
+        """Return the system's count of its bytes read and written; None if unknown."""
         with suppress(OSError):
             return Path(f"/proc/{self._process.pid}/io").read_text()
         return None

@@ -78,7 +78,6 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Derive a port from job and step, the same in all tasks."""
     job = _number(environ, "SLURM_JOB_ID", default=0)
     step = _number(environ, "SLURM_STEP_ID", default=0)
     return _SLURM_PORTS[(job * 7 + step) % len(_SLURM_PORTS)]

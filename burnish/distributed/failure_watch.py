@@ -3,7 +3,8 @@
 A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
 The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. Without heartbeats,
-a busy, debugged or suspended rank is never taken for dead.
+a busy, debugged or suspended rank is never taken for dead. The launcher then restarts the run, which
+resumes.
 
 Messages are JSON objects, one a line. A rank introduces itself with a token from the store, which keeps
 strangers out. When it leaves, it sends `{"reason": null}` or its error's text. The relay sends every
@@ -112,9 +113,7 @@ class FailureWatch:
         return None if first is None or first.rank == self._rank else first
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank failed; ignore `StoppedError`, which all ranks reach by
-        themselves.
-        """
+        """Tell the others that this rank failed; ignore `StoppedError`, which all ranks reach."""
         if not isinstance(error, StoppedError):
             self._reported = True
             ours = isinstance(error, BurnishError)
@@ -173,7 +172,6 @@ class FailureWatch:
 
 
 def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Name the innermost frame outside torch and `_MACHINERY`."""
     place = "no code of its own"
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
@@ -261,7 +259,6 @@ class _Relay(threading.Thread):
         writer: asyncio.StreamWriter,
         main_has_left: asyncio.Event,
     ) -> None:
-        """Read a connection until it ends. A rank that sent no goodbye has died."""
         peer: Failure | None = None
         said_goodbye = False
         with closing(writer):
@@ -304,7 +301,6 @@ class _Relay(threading.Thread):
 
 
 def _listen_on(host: str) -> socket.socket:
-    """Listen on a free port of `host`; "" means all IPv4 and IPv6 addresses."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     if not host:

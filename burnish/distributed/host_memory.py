@@ -124,7 +124,6 @@ class _Region:
         return self.size - sum(stop - start for start, stop in self._gaps)
 
     def take(self, size: int) -> int | None:
-        """Take the first gap of `size` bytes; return its offset, or None."""
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= size:
                 self._gaps[index : index + 1] = (

@@ -151,7 +151,6 @@ def _experts(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
 def _division(
     setting: str, degree: int, size: int, of: str, *, or_multiple: bool = False
 ) -> Iterator[UsageError]:
-    """Yield an error unless `degree` divides `size` or, with `or_multiple`, is a multiple of it."""
     if size % degree == 0 or (or_multiple and degree % size == 0):
         return
     fitting = [str(each) for each in range(1, size + 1) if size % each == 0]

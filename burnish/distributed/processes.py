@@ -106,7 +106,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
-    """Open a store that all ranks have joined; hold it until all have left."""
+    """Open a store that all ranks join; hold it until all have left."""
     layout = place.layout
     if layout.world == 1:
         yield HashStore()
@@ -164,7 +164,6 @@ def _absent(store: Store, names: list[str]) -> str:
 
 @contextmanager
 def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
-    """Make the backend's time-out error name the rank and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -192,8 +191,8 @@ def wait_as_all(group: ProcessGroup) -> None:
 class Mesh:
     """The torch engine's groups of this rank, and its engines' shared host memory.
 
-    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest: tensor parallelism communicates in
-    every layer, so its ranks are neighbours.
+    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest. Tensor parallelism communicates in
+    every layer, so its ranks are neighbours on one machine.
     """
 
     weights: DeviceMesh

@@ -76,7 +76,6 @@ def _is_unfinished(name: str) -> bool:
 
 
 def _pieces_of(source: Bytes | Path) -> Iterator[Bytes]:
-    """Yield bytes, or a local file's content, in pieces of 8 MiB."""
     if isinstance(source, Path):
         with source.open("rb") as file:
             yield from iter(lambda: file.read(_PIECE), b"")

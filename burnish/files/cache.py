@@ -106,7 +106,6 @@ def _select_pattern(remote: Remote) -> Selected:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Match a path's parts as `glob.glob(..., recursive=True)` does."""
     if not pattern:
         return not parts
     if not parts:

@@ -52,8 +52,8 @@ class Token:
 class Lease:
     """Exclusive use of a directory inside the block.
 
-    A `flock` on a file, which ends with the process. If the holder hands the descriptor to a helper process, the lock lasts until
-    that ends too, and the next holder waits `patience_seconds` for it.
+    A `flock` on a file, which ends with the process. If the holder hands the descriptor to a helper, the lock lasts until that
+    ends too, and the next holder waits `patience_seconds` for it.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
@@ -145,7 +145,6 @@ def _is_dead(said: dict[str, Any]) -> bool:
 
 
 def _is_unreaped(pid: int) -> bool:
-    """Return whether a process is a zombie; False if unknown."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
         return state.split()[0] in ("Z", "X")

@@ -216,7 +216,6 @@ def _counts(value: Any, most: int) -> bool:
 
 
 def _check_cover(path: PurePath, entries: list[TensorEntry], start: int, file_size: int) -> None:
-    """Check that every byte after the header belongs to exactly one tensor."""
     position = start
     for entry in entries:
         if entry.begin != position:

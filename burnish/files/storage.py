@@ -63,7 +63,7 @@ class Source(Protocol):
 
     @property
     def reads_at_once(self) -> int:
-        """Reads in parallel that are faster than one after the other."""
+        """How many parallel reads are faster than sequential ones."""
 
     def open(self, path: PurePath) -> ReadableFile:
         """Open a regular file; refuse a link or a device."""

@@ -159,7 +159,7 @@ class Synced:
 
 
 def serve(pipe: int, parent: int) -> None:
-    """Run the mirror process of `parent`. This process owns the descriptor."""
+    """Run the mirror process of `parent`, with this process's own descriptor."""
     accompany(parent)
     with Connection(pipe) as connection:
         mirror: Mirror = connection.recv()
@@ -321,7 +321,6 @@ class Sync:
         return True
 
     def _tried(self, path: Path, use: Callable[[Path], T]) -> T | None:
-        """Return `use(path)`, or None if the step is damaged or gone."""
         try:
             with naming_failures(f"{path} cannot be read"):
                 return use(path)
@@ -447,7 +446,7 @@ class Sync:
         return True
 
     def _is_whole(self, step: Committed) -> bool:
-        """Return whether the step is committed there; the first disk commits it once all files are there."""
+        """Return whether the step has its COMMIT there; the first disk puts it after all files."""
         is_sealed = False
         with suppress(MissingError):
             is_sealed = self._place_of(step).read(COMMIT, COMMIT_LIMIT) == step.commit.encode()

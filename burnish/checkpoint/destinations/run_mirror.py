@@ -222,7 +222,7 @@ class RunMirror:
         return next((error for _, error in told if error is not None), left)
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` if it has steps and `resume` is
+        """See `Destination`. Raises `IncompatibleError` if it is another run's, `UsageError` if it has steps and `resume` is
         never.
         """
         mine = directory.read_environment().get(RUN)
