@@ -1,8 +1,8 @@
 """Write one step and commit it.
 
 Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Consecutive blocks form a
-span. A few spans at a time are assembled from local tensors and other ranks' messages, while one thread hashes and writes and
-another syncs.
+span. A rank assembles a few spans at a time from local tensors and other ranks' messages. Meanwhile one thread hashes and
+writes, and another syncs.
 
 Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
 gets a partial checkpoint of its own files.

@@ -27,8 +27,8 @@ _LEAST = 4 << 20
 class Arena:
     """An allocator of host memory beside one device, pinned for CUDA.
 
-    It grows by at least a quarter. Free regions give way to one larger region, so a process with the same
-    needs in every step soon has one region and asks the system for nothing.
+    It grows by at least a quarter, and merges free regions into one larger region. So a process with the
+    same needs in every step soon has one region and asks the system for nothing.
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:

@@ -1,8 +1,8 @@
 """Select files behind a URL, and copy them to this machine once. `file://` is not copied.
 
-A copy's name depends on its files' sizes and versions, so an old one is never used for new content, and one in use never changes.
-It gets its name by one rename. While one process copies, others wait for its lock, which the system releases if the process dies.
-The next process keeps what a journal of hashes confirms.
+A copy's name depends on its files' sizes and versions. So an old copy is never used for new content, and one in use never
+changes. It gets its name by one rename. While one process copies, others wait for its lock, which the system releases if the
+process dies. The next process keeps what a journal of hashes confirms.
 
 The cache is `~/.cache/burnish`, or `BURNISH_CACHE`. Burnish never removes files from it; users may whenever no run uses it.
 """

@@ -53,7 +53,7 @@ class Lease:
     """Exclusive use of a directory inside the block.
 
     A `flock` on a file, which ends with the process. If the holder hands the descriptor to a helper, the lock lasts until that
-    ends too, and the next holder waits `patience_seconds` for it.
+    ends too. The next holder waits `patience_seconds` for it.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:

@@ -4,7 +4,7 @@
 or forbidden file. Every call ends in bounded time. Errors name the URL and never a credential. Threads may share a `Remote`. It
 can be pickled, but not used in a process forked after its first use.
 
-Pauses grow, and are drawn uniformly from [0, bound] so that processes spread out ("full jitter", Brooker, "Exponential Backoff
+Pauses grow. They are drawn uniformly from [0, bound] so that processes spread out ("full jitter", Brooker, "Exponential Backoff
 And Jitter", AWS Architecture Blog, 2015).
 """
 

@@ -76,8 +76,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read a file's header and check it against the file.
 
-    Raises `MissingError` without the file, and `CorruptError` naming file and tensor for a truncated or too long header, bad
-    JSON, duplicate keys, unknown dtypes, overlaps, holes or wrong sizes.
+    Raises `MissingError` without the file, and `CorruptError` naming file and tensor for an unsound header: truncated, too long,
+    bad JSON, duplicate keys, unknown dtypes, overlaps, holes or wrong sizes.
     """
     path = Path(path)
     if not path.is_file():

@@ -124,9 +124,7 @@ class RemoteSteps:
         return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
 
     def unfinished(self) -> list[str]:
-        """Return the names of other step directories without COMMIT, and of the directory of
-        markers.
-        """
+        """Return the names of other steps' directories without COMMIT, and of the markers'."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}

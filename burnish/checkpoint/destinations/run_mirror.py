@@ -222,8 +222,9 @@ class RunMirror:
         return next((error for _, error in told if error is not None), left)
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """See `Destination`. Raises `IncompatibleError` if it is another run's, `UsageError` if it has steps and `resume` is
-        never.
+        """See `Destination`. Raises `IncompatibleError` for another run's mirror.
+
+        Raises `UsageError` if it has steps and `resume` is never.
         """
         mine = directory.read_environment().get(RUN)
         names = [path.name for path in step_paths(self.root, self.source).values()]
