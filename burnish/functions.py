@@ -27,8 +27,8 @@ _NONE: Registry = MappingProxyType({})
 def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
     """Import the function or class that `setting` names.
 
-    Raises `UsageError` with the nearest name if the module, the file or the function does not
-    exist, cannot be imported or cannot be called.
+    Raises `UsageError`, with the nearest name, if the module, file or function is missing, cannot
+    be imported or is not callable.
     """
     target = builtins.get(name, name)
     if not isinstance(target, str):

@@ -31,7 +31,7 @@ def select_groups(
 ) -> Selection:
     """Choose the groups to keep, and whether to generate more.
 
-    `groups` has the rewards of the step's groups so far, `wanted` is its number of prompts, and
+    `groups` has the rewards of the step's groups so far, `wanted` is its number of prompts.
     `refills` counts rounds of further generation. Keep the first `wanted` groups; with dynamic
     sampling, the first `wanted` that have variance. If there are fewer and rounds are left, ask for
     the missing prompts; else run the step with the groups there are, perhaps none.

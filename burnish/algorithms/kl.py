@@ -1,16 +1,17 @@
 """Estimate the divergence from a reference policy, from single samples.
 
-Schulman's three estimators (http://joschu.net/blog/kl-approx.html) of KL(π‖π_ref) for y ~ π, with d = log π(y) - log π_ref(y):
+Schulman's three estimators (http://joschu.net/blog/kl-approx.html) of KL(π‖π_ref) for y ~ π, with d
+= log π(y) - log π_ref(y):
 
 - k1 = d: unbiased, of high variance, negative half the time
 - k2 = d²/2: biased, of low variance
 - k3 = e^(-d) - 1 + d: unbiased, of low variance, never negative
 
-In the reward only the value matters. In the loss only the gradient does (arXiv 2506.09477):
+The reward uses only the value. The loss uses only the gradient (arXiv 2506.09477):
 
 - k1: ∇log π, which is 0 on average. So k1 keeps its value and takes k2's gradient.
 - k2: d ∇log π, on average the gradient of KL(π‖π_ref).
-- k3: (1 - e^(-d)) ∇log π, on average the gradient of KL(π_ref‖π). This is GRPO as published (arXiv 2402.03300, equation 4).
+- k3: (1 - e^(-d)) ∇log π, on average the gradient of KL(π_ref‖π), as in GRPO (arXiv 2402.03300, equation 4).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from burnish.records import Floats
 
 
 def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return each token's KL loss term, [T] fp32, with the module's gradient; 0 where not `mask`."""
+    """Return each token's KL loss term, [T] fp32; 0 where `mask` is False."""
     difference = torch.where(mask, logprobs.float() - ref_logprobs.float(), 0.0)
     value = _estimate(estimator, difference)
     if estimator != "k1":

@@ -49,7 +49,7 @@ def mismatch_weights(
     With ρ_t = π_old(y_t)/μ(y_t) and a sequence's ρ = Π_t ρ_t, its weight is
 
     - `mismatch_level` token: min(ρ_t, `mismatch_cap`) (truncated importance sampling, Yao et al. 2025)
-    - `mismatch_level` sequence: min(ρ, `mismatch_cap`) for all tokens of the sequence (arXiv 2507.18071's unit; verl's sequence TIS)
+    - `mismatch_level` sequence: min(ρ, `mismatch_cap`) for all its tokens (arXiv 2507.18071's unit; verl's sequence TIS)
 
     and 1 without a cap. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
 
@@ -57,8 +57,8 @@ def mismatch_weights(
     - sequence: whole sequences by ρ (masked importance sampling, MIS; Liu et al. 2025)
     - geometric: whole sequences by ρ^(1/|y|), which does not fall with the length
 
-    Statistics: `mismatch_capped`, the share of tokens at the cap; `mismatch_rejected`, the share with weight 0. Raises
-    `BurnishError` for a micro-batch without `sampled_logprobs`.
+    Statistics: `mismatch_capped`, the share of tokens at the cap; `mismatch_rejected`, the share
+    with weight 0. Raises `BurnishError` without `sampled_logprobs`.
     """
     ratios = _log_ratio(old_logprobs, micro)
     means = sequence_means(ratios, micro)

@@ -185,8 +185,9 @@ def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 def dppo_tv(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Divergence PPO with the binary total variation (DPPO, arXiv 2602.04879).
 
-    ℓ_t = -M_t r_t A_t. M_t is 0 where the token has moved too far already: D_t = |π(y_t) - π_old(y_t)| is above `clip_high`
-    with A_t > 0 and r_t > 1, or above `clip_low` with A_t < 0 and r_t < 1. Else it is 1.
+    ℓ_t = -M_t r_t A_t, D_t = |π(y_t) - π_old(y_t)|. M_t is 0 if D_t > `clip_high` with A_t > 0 and
+    r_t > 1, or D_t > `clip_low` with A_t < 0 and r_t < 1: the token has moved too far. Else it is
+    1.
     """
     old = _safe(old_logprobs(logprobs, micro), micro).exp()
     new = _safe(logprobs.detach(), micro).exp()

@@ -1,7 +1,7 @@
 """Compute the learning rate from the step alone: no scheduler to save or restore.
 
-Equals transformers' schedules of the same names, except that `min_lr_ratio` never lifts the start
-of the warm-up.
+Equals transformers' schedules of the same names, but `min_lr_ratio` never lifts the warm-up's
+start.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class _Room:
         self._full = np.zeros(self._rank.max(initial=-1) + 1, np.int64)
 
     def earliest(self) -> Ints:
-        """Return the first round in which each move could go on this side alone."""
+        """Return the first round in which each move could go on this side."""
         upto = _running(self._rank, self._size)
         return (upto - 1) // self._limit
 

@@ -136,7 +136,7 @@ def _packed(items: Items) -> Bins:
 
 
 def _spread(bins: Bins, items: Items, count: int) -> Bins:
-    """Add bins up to `count`; each takes one item of the costliest bin that has two."""
+    """Add bins up to `count`, each with an item of the costliest bin that has two."""
     heap = [(-items.cost(held), index) for index, held in enumerate(bins) if len(held) > 1]
     heapq.heapify(heap)
     for _ in range(count - len(bins)):

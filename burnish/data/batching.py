@@ -49,8 +49,8 @@ def make_batch(
     engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
     are on the CPU.
 
-    Raises `UsageError` for no examples, for one over the budget, for arrays of other lengths than
-    their tokens, and for advantages or log-probs on some examples only.
+    Raises `UsageError` for no examples and for one over the budget. Also for arrays of another
+    length than the tokens, and for advantages or log-probs on some examples only.
     """
     if not examples:
         raise UsageError("a batch of no examples", want="at least one example")

@@ -1,10 +1,9 @@
 """Encode conversations and texts as token ids and loss masks.
 
-The chat template gives a conversation's mask: by `{% generation %}` where it has it, else by prefix
-differencing, which renders the messages up to a turn and compares ids. The assistant's tokens are
-trained on, with the end-of-turn token; a sequence's first token never is. Nor are parts that a
-template drops from past turns (a thinking model's thoughts). In the last turn, a template must
-write what it prompts with.
+`{% generation %}` in the chat template marks a conversation's mask. Without it, prefix differencing
+renders the messages up to a turn and compares ids. Trained on are the assistant's tokens, with the
+end-of-turn token, but never a sequence's first token, nor parts that a template drops from past
+turns (a thinking model's thoughts). In the last turn, a template must write what it prompts with.
 """
 
 from __future__ import annotations
@@ -193,8 +192,8 @@ class ChatEncoder:
     ) -> int:
         """Find the first token of a turn; `before` is its prompt.
 
-        If the prompt opens thoughts that the template drops from past turns, the turn begins with
-        its content, if the text up to there agrees.
+        A template may drop the prompt's thoughts from past turns. Such a turn begins with its
+        content, if the text up to there agrees.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
             header = self._up_to_content(row, turn)

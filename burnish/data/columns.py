@@ -52,8 +52,8 @@ class ExampleFormat:
 def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
     """Choose how to read examples: by the columns that settings name, else by the usual names.
 
-    If settings name several kinds, the first one present counts; unnamed columns never replace
-    them. Raises `MissingError` for missing columns.
+    A named column is never replaced by another; of several kinds, the first present counts. Raises
+    `MissingError` for missing columns.
     """
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     pair = ExampleFormat(

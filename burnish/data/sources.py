@@ -110,8 +110,8 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
     A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same
     columns. `setting` names the configuration key in messages.
 
-    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, for
-    mixed or unknown kinds of file, and for a broken JSON line, naming file and line.
+    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows and for
+    mixed or unknown kinds of file, and names file and line of a broken JSON line.
     """
     files = [file for path in paths for file in _matches(path, setting)]
     if not files:

@@ -180,9 +180,10 @@ class PromptDataset(_Items[Prompt]):
     chat loses its last assistant turn. `data.string_prompts` keeps a plain string or makes it a
     user's message.
 
-    `data.overlong` says whether a prompt over `data.max_prompt_length`, or the least of `limits`
-    (setting to tokens), is dropped and counted in `dropped_overlong`, or raises `UsageError`.
-    Raises `MissingError` for a missing column, and `UsageError` for a row that is not a prompt.
+    A prompt has at most `data.max_prompt_length` tokens, and at most the least of `limits` (setting
+    to tokens). As `data.overlong` says, a longer one is dropped (`dropped_overlong` counts them) or
+    raises `UsageError`. Raises `MissingError` for a missing column, and `UsageError` for a row that
+    is not a prompt.
     """
 
     def __init__(
@@ -268,9 +269,9 @@ class ExampleDataset(_Items[Example]):
     string beside messages becomes a message. Text and string completions end with the
     end-of-sequence token.
 
-    `data.overlong` says whether an example over `max_length` tokens is dropped and counted in
-    `dropped_overlong`, or raises `UsageError`. One without trained tokens is counted in
-    `dropped_untrained`. Raises `MissingError` for missing columns.
+    As `data.overlong` says, an example over `max_length` tokens is dropped (`dropped_overlong`
+    counts them) or raises `UsageError`. One without trained tokens is dropped too
+    (`dropped_untrained`). Raises `MissingError` for missing columns.
     """
 
     def __init__(

@@ -409,7 +409,7 @@ class Needs:
         yield self._moment(0, gradients=gradients) | self._stepping
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
-        """The end of backward, when FSDP2 reduces the last gradients in fp32."""
+        """The end of the backward pass, when FSDP2 reduces the last gradients in fp32."""
         shards, root = self._shards, 0.0 if self._model.lora else self._root
         # A process alone divides into a third copy.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
@@ -572,7 +572,7 @@ class MegatronNeeds(Needs):
         yield self._at(0.0, 0.0) | self._stepping
 
     def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
-        """Bytes of all micro-batches in flight at the first backward (1F1B)."""
+        """Bytes of all micro-batches in flight at the first backward pass (1F1B)."""
         stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
         if virtual > 1:  # chunks take turns of as many micro-batches as there are stages

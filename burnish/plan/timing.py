@@ -1,7 +1,7 @@
 """Estimate a step's time: work divided by speed, under assumptions that `burnish plan` prints.
 
-It ranks layouts and tells minutes from hours. An update takes as long as its arithmetic or its
-communication, if longer. A critic counts as the policy's model.
+It ranks layouts and tells minutes from hours. An update takes the longer of its arithmetic and its
+communication. A critic counts as the policy's model.
 """
 
 from __future__ import annotations

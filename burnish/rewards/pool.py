@@ -116,7 +116,6 @@ class RewardPool:
         return LOCAL.get(self._config.functions[function].function)
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
-        """Return every call, each about one rollout; for a TRL function about many."""
         calls = []
         for index, signature in enumerate(self._signatures):
             config = self._config.functions[index]
@@ -170,11 +169,11 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in their order. One thread waits for each worker.
 
-        A call that misses its deadline, or whose worker dies, is answered with an error. A function
-        is given up after `BORNE_TIMEOUTS` more missed deadlines in a row than there are workers. So
-        it costs at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an
-        async function's calls, `concurrency` at a time. A call that blocks the event loop is killed
-        with those beside it; another worker makes the rest. An exception of `check` kills all
+        A missed deadline or a worker's death answers the call with an error. A function is given up
+        after `BORNE_TIMEOUTS` more missed deadlines in a row than there are workers. So it costs at
+        most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an async
+        function's calls, `concurrency` at a time. If one blocks the event loop, all its calls at
+        that time are killed; another worker makes the rest. An exception of `check` kills all
         workers and is raised here.
         """
         todo = _Todo(calls, self.signatures, self._config)

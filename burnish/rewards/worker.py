@@ -1,7 +1,7 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT`.
 
-It imports the functions' modules and nothing heavy, reports their signatures over the inherited
-connection FD, and makes calls until that closes. It gets an async function's calls in bundles,
+It imports the functions' modules and nothing heavy, and reports their signatures over the inherited
+connection FD. It makes calls until that closes. It gets an async function's calls in bundles,
 others alone. It cancels late async calls; for any other late call the parent kills this process.
 """
 

@@ -122,7 +122,7 @@ def _template() -> Any:
 
 
 def _parsed(config_text: str) -> dict[str, Any]:
-    """Return the configuration, or nothing if it is not YAML: the page shows its text anyway."""
+    """Return the configuration, empty unless it is YAML: the page shows its text anyway."""
     try:
         config = yaml.safe_load(config_text)
     except yaml.YAMLError:
@@ -131,7 +131,7 @@ def _parsed(config_text: str) -> dict[str, Any]:
 
 
 def _series(rows: Iterable[dict[str, float]]) -> Series:
-    """Return every metric's points; for a step that occurs twice, the last values count."""
+    """Return every metric's points; of a repeated step, the last values count."""
     by_step: dict[float, dict[str, float]] = {}
     for row in rows:
         by_step.setdefault(row["step"], {}).update(row)
@@ -144,7 +144,6 @@ def _series(rows: Iterable[dict[str, float]]) -> Series:
 
 
 def _validation_rank(name: str) -> tuple[int, int, str]:
-    """Put metrics of all held-out data before those of a source or a part."""
     ranks = [rank for rank, word in enumerate(_FIRST_VALIDATION) if word in name]
     return (name.count("/"), min(ranks, default=len(_FIRST_VALIDATION)), name)
 
@@ -163,7 +162,7 @@ def _charts(series: Series, validation: list[str]) -> tuple[list[Chart], list[Ch
 
 
 def _validation_groups(series: Series, names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return validation metrics that share a chart: fractions together, any other alone."""
+    """Return validation metrics that share a chart: all fractions, else one."""
     fractions = [
         name
         for name in names

@@ -1,7 +1,7 @@
 """The built-in generator: sample from a copy of the model inside the training process.
 
-Every process, on any device, holds the whole model in the compute dtype, filled from shards of any
-layout, and generates its own requests. With an unmerged adapter, the model's own weights arrive
+Every process, on any device, holds the whole model in the compute dtype and generates its own
+requests. Shards of any layout fill it. With an unmerged adapter, the model's own weights arrive
 once and later calls bring only A and B. The KV cache lives only during a call of `generate`. Left
 out: quantized weights, tensor parallelism.
 """
@@ -58,9 +58,9 @@ class BuiltinGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
-        Raises `UsageError` before any work without loaded weights, for an empty prompt, one that
-        leaves no room for `max_tokens`, a value of `sampling` out of range, or stop strings without
-        `decode`.
+        Raises `UsageError` before any work without loaded weights, and for a value of `sampling`
+        out of range. Also for a prompt that is empty or leaves no room for `max_tokens`, and for
+        stop strings without `decode`.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")

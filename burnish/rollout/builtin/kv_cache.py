@@ -172,8 +172,8 @@ def _attend_one(
     """Attend with one token per row.
 
     From [n, heads, head_dim] to [n, kv_heads, heads per key head, head_dim]. CPUs are fastest with
-    one query per head. Other devices' kernels with a bias need as many key heads as query heads, so
-    heads that share keys become the queries of one call.
+    one query per head. Other devices' kernels with a bias need as many key heads as query heads. So
+    there, heads that share keys become the queries of one call.
     """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     if query.device.type != "cpu":

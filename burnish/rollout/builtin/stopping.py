@@ -1,7 +1,7 @@
 """End a completion: at a token id, a stop string, or its length.
 
-The token that completes a stop string is kept: training sees whole tokens. The decoded tail is
-searched only if the latest token can complete a string, so most tokens cost one dictionary look-up.
+The token that completes a stop string is kept: training sees whole tokens. Most tokens cost one
+dictionary look-up: the tail is decoded only if the latest token can complete a string.
 """
 
 from __future__ import annotations
