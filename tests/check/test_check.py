@@ -389,6 +389,7 @@ def test_a_shrunken_model_can_be_cut_as_the_whole_one(
     require_megatron_fitting(material(lay_foundation(config)).hf_config, config.engine)
 
 
+@pytest.mark.nightly
 def test_as_a_command(root: Path) -> None:
     done(root, "check", "sft.yaml", world=2)
     code, output = burnish(root, "check", "rl.yaml", "--processes", "2", "engine.replicas=2")

@@ -50,6 +50,7 @@ def test_every_pair_of_layouts(mixture: Path, tmp_path: Path) -> None:
     require_every_pair(mixture, tmp_path, LAYOUTS)
 
 
+@pytest.mark.nightly
 def test_the_state_of_muon_through_pairs_of_layouts(tmp_path: Path) -> None:
     shapes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32, num_hidden_layers=1, **shapes)

@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,12 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_peace(work):
-    """What runs without background saves come to, by kind and number of processes."""
-    return {
-        (kind, world): outcome(done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world))
-        for kind, world in [*RUNS, ("sft", 1)]
-    }
+    """By kind and number of processes, what a run without background saves comes to."""
+    return cache(
+        lambda kind, world: outcome(
+            done(work, *KINDS[kind], f"name=peace_{kind}_{world}", world=world)
+        )
+    )
 
 
 def children(pid):
@@ -49,7 +51,7 @@ def children(pid):
 )
 def test_killed_at_random_moments(work, in_peace, kind, world):
     run = killed(work, kind, world, 3 - world, f"random_{kind}_{world}")
-    assert outcome(run) == in_peace[kind, world]
+    assert outcome(run) == in_peace(kind, world)
 
 
 SAVER = "burnish.checkpoint.background"
@@ -59,13 +61,13 @@ CHOSEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.nightly)])
 def test_killed_at_chosen_moments(work, in_peace, kind):
     argv = [*KINDS[kind], f"name=chosen_{kind}", *SAVING]
     for place, nth in CHOSEN[kind]:
         code, output = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
         assert code == -signal.SIGKILL, output
-    assert outcome(done(work, *argv)) == in_peace[kind, 1]
+    assert outcome(done(work, *argv)) == in_peace(kind, 1)
 
 
 def test_stopped_by_a_signal(work, in_peace):
@@ -84,7 +86,7 @@ def test_stopped_by_a_signal(work, in_peace):
         assert f"stopped by {number.name}: step {step} is committed in runs/{run.name}" in output
         assert before <= step <= before + nth
         before = step
-    assert outcome(done(work, *argv)) == in_peace["sft", 1]
+    assert outcome(done(work, *argv)) == in_peace("sft", 1)
 
 
 def test_a_signal_to_all_processes_of_the_run(work):

@@ -68,10 +68,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [next(iter(FAULTS)), *(pytest.param(n, marks=pytest.mark.nightly) for n in list(FAULTS)[1:])],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAULTS)
 def test_s3_that_fails_for_a_while(s3_server, tmp_path, name):
     url = s3_server.make_bucket(f"mirror-{next(number)}")
     mirror = mirror_at(tmp_path / "run", Remote(f"{url}/run", HASTY))

@@ -136,6 +136,7 @@ def test_what_is_not_there_is_an_error(setting: str, value: object, kind: type[E
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_run_with_everything_behind_urls(tmp_path: Path, s3_server: S3Server) -> None:
     """It learns from them, and keeps the URLs in its record."""
     (tmp_path / "work").mkdir()

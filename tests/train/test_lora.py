@@ -156,6 +156,7 @@ def require_same_moments(run, other):
         assert (found[name] - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
 
 
+@pytest.mark.nightly
 def test_experts_continue_on_more_processes_and_are_pefts(lora):
     mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
     save_base(lora / "mixture", 0, **mixture)

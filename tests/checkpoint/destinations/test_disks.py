@@ -174,6 +174,7 @@ def test_any_number_of_empty_disks_goes_on(tmp_path, s3_server):
         assert checkpoints.resume(compare).step.step == 2
 
 
+@pytest.mark.nightly
 def test_disks_that_are_lost_and_portions_that_got_no_further(tmp_path):
     """They are no step, and go; what the mirror has is there, and older steps of one disk are not asked for."""
     disks = where(tmp_path, 0, 1)

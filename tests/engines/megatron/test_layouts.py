@@ -166,7 +166,7 @@ def check_cases(
         assert sum(each["predictions"] for each in found) == wanted["predictions"], case
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_layout_trains_like_one_plain_model(
     models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
 ) -> None:

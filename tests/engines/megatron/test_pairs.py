@@ -74,6 +74,7 @@ def test_every_layout_is_saved_and_loaded_on_up_to_four_processes(tmp_path: Path
     require_every_pair(path, tmp_path, told, each=[1, 6])
 
 
+@pytest.mark.nightly
 def test_every_pair_in_bf16(tmp_path: Path) -> None:
     """The fp32 weights of the optimizer are saved, and the bf16 ones made of them; its moments are bf16 on disk as well."""
     told = {"torch fsdp 2": {}, "ep 2": {"expert_parallel": 2}, "pp 2": {"pipeline_parallel": 2}}

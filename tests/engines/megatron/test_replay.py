@@ -227,6 +227,7 @@ def crossed_rank(
     return found if layout.is_main else []
 
 
+@pytest.mark.nightly
 def test_what_one_engine_records_the_other_replays(tmp_path: Path) -> None:
     """Experts that a model of other weights has chosen."""
     path, other = (

@@ -102,7 +102,9 @@ def described(shards: Iterator[Shard]) -> Iterator[tuple[str, Any, Tensor]]:
         yield shard.spec.name, shard.box, shard.tensor.clone()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "world", [1, 2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 4))]
+)
 def test_what_is_filled_comes_out(world: int) -> None:
     names = [name for name, (processes, _) in LAYOUTS.items() if processes == world]
     ranks = run_ranks(rank, world, names)

@@ -119,7 +119,7 @@ def valued_rank(
     return found if layout.is_main else []
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_values_and_gradients_are_those_of_transformers(tmp_path: Path, world: int) -> None:
     """In one process of every family, on two processes of a critic in every layout."""
     deep = "a deep critic"
