@@ -262,7 +262,7 @@ def _open_hf() -> Backend:
     from huggingface_hub import HfFileSystem, errors
 
     def verdict(error: Exception) -> Verdict | None:
-        if isinstance(error, (ValueError, NotImplementedError)):  # no name of a repository
+        if isinstance(error, (ValueError, NotImplementedError)):  # not the name of a repository
             return "wrong"
         # The hub answers 401 for a repository that does not exist as for one that is private.
         cause = error.__cause__ or error
