@@ -20,7 +20,7 @@ from burnish.config.constraints import Command, check, notices
 from burnish.config.load import load_settings
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
-from burnish.distributed.environment import place_of
+from burnish.distributed.environment import die_with_agent, place_of
 from burnish.errors import UsageError
 from burnish.files.remote import Remote
 from burnish.tracking.rundir import RunDirectory
@@ -103,6 +103,7 @@ def run_command(
     An evaluation of `run_dir` measures that run's newest model.
     """
     _refuse_inside_a_worker()
+    die_with_agent(os.environ)
     layout = place_of(os.environ).layout
     remarks = prepare(config, command, layout.world, run_dir)
     if layout.is_main:

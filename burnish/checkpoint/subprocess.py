@@ -6,7 +6,6 @@ when the pipe closes, and dies with the training process.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -18,14 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from burnish.distributed.environment import STOPPING, die_with
 from burnish.errors import BurnishError
 
 _KILL_SECONDS = 10.0
 # How long one that was killed may take to go: the system lets it finish what it has begun on a disk.
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve{arguments!r}"
-_PR_SET_PDEATHSIG = 1
-_LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
-"""They end a run. A companion ignores them and ends with its run."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class Companion:
                 arguments=(theirs.fileno(), os.getpid(), *descriptors),
             )
             # Until `accompany`, after its imports, the new process holds the run's signals back.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
@@ -120,10 +117,7 @@ class Companion:
 
 def accompany(parent: int) -> None:
     """Leave signals to the parent, and die with it. Called by the process itself."""
-    for number in _LEFT_TO_THE_RUN:
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    die_with(parent)

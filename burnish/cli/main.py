@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from burnish.cli.arguments import function_of, parse
-from burnish.distributed.environment import place_of
+from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 
@@ -27,6 +27,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    die_with_agent(os.environ)
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         _set_up_logging()

@@ -6,13 +6,21 @@ script alone is one process whatever `--ntasks` says.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""The signals that ask a run to save and end. Processes beside it leave them to the run."""
+
+_PR_SET_PDEATHSIG = 1
 _SLURM_PORTS = range(15000, 30000)
 # Linux hands out ports from 32768 up by itself.
 
@@ -42,6 +50,20 @@ def place_of(environ: Mapping[str, str]) -> Place:
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
         return _slurm(environ)
     return Place(Layout())
+
+
+def die_with_agent(environ: Mapping[str, str]) -> None:
+    """Under torchrun, have the system end this process when torchrun dies: nobody else would, and the run would go on unwatched."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        die_with(os.getppid())
+
+
+def die_with(parent: int) -> None:
+    """Have the system end this process when its parent dies. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Place:

@@ -7,13 +7,16 @@ Names are short and lines at most `width` columns; the least watched numbers go 
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
+
+from burnish.tracking.progress import Screen
 
 _ETA_STEPS = 20
 # The time left is judged by the mean of this many steps.
@@ -84,7 +87,7 @@ class ConsoleTracker:
         width: int = 120,
     ) -> None:
         self._total = total_steps
-        self._console = Console(file=stream, highlight=False)
+        self._console = Console(file=cast(TextIO, Screen(stream or sys.stdout)), highlight=False)
         self._width = width
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 

@@ -6,10 +6,13 @@ that a hang shows. `advance` draws, at most ten times a second; there is no thre
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -17,6 +20,46 @@ from rich.progress import Progress as RichProgress
 
 _DRAW_SECONDS = 0.1
 _LINE_SECONDS = 30.0
+
+
+def leave_lost_terminal() -> None:
+    """Send output to /dev/null from now on where it went to a terminal that has closed."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError as error:
+            if error.errno == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
+
+
+class Screen:
+    """A stream that loses what is written once its terminal has closed, so that a run can still save."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        """Write as a file does."""
+        with _surviving_the_terminal():
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush as a file does."""
+        with _surviving_the_terminal():
+            self._stream.flush()
+
+
+@contextmanager
+def _surviving_the_terminal() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_lost_terminal()
 
 
 class Bar:
@@ -49,7 +92,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._console = Console(file=stream, stderr=stream is None, quiet=not enabled)
+        self._console = Console(file=cast(TextIO, Screen(stream or sys.stderr)), quiet=not enabled)
         self._bars = RichProgress(
             TextColumn("{task.description:<8}", markup=False),
             BarColumn(bar_width=32),

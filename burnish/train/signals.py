@@ -1,7 +1,7 @@
-"""Turn SIGINT and SIGTERM into a flag that training checks where it can stop cleanly.
+"""Turn signals that ask for an end into a flag that training checks where it can stop cleanly.
 
-`Stopper.check` raises at a safe point, and the run commits a checkpoint. A second signal ends the process at once; the first
-one says so.
+`Stopper.check` raises at a safe point, and the run commits a checkpoint. A second SIGINT or SIGTERM ends the process at once; the
+first signal says so. SIGHUP comes from a terminal that closes, and may come twice; SIGUSR1 is what Slurm's --signal mostly sends.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from burnish.distributed.collectives import any_rank, gather_objects
+from burnish.distributed.environment import STOPPING
 from burnish.distributed.layout import Layout
+from burnish.tracking.progress import leave_lost_terminal
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_HEARD = "{name}: stopping as soon as nothing is lost by it; a second signal stops at once\n"
+_INSISTING = (signal.SIGINT, signal.SIGTERM)
+_HEARD = (
+    "{name}: stopping as soon as nothing is lost by it; another SIGINT or SIGTERM stops at once\n"
+)
 
 
 class StopRequested(Exception):
@@ -51,23 +55,34 @@ class Stopper:
         return lambda: self.received != before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        leave_lost_terminal()
         if self.received is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            if number in _INSISTING:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
         self.received = number
         if self._layout.is_main:
             # Not by `print` or a logger: the signal may have come while one of them was writing.
-            with suppress(OSError):  # the terminal may be gone
+            with suppress(OSError):
                 os.write(2, _HEARD.format(name=signal.Signals(number).name).encode())
 
 
 @contextmanager
 def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
-    """Let SIGINT and SIGTERM set the yielded flag inside the block."""
+    """Let the signals that ask for an end set the yielded flag inside the block.
+
+    A SIGHUP that nohup has told this process to ignore stays ignored.
+    """
     stopper = Stopper(layout)
-    former = {number: signal.signal(number, stopper._handle) for number in _SIGNALS}
+    heard = [each for each in STOPPING if not _is_ignored_hangup(each)]
+    former = {number: signal.signal(number, stopper._handle) for number in heard}
     try:
         yield stopper
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+def _is_ignored_hangup(number: int) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

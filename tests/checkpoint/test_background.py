@@ -36,6 +36,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import committed
 from burnish.checkpoint.tools.verify import verify
+from burnish.distributed.environment import STOPPING
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 
@@ -98,7 +99,7 @@ def test_one_at_a_time_told_once_left_alone_by_signals_and_waited_for_at_the_end
             checkpoints.begin_save(2, contents_of(*make_state(2)))
         while not leftovers(tmp_path):
             time.sleep(0.01)
-        for number in (signal.SIGINT, signal.SIGTERM):  # as if to the whole group
+        for number in STOPPING:  # as if to the whole group
             os.kill(writer_pid(checkpoints), number)
         finished = checkpoints.finished(wait=True)
         assert (finished.step, finished.error) == (1, None)

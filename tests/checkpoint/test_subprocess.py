@@ -50,7 +50,7 @@ def test_what_cannot_be_unpickled_is_an_error_and_the_next_answer_is_read(compan
     assert "exit status 0" in str(companion.answer(60.0))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_run_does_not_end_it_however_early(companion, number):
     os.kill(companion._process.pid, number)
     assert isinstance(companion.answer(60.0), BurnishError)

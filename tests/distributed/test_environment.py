@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from burnish.distributed.environment import Place, first_host, place_of, tasks_per_node
@@ -139,3 +144,28 @@ def test_tasks_per_node():
     assert tasks_per_node("4") == [4]
     with pytest.raises(UsageError, match=r"SLURM_STEP_TASKS_PER_NODE cannot be read\n.*2\*3"):
         tasks_per_node("2*3")
+
+
+CHILD = """
+import os, sys, time
+from burnish.distributed.environment import die_with_agent
+die_with_agent(os.environ)
+print(os.getpid(), flush=True)
+time.sleep(1000)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that ends the ranks")
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_a_rank_does_not_outlive_torchrun(under_torchrun: bool) -> None:
+    """Any other process does outlive its parent: nohup and setsid count on it."""
+    extra = {"TORCHELASTIC_RUN_ID": "none"} if under_torchrun else {}
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | extra) as parent:
+        rank = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        if not under_torchrun:
+            os.kill(rank, signal.SIGKILL)  # raises if there is none
+        assert parent.stdout.read() == b""  # it ends only when the rank does

@@ -116,7 +116,7 @@ STOPS = {
     ("kind", "number"),
     [
         pytest.param("sft", signal.SIGINT, marks=pytest.mark.nightly),
-        pytest.param("sft", signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param("sft", signal.SIGHUP, marks=pytest.mark.nightly),
         ("rl", signal.SIGTERM),
     ],
 )

@@ -1,4 +1,7 @@
 import io
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -87,3 +90,26 @@ def test_a_line_without_a_total() -> None:
         clock.now = 31.0
         bar.advance(5)
     assert stream.getvalue() == "[read] 5 after 31s\n"
+
+
+GOES_ON = """
+import sys
+from burnish.tracking.console import ConsoleTracker
+from burnish.tracking.progress import Progress
+console, progress = ConsoleTracker(), Progress(True)
+with progress.phase("update", 1) as bar:
+    sys.stdin.read()
+    console.log(1, {"train/loss": 1.0})
+    bar.advance()
+"""
+
+
+def test_a_run_outlives_its_terminal() -> None:
+    ours, terminal = os.openpty()
+    command = [sys.executable, "-c", GOES_ON]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=terminal, stderr=terminal) as run:
+        os.close(terminal)
+        os.read(ours, 1)  # the bar is drawn
+        os.close(ours)
+        run.stdin.close()
+        assert run.wait() == 0
