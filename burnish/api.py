@@ -107,24 +107,33 @@ def run_command(
     layout = place_of(os.environ).layout
     remarks = prepare(config, command, layout.world, run_dir)
     if layout.is_main:
-        model = run_dir or config.model.path or "a new model"
+        subject = run_dir or config.model.path or "a new model"
         place = "" if command == "eval" else f" in {config.directory}"
         processes = "one process" if layout.world == 1 else f"{layout.world} processes"
-        _log.info("%s of %s%s, on %s", command, model, place, processes)
+        _log.info("%s of %s%s, on %s", command, subject, place, processes)
         for remark in remarks:
             _log.warning("%s", remark)
-    if command == "sft":
-        from burnish.train.sft import train as train_on_examples
+    from burnish.distributed.processes import launch
+    from burnish.train.localize import with_local_inputs
 
-        train_on_examples(config)
-    elif command == "rl":
-        from burnish.train.rl import train as train_on_rewards
-
-        train_on_rewards(config)
-    else:
+    if command == "eval":
         from burnish.train.evaluate import evaluate as measure
+        from burnish.train.evaluate import newest_model
 
-        return measure(config, run_dir)
+        step = None
+        if run_dir is not None:
+            model, step = newest_model(run_dir, config.model)
+            config = config.model_copy(update={"model": model})
+        local = with_local_inputs(config, trains=False)
+        return launch(
+            lambda layout, device: measure(local, step, layout, device), config.distributed
+        )
+    if command == "sft":
+        from burnish.train.sft import train
+    else:
+        from burnish.train.rl import train
+    local = with_local_inputs(config)
+    launch(lambda layout, device: train(config, local, layout, device), config.distributed)
     return {}
 
 

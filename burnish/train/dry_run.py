@@ -16,7 +16,7 @@ import numpy as np
 from burnish.algorithms.advantages import load_advantage
 from burnish.algorithms.policy_loss import load_policy_loss
 from burnish.config.constraints import Command
-from burnish.config.schema import RunConfig
+from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import BurnishError, UsageError, together
 from burnish.files.urls import is_url
@@ -24,7 +24,7 @@ from burnish.functions import load_function
 from burnish.records import Completion, Rollout
 from burnish.rewards.pool import RewardPool
 from burnish.train.critic import critic_foundation
-from burnish.train.evaluate import evaluated
+from burnish.train.evaluate import newest_model
 from burnish.train.localize import with_local_inputs
 from burnish.train.reward_models import read_judge
 from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
@@ -40,7 +40,8 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
     """
     errors: list[BurnishError] = []
     if run_dir is not None:
-        config, _ = evaluated(config, run_dir)
+        model, _ = newest_model(run_dir, config.model)
+        config = config.model_copy(update={"model": model})
     trains = command != "eval"
     local = with_local_inputs(config, trains=trains, only_small=True)
     with ExitStack() as stack:
@@ -49,7 +50,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
             with _noting(errors):
                 reward = local.reward.model_copy(update={"workers": 1})
                 pool = stack.enter_context(RewardPool(reward))
-        for load in _functions(config, command):
+        for load in _functions(config.algorithm, config.tracking, command):
             with _noting(errors):
                 load()
         for judge in config.reward.models if command != "sft" else ():
@@ -57,7 +58,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 if not is_url(judge.path):
                     read_judge(judge, config.seed)
         with _noting(errors):
-            foundation = lay_foundation(local, given=config)
+            foundation = lay_foundation(local, given=config.model)
             if command == "rl" and config.algorithm.advantage == "gae":
                 with _noting(errors):
                     if config.critic.path is None or not is_url(config.critic.path):
@@ -72,14 +73,15 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
         raise together(errors, "the setup of this run")
 
 
-def _functions(config: RunConfig, command: Command) -> Iterator[Callable[[], object]]:
+def _functions(
+    algorithm: AlgorithmConfig, tracking: TrackingConfig, command: Command
+) -> Iterator[Callable[[], object]]:
     """Yield what loads the functions that settings name, those of rewards aside."""
-    algorithm = config.algorithm
     if command == "rl":
         yield partial(load_policy_loss, algorithm)
     if command == "rl" and algorithm.advantage != "gae":  # whose advantages come from the critic
         yield partial(load_advantage, algorithm.advantage)
-    for tracker in config.tracking.trackers if command != "eval" else ():
+    for tracker in tracking.trackers if command != "eval" else ():
         yield partial(load_function, tracker, "tracking.trackers")
 
 

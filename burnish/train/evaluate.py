@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,6 @@ from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import reduce_stats, same_on_all_ranks
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import launch
 from burnish.engines.base import Engine
 from burnish.errors import MissingError, StoppedError
 from burnish.records import Rollout
@@ -44,7 +44,6 @@ from burnish.train.setup import (
     example_dataset,
     lay_foundation,
     load_frozen,
-    local_inputs,
     make_collector,
     prompt_dataset,
 )
@@ -137,26 +136,13 @@ def example_validation(
     return validate
 
 
-def evaluate(config: RunConfig, run_directory: Path | None = None) -> dict[str, float]:
-    """Validate the model of `config`, or the newest committed model of a run, and return the numbers.
-
-    With reward functions the held-out data are prompts, without them examples. Raises `MissingError` if the run has no
-    committed step.
-    """
-    config, step = (config, None) if run_directory is None else evaluated(config, run_directory)
-    local = local_inputs(config, trains=False)
-    return launch(lambda layout, device: _evaluate(local, step, layout, device), config.distributed)
-
-
-def evaluated(config: RunConfig, run_directory: Path) -> tuple[RunConfig, Committed]:
-    """Return the configuration with the model of a run's newest committed step, and that step."""
-    step = _newest_step(run_directory)
-    return config.model_copy(update={"model": _model_of(step, config.model)}), step
-
-
-def _evaluate(
+def evaluate(
     config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
 ) -> dict[str, float]:
+    """Validate the model of `config`, with the weights of `step` if given, and return the numbers. Collective.
+
+    With reward functions the held-out data are prompts, without them examples.
+    """
     with catch_signals(layout) as stopper:
         try:
             foundation = lay_foundation(config, layout, device)
@@ -191,24 +177,23 @@ def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> d
             return prompt_validation(foundation, collector, held_out)()[0]
 
 
-def _model_of(step: Committed, model: ModelConfig) -> ModelConfig:
-    """Return the settings of a step's model: in `model/`, with its tokenizer and chat template; an adapter's base stays where it was."""
-    own = str(step.path / "model")
-    if model.adapter:
-        described = LoraConfig(path=own, publish=model.lora.publish)
-        lora = described if model.lora.path else model.lora
-        return model.model_copy(update={"tokenizer": own, "chat_template": None, "lora": lora})
-    return model.model_copy(
-        update={"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
-    )
+def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, Committed]:
+    """Return the settings of the model in a run's newest committed step, and that step.
 
-
-def _newest_step(run_directory: Path) -> Committed:
-    committed = newest(RunDirectory(run_directory).checkpoints)
-    if committed is None:
+    `model` has the run's own settings. An adapter's base stays where it was; tokenizer and chat template are the step's. Raises
+    `MissingError` if the run has no committed step.
+    """
+    step = newest(RunDirectory(run_directory).checkpoints)
+    if step is None:
         raise MissingError(
             f"{run_directory} has no committed checkpoint",
             do="train first, or name a configuration file instead",
         )
-    check_small_files(committed)
-    return committed
+    check_small_files(step)
+    own = str(step.path / "model")
+    found: dict[str, Any] = {"tokenizer": own, "chat_template": None}
+    if not model.adapter:
+        found = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
+    elif model.lora.path:
+        found["lora"] = LoraConfig(path=own, publish=model.lora.publish)
+    return model.model_copy(update=found), step

@@ -20,7 +20,6 @@ from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import launch
 from burnish.engines.base import Engine
 from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
@@ -36,7 +35,6 @@ from burnish.train.setup import (
     Learner,
     lay_foundation,
     load_frozen,
-    local_inputs,
     make_collector,
     make_engine,
     prompt_dataset,
@@ -44,17 +42,15 @@ from burnish.train.setup import (
 from burnish.train.trainer_state import weights_version
 
 
-def train(config: RunConfig) -> None:
-    """Run reinforcement learning as `config` says; resumes where its run directory left off."""
-    local = local_inputs(config)
-    launch(lambda layout, device: _train(config, local, layout, device), config.distributed)
+def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Learn from rewards as `config` says, from where its run directory left off. Collective.
 
-
-def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
+    `local` is the same with paths of copies in place of URLs (`burnish.train.localize`).
+    """
     with open_run(config, "rl", layout, device) as session, RewardPool(local.reward) as pool:
         spans, progress = session.spans, session.progress
         with progress.phase("setup", 4) as bar:
-            foundation = lay_foundation(local, layout, device, given=config)
+            foundation = lay_foundation(local, layout, device, given=config.model)
             bar.advance()
             dataset = prompt_dataset(foundation, local.data.train, "data.train", pool=pool)
             held_out = local.data.validation and prompt_dataset(

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import OptimConfig, RunConfig
+from burnish.config.schema import ModelConfig, OptimConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
@@ -115,27 +115,16 @@ class Learner:
         )
 
 
-def local_inputs(config: RunConfig, *, trains: bool = True) -> RunConfig:
-    """Return the configuration with local copies of URLs, and rank and layers of an adapter to go on from; see `with_local_inputs`."""
-    inputs = config.model_dump_json(include={"model", "critic", "data", "reward"})
-    if "://" not in inputs and config.model.lora.path is None:
-        return config
-    local: RunConfig = import_module("burnish.train.localize").with_local_inputs(
-        config, trains=trains
-    )
-    return local
-
-
 def lay_foundation(
     config: RunConfig,
     layout: Layout | None = None,
     device: torch.device | None = None,
     *,
-    given: RunConfig | None = None,
+    given: ModelConfig | None = None,
 ) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is the configuration before copies replaced its URLs. Without a layout and a device it is for one process and a CPU.
+    `given` is `config.model` before copies replaced its URLs. Without a layout and a device it is for one process and a CPU.
     """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
@@ -156,7 +145,7 @@ def lay_foundation(
     if config.algorithm.router_replay != "none":
         require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
-    url = given.model.path if given and given.model.path and is_url(given.model.path) else None
+    url = given.path if given and given.path and is_url(given.path) else None
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     if config.model.adapter:

@@ -13,7 +13,6 @@ from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import launch
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
 from burnish.train.run import Run, Validation
@@ -21,22 +20,19 @@ from burnish.train.setup import (
     Learner,
     example_dataset,
     lay_foundation,
-    local_inputs,
     make_engine,
 )
 
 
-def train(config: RunConfig) -> None:
-    """Fine-tune as `config` says; resumes where its run directory left off."""
-    local = local_inputs(config)
-    launch(lambda layout, device: _train(config, local, layout, device), config.distributed)
+def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Fine-tune as `config` says, from where its run directory left off. Collective.
 
-
-def _train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
+    `local` is the same with paths of copies in place of URLs (`burnish.train.localize`).
+    """
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
-            foundation = lay_foundation(local, layout, device, given=config)
+            foundation = lay_foundation(local, layout, device, given=config.model)
             bar.advance()
             dataset = example_dataset(foundation, local.data.train, "data.train")
             bar.advance()

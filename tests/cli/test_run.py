@@ -5,16 +5,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tiny import save_tiny
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
-import burnish.train
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config
+from burnish.config.schema import ModelConfig, RunConfig
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
 from burnish.train.own_directory import committed_steps
@@ -106,10 +105,7 @@ def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     assert main([*argv, "--dry-run"]) == 0
     said = "algorithm.policy_loss gspo is its paper's objective with algorithm.aggregation sequence_mean"
     assert capsys.readouterr().out.count(f"\nnote: {said}") == 1
-    trainer = ModuleType("rl")
-    trainer.train = lambda config: None
-    monkeypatch.setattr(burnish.train, "rl", trainer, raising=False)
-    monkeypatch.setitem(sys.modules, "burnish.train.rl", trainer)
+    monkeypatch.setattr("burnish.train.rl.train", lambda *given: None)
     assert main(argv) == 0
     assert [record.getMessage() for record in caplog.records if said in record.getMessage()]
 
@@ -312,7 +308,7 @@ def test_evaluating_a_runs_directory(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = begin_run(work)
-    monkeypatch.setattr("burnish.train.dry_run.evaluated", lambda config, run: (config, None))
+    monkeypatch.setattr("burnish.train.dry_run.newest_model", lambda run, model: (model, None))
     assert main(["eval", str(directory), "evaluation.n=2", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"newest checkpoint of {directory}" in text
@@ -328,19 +324,18 @@ def test_each_command_starts_its_trainer(
 ) -> None:
     started: list[tuple[object, ...]] = []
 
-    def trainer(module: str, function: str, result: object) -> None:
+    def stand_in(function: str, result: object) -> None:
         def start(*given: object) -> object:
-            started.append((module, *given))
+            started.append((function, *given))
             return result
 
-        stand_in = ModuleType(module)
-        setattr(stand_in, function, start)
-        monkeypatch.setitem(sys.modules, f"burnish.train.{module}", stand_in)
-        monkeypatch.setattr(burnish.train, module, stand_in, raising=False)
+        monkeypatch.setattr(f"burnish.train.{function}", start)
 
-    trainer("sft", "train", None)
-    trainer("rl", "train", None)
-    trainer("evaluate", "evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
+    stand_in("sft.train", None)
+    stand_in("rl.train", None)
+    stand_in("evaluate.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
+    model, step = ModelConfig(path="newest"), object()
+    monkeypatch.setattr("burnish.train.evaluate.newest_model", lambda *given: (model, step))
     directory = begin_run(work)
     for command in ("sft", "rl"):
         assert main([command, "c.yaml", "steps=5"]) == 0
@@ -350,8 +345,14 @@ def test_each_command_starts_its_trainer(
     assert main(["eval", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
     config = load_config("c.yaml", ["steps=5"]).config
-    assert started[:3] == [("sft", config), ("rl", config), ("evaluate", config, None)]
-    assert started[3][2] == directory
+    assert [given[:3] for given in started[:3]] == [
+        ("sft.train", config, config),
+        ("rl.train", config, config),
+        ("evaluate.evaluate", config, None),
+    ]
+    (_, evaluated, *given) = started[3]
+    assert isinstance(evaluated, RunConfig)
+    assert (evaluated.model, given[0]) == (model, step)
 
 
 @pytest.mark.parametrize("directory", ["file", "file/run"])

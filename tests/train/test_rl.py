@@ -16,6 +16,7 @@ import torch
 from training_files import RL, metrics, weights
 
 from burnish.algorithms.schedule import learning_rate
+from burnish.api import run_command
 from burnish.checkpoint.steps import committed
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
@@ -25,7 +26,6 @@ from burnish.records import Batch, Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.stats import Stats
-from burnish.train import rl
 from burnish.train.policy_update import Credit, PolicyUpdate
 from burnish.train.setup import lay_foundation
 
@@ -62,7 +62,7 @@ def test_a_run_whose_completions_are_all_empty(
         "steps": 2,
         "checkpoint": {"save_every": 1},
     }
-    rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING[case]}))
+    run_command("rl", RunConfig.model_validate({**RL, **settings, **EVERYTHING[case]}))
     run = work / "runs" / f"empty_{case}"
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -112,7 +112,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             "engine": {**RL.get("engine", {}), "park": park},
             **EVERYTHING["critic"],
         }
-        rl.train(RunConfig.model_validate({**RL, **settings}))
+        run_command("rl", RunConfig.model_validate({**RL, **settings}))
         assert len(engines) == 3
         assert len(held) >= 2
         assert all((size == 0) == park for size in held)
@@ -142,7 +142,7 @@ def test_kl_in_the_reward_scores_the_policy_once(
         "algorithm": {"kl": {"coef": 0.1, "place": "reward"}},
         "evaluation": {"every": 0},
     }
-    rl.train(RunConfig.model_validate({**RL, **settings}))
+    run_command("rl", RunConfig.model_validate({**RL, **settings}))
     assert len(passes) == 2
     assert sum(passes) == 2 * RL["batch"]["prompts"] * RL["rollout"]["n"]
 
@@ -164,7 +164,7 @@ def test_a_processor_without_products_in_bf16_is_named_once(
         "engine": {**RL.get("engine", {}), "precision": precision},
         **EVERYTHING["critic"],
     }
-    rl.train(RunConfig.model_validate({**RL, **settings}))
+    run_command("rl", RunConfig.model_validate({**RL, **settings}))
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("set engine.precision=fp32" in each for each in said) == warnings
 
@@ -192,7 +192,7 @@ def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule
         "algorithm": {"advantage": "gae", "kl": {"coef": 0.1}},
     }
     config = RunConfig.model_validate({**RL, **settings})
-    rl.train(config)
+    run_command("rl", config)
     assert scored == 2 * [*2 * [True], *2 * [False]]  # in the last two steps
     rows = metrics(work / "runs/waits")[1:]
     policy = [row["actor/lr"] for row in rows if "actor/lr" in row]
@@ -216,7 +216,7 @@ def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
     plain = TorchEngine.forward
     monkeypatch.setattr(TorchEngine, "forward", forward)
     settings = {"name": "half", "steps": 1, "engine": {"precision": "bf16"}}
-    rl.train(RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
+    run_command("rl", RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
     assert dtypes == [{torch.bfloat16}]
     assert metrics(work / "runs/half")[-1]["actor/kl_loss"] == 0
 
@@ -241,7 +241,7 @@ def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
         settings = {"name": name, "steps": 1, "rollout": {**RL["rollout"], "temperature": 0.7}}
         settings["batch"] = {**RL["batch"], "minibatches": 2 if name == "two" else 1}
         settings["engine"] = {**RL["engine"], "max_grad_norm": 100.0}
-        rl.train(RunConfig.model_validate({**RL, **settings, "algorithm": algorithm}))
+        run_command("rl", RunConfig.model_validate({**RL, **settings, "algorithm": algorithm}))
         return metrics(work / "runs" / name)[-1]
 
     plain = row("one")
@@ -271,11 +271,13 @@ def test_several_epochs_learn_from_the_same_mini_batches_and_resume_exactly(
     monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
     settings: dict[str, Any] = {
         "batch": {**RL["batch"], "minibatches": 2, "epochs": 3},
-        "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 8},
+        "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 2},
     }
 
     def run(name: str, steps: int) -> Path:
-        rl.train(RunConfig.model_validate({**RL, **settings, "name": name, "steps": steps}))
+        run_command(
+            "rl", RunConfig.model_validate({**RL, **settings, "name": name, "steps": steps})
+        )
         return work / "runs" / name
 
     whole = run("epochs", 3)
@@ -286,7 +288,7 @@ def test_several_epochs_learn_from_the_same_mini_batches_and_resume_exactly(
             assert {id(each) for each in learned[epoch : epoch + 2]} == {id(one), id(two)}
         assert all(micro.old_logprobs is not None for micro in one.microbatches)
     rows = metrics(whole)[1:]
-    assert [row["actor/lr"] for row in rows] == [0.0, 0.01 / 8, 0.02 / 8]
+    assert [row["actor/lr"] for row in rows] == [0.0, 0.005, 0.01]
     assert rows[-1]["actor/ppo_kl"] != 0
     run("parts", 2)
     parts = run("parts", 3)
@@ -307,7 +309,7 @@ def test_a_signal_after_the_rollouts_stops_before_the_update(
     monkeypatch.setattr(PolicyUpdate, "assign_credit", interrupted)
     monkeypatch.setattr(TorchEngine, "forward_backward", None)
     with pytest.raises(StoppedError, match=r"(?s)SIGTERM.*step 0"):
-        rl.train(RunConfig.model_validate({**RL, "name": "before_the_update"}))
+        run_command("rl", RunConfig.model_validate({**RL, "name": "before_the_update"}))
     (step,) = committed(work / "runs/before_the_update/checkpoints")
     assert step.state["cursor"] == 0
 
@@ -319,7 +321,7 @@ def test_a_stop_token_of_the_configuration_ends_completions(
     monkeypatch.chdir(work)
     whole = list(range(RL["model"]["fresh"]["vocab_size"]))
     settings = {"name": "stops", "steps": 1, "rollout": {**RL["rollout"], "stop_token_ids": whole}}
-    rl.train(RunConfig.model_validate({**RL, **settings}))
+    run_command("rl", RunConfig.model_validate({**RL, **settings}))
     row = metrics(work / "runs/stops")[-1]
     assert row["response_length/max"] == row["response_length/mean"] == 1
     assert row["response_length/clip_ratio"] == 0

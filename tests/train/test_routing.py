@@ -12,6 +12,7 @@ import torch
 from tiny import save_tiny
 from training_files import FRESH, RL, metrics
 
+from burnish.api import run_command
 from burnish.config.schema import RunConfig
 from burnish.engines.base import LossFn
 from burnish.engines.torch.parallelize import require_fitting
@@ -21,7 +22,6 @@ from burnish.records import Batch, Completion, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.stats import Stats
-from burnish.train import rl
 from burnish.train.critic import critic_foundation
 from burnish.train.setup import lay_foundation
 
@@ -64,7 +64,7 @@ def test_old_logprobs_are_exactly_those_of_the_first_update(
 
     monkeypatch.setattr(TorchEngine, "forward_backward", compared)
     evened = {**RL["engine"], "router_aux_loss": 0.01}
-    rl.train(config_of(f"replay_{replay}", replay, engine=evened))
+    run_command("rl", config_of(f"replay_{replay}", replay, engine=evened))
     assert before == [True, False] * 2
     row = metrics(work / "runs" / f"replay_{replay}")[-1]
     assert row["actor/moe/load_imbalance"] >= 1
@@ -86,13 +86,13 @@ def test_a_generator_that_does_not_say_is_refused(
     monkeypatch.chdir(work)
     monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Silent)
     with pytest.raises(BurnishError, match="router_replay=recompute"):
-        rl.train(config_of("silent", "rollout"))
+        run_command("rl", config_of("silent", "rollout"))
 
 
 def test_a_model_without_routers_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     with pytest.raises(UsageError, match=r"algorithm\.router_replay"):
-        rl.train(config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH}))
+        run_command("rl", config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH}))
 
 
 @pytest.mark.parametrize("dense", [True, False])
