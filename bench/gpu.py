@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -53,7 +53,6 @@ from burnish.models.flops import Passed
 from burnish.models.meta_init import count_flops
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
-from burnish.plan.timing import Command
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 
@@ -281,7 +280,7 @@ def _per_second(
 
 
 def _planned(
-    case: str, size: str, config: RunConfig, command: Command, peaks: Mapping[str, int]
+    case: str, size: str, config: RunConfig, command: Literal["sft", "rl"], peaks: Mapping[str, int]
 ) -> Iterator[Row]:
     """The bytes of each phase beside those of the plan."""
     shape = ModelShape.of(model_config(size))

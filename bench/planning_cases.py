@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
-from burnish.plan.memory import needs_of, phases_of
-from burnish.plan.model import PlannedModel
-from burnish.plan.timing import Command, Workload
+from burnish.plan.layouts import Planner
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
 """Lengths of a supervised micro-batch's sequences, as parts of it."""
@@ -91,7 +89,7 @@ class Case:
     """Of a step."""
     model: dict[str, Any] = field(default_factory=dict)
     """Further fields of its config.json."""
-    command: Command = "sft"
+    command: Literal["sft", "rl"] = "sft"
     """rl: with a generator, log-probs before the update, and a reference."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further settings, by their dotted names."""
@@ -154,13 +152,11 @@ class Case:
         assert isinstance(fresh, dict)
         name = "H100" if self.size else "CPU"
         devices = parse_devices(f"{self.processes}x{name}")
-        stages = needs_of(
-            PlannedModel(ModelShape.of(fresh), config.model.adapter),
-            config,
-            Workload.of(config, self.command),
-            replace(devices, shared_cache=shared_cache and devices.cpu),
-        )
-        phases = phases_of(stages, self.checkpointing).items()
+        devices = replace(devices, shared_cache=shared_cache and devices.cpu)
+        plan, refused = Planner(ModelShape.of(fresh), config, self.command, devices).as_configured()
+        if plan is None:
+            raise AssertionError(f"{self} cannot be planned") from refused
+        phases = plan.phases.items()
         return {phase: sum(parts.values()) - parts.get("host", 0.0) for phase, parts in phases}
 
     @property
@@ -348,7 +344,7 @@ def _small(
     checkpointing: str,
     processes: int,
     more: dict[str, Any],
-    command: Command = "sft",
+    command: Literal["sft", "rl"] = "sft",
 ) -> Case:
     model = {"num_hidden_layers": 3}
     return Case(

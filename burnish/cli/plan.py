@@ -151,7 +151,7 @@ def devices_of(
 
 
 def _as_json(plans: Sequence[Plan], given: Configured, devices: Devices) -> dict[str, Any]:
-    from burnish.plan.timing import ASSUMPTIONS
+    from burnish.plan.devices import ASSUMPTIONS
 
     plan, refused = given
     return {
@@ -184,8 +184,8 @@ def _lines(
     plans: Sequence[Plan], given: Configured, planner: Planner, devices: Devices
 ) -> Iterator[str]:
     """Print the best plan in full, the settings as they are, the next plans, and why others do not fit."""
+    from burnish.plan.devices import ASSUMPTIONS
     from burnish.plan.layouts import why_not
-    from burnish.plan.timing import ASSUMPTIONS
 
     kind = "reinforcement learning" if planner.work.slots else "supervised fine-tuning"
     count = planner.model.elements

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import get_args
+from typing import Literal, get_args
 
 from burnish.config.constraints import check_layout
 from burnish.config.remedies import remedies
@@ -14,10 +14,9 @@ from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.layout import is_divisible, require_divisible
 from burnish.errors import BurnishError, UsageError
 from burnish.families import ModelShape, names_of
-from burnish.plan.devices import PER_MACHINE, Devices
-from burnish.plan.memory import Parts, needs_of, phases_of, total_of
-from burnish.plan.model import PlannedModel, shards_of
-from burnish.plan.timing import Clock, Command, Workload
+from burnish.plan.devices import PER_MACHINE, Clock, Devices
+from burnish.plan.memory import MegatronNeeds, Needs, Parts, phases_of, total_of
+from burnish.plan.model import PlannedModel, Workload, shards_of
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 _VIRTUAL_STAGES = (1, 2, 4)
@@ -107,7 +106,7 @@ class Planner:
         self,
         shape: ModelShape,
         config: RunConfig,
-        command: Command,
+        command: Literal["sft", "rl"],
         devices: Devices,
         judges: Sequence[ModelShape] = (),
     ) -> None:
@@ -125,7 +124,13 @@ class Planner:
             )
         self.model = PlannedModel(shape, config.model.adapter)
         self.model.require_targets()
-        self.work = Workload.of(config, command)
+        if command == "sft":
+            work = Workload.of_examples(config.batch, config.data)
+        else:
+            work = Workload.of_completions(
+                config.batch, config.data, config.rollout, config.algorithm
+            )
+        self.work = replace(work, saves_in_background=config.checkpoint.background)
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
         self._config, self._command, self._devices = config, command, devices
@@ -238,17 +243,31 @@ class Planner:
                         yield found
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
-        config = self._config.model_copy(update={"engine": engine})
-        devices = self._devices
-        stages = needs_of(self.model, config, self.work, devices, self._judges)
+        stages = list(self._needs(engine))
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
-            host = {} if devices.cpu else max((s.host(kind) for s in stages), key=total_of)
+            host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
             operations = self._clock.operations(found)
             microbatches = stages[0].microbatches
             seconds = self._clock.seconds(found, microbatches, operations)
             phases = phases_of(stages, kind)
             yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
+
+    def _needs(self, engine: EngineConfig) -> Iterator[Needs]:
+        """Yield the needs of every pipeline stage that can be the fullest."""
+        of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
+        last = engine.pipeline_parallel - 1
+        middle = {(last + 1) // 2} if len(self.model.layers) > 1 else set()
+        for stage in sorted({0, last} | middle):
+            yield of_engine(
+                self.model,
+                self.work,
+                self._devices,
+                engine,
+                self._config.optim,
+                judges=self._judges,
+                stage=stage,
+            )
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from burnish.config.schema import RunConfig
+from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.families import LayerShape
 from burnish.plan.devices import Devices
 from burnish.plan.model import (
@@ -20,12 +20,12 @@ from burnish.plan.model import (
     PlannedModel,
     TokenBytes,
     Weight,
+    Workload,
     held,
     product_bytes,
     shards_of,
     token_bytes,
 )
-from burnish.plan.timing import Workload
 
 Parts = dict[str, float]
 """Bytes by what they are for."""
@@ -54,19 +54,21 @@ class Needs:
     def __init__(
         self,
         model: PlannedModel,
-        config: RunConfig,
         work: Workload,
         devices: Devices,
+        engine: EngineConfig,
+        optim: OptimConfig,
+        *,
         judges: Sequence[PlannedModel] = (),
         stage: int = 0,
     ) -> None:
         """Take the trained model, those of `reward.models`, and the pipeline stage's number."""
-        self._model, self._config, self._work, self._devices = model, config, work, devices
-        engine = self._engine = config.engine
+        self._model, self._work, self._devices = model, work, devices
+        self._engine, self._optim = engine, optim
         self._tensor, self._shards = engine.tensor_parallel, shards_of(engine, devices.count)
         self._world, self._cpu, self._stage = devices.count, devices.cpu, stage
-        self._width = product_bytes(config.engine)
-        budget, ranks = config.batch.tokens_per_device, engine.replicas * self._shards
+        self._width = product_bytes(engine)
+        budget, ranks = work.budget, engine.replicas * self._shards
         longest = -(-work.length // engine.sequence_parallel)
         self._tokens = min(budget, max(longest, -(-work.tokens // (work.updates * ranks))))
         self.microbatches = max(1, -(-work.tokens // (budget * ranks * work.updates)))
@@ -80,8 +82,8 @@ class Needs:
         self._judges = [self._beside(judge) for judge in judges]
 
     def _beside(self, model: PlannedModel) -> Needs:
-        alone = self._work.alone
-        return type(self)(model, self._config, alone, self._devices, stage=self._stage)
+        given = (model, self._work.alone, self._devices, self._engine, self._optim)
+        return type(self)(*given, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of each phase's fullest moment, in the order of a step."""
@@ -168,8 +170,8 @@ class Needs:
     @cached_property
     def _slots(self) -> float:
         """The optimizer's state: Muon keeps one number of a matrix, AdamW two."""
-        width = _BF16 if self._config.optim.moments == "bf16" else FP32
-        single = self._matrices if self._config.optim.kind == "muon" else 0.0
+        width = _BF16 if self._optim.moments == "bf16" else FP32
+        single = self._matrices if self._optim.kind == "muon" else 0.0
         return 2 * width * self._stepped - FP32 * single
 
     @cached_property
@@ -247,7 +249,7 @@ class Needs:
 
     @property
     def _staging(self) -> float:
-        if not self._config.checkpoint.background:
+        if not self._work.saves_in_background:
             return 0.0
         critic = self._critic._staging if self._critic else 0.0
         return FP32 * self._stepped + self._slots + critic
@@ -423,7 +425,7 @@ class Needs:
     @cached_property
     def _stepping(self) -> Parts:
         """The optimizer step's needs beside weights, gradients and lasting state."""
-        optim, parts = self._config.optim, Parts()
+        optim, parts = self._optim, Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
         if self._engine.optimizer_offload or optim.moments == "bf16":
@@ -604,7 +606,7 @@ class MegatronNeeds(Needs):
     def _stepping(self) -> Parts:
         every = [w for kind in self._counts for w in self._model.layers[kind]] + [*self._outside]
         alone = min(max(map(self._elements, every)), self._stepped)
-        rests = self._engine.optimizer_offload or self._config.optim.moments == "bf16"
+        rests = self._engine.optimizer_offload or self._optim.moments == "bf16"
         slots = 2 * FP32 * self._stepped if rests else 0.0
         wave = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * alone))
         # torch's AdamW has temporaries: of one weight on CPUs, of all that it steps together elsewhere.
@@ -615,24 +617,6 @@ class MegatronNeeds(Needs):
         engine = self._engine
         ranks = self._tensor * engine.pipeline_parallel * engine.expert_parallel
         return _sent(self._width * self._model.elements * (1 - 1 / ranks))
-
-
-def needs_of(
-    model: PlannedModel,
-    config: RunConfig,
-    work: Workload,
-    devices: Devices,
-    judges: Sequence[PlannedModel] = (),
-) -> list[Needs]:
-    """Return the needs of every pipeline stage that can be the fullest."""
-    given = (model, config, work, devices, judges)
-    if config.engine.kind == "torch":
-        return [Needs(*given)]
-    last = config.engine.pipeline_parallel - 1
-    stages = {0, last}
-    if len(model.layers) > 1:
-        stages.add((last + 1) // 2)
-    return [MegatronNeeds(*given, stage) for stage in sorted(stages)]
 
 
 def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:

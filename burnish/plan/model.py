@@ -1,4 +1,4 @@
-"""Count a model: elements of its parameters on a rank, and bytes of a token in its layers.
+"""Count a model and a step: parameters on a rank, sequences, and bytes of a token in each layer.
 
 `token_bytes` is the planner's table of activations. It follows both engines' layers
 (`burnish.models.kernels`, transformers, Megatron-Core) operation by operation, in closed form.
@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from burnish.config.schema import EngineConfig, LoraConfig
+from burnish.config.schema import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    EngineConfig,
+    LoraConfig,
+    RolloutConfig,
+)
 from burnish.families import LayerShape, ModelShape
 from burnish.models.flops import ModelFlops
 from burnish.models.lora.adapter_config import are_parameters, require_targets
 
 FP32 = 4
 """Bytes of a number."""
+ASSUMED_PROMPT = 512
+"""Tokens of a prompt, if `data.max_prompt_length` is not given."""
 _BF16 = 2
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 # Ends of the names of linear layers whose columns tensor parallelism divides.
@@ -356,3 +365,87 @@ def _of_megatron(
     kept = 2 * part + router + rows + 5 * inner
     work = max(3 * rows, rows + 3 * inner)
     return attention, _Block(kept, kept, work, max(2 * inner, 2 * rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The sequences of a step, each as long as it may be."""
+
+    budget: int
+    """Most tokens of a micro-batch on each device."""
+    sequences: int
+    """Sequences over all devices."""
+    prompt: int
+    """Tokens of a prompt; 0 in supervised fine-tuning."""
+    trained: int
+    """Tokens of each sequence that are trained on."""
+    updates: int = 1
+    """Optimizer steps in one epoch."""
+    epochs: int = 1
+    """Times that the sequences are learned from."""
+    scorings: int = 0
+    """Forward passes of policy and reference before the updates."""
+    has_reference: bool = False
+    """Whether a frozen reference scores the sequences."""
+    has_critic: bool = False
+    """Whether a second model learns values."""
+    slots: int = 0
+    """Most sequences that a device generates at one time; 0: none are generated."""
+    is_nucleus: bool = False
+    """Whether sampling sorts the vocabulary."""
+    samples: int = 1
+    """Sequences of each prompt."""
+    is_replayed: bool = False
+    """Whether the updates know which experts tokens go to."""
+    saves_in_background: bool = False
+    """Whether a save begins with a copy of the state in host memory."""
+
+    @classmethod
+    def of_examples(cls, batch: BatchConfig, data: DataConfig) -> Self:
+        """Return the work of supervised fine-tuning."""
+        budget = batch.tokens_per_device
+        return cls(budget, batch.examples, 0, data.max_length or budget)
+
+    @classmethod
+    def of_completions(
+        cls,
+        batch: BatchConfig,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+    ) -> Self:
+        """Return the work of reinforcement learning."""
+        several = batch.minibatches * batch.epochs > 1
+        replay = algorithm.router_replay
+        recomputes = several and "recompute" in (algorithm.old_logprobs, replay)
+        compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
+        return cls(
+            budget=batch.tokens_per_device,
+            sequences=batch.prompts * rollout.n,
+            prompt=data.max_prompt_length or ASSUMED_PROMPT,
+            trained=rollout.max_response_length,
+            updates=batch.minibatches,
+            epochs=batch.epochs,
+            scorings=int(recomputes) + compared,
+            has_reference=compared > 0,
+            has_critic=algorithm.advantage == "gae",
+            slots=rollout.slots,
+            is_nucleus=rollout.top_p < 1,
+            samples=rollout.n,
+            is_replayed=replay == "rollout" or (replay == "recompute" and several),
+        )
+
+    @property
+    def alone(self) -> Self:
+        """The work of a critic or a reward model."""
+        return replace(self, has_critic=False, has_reference=False, slots=0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt + self.trained
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.length

@@ -6,8 +6,7 @@ from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.memory import Needs
-from burnish.plan.model import PlannedModel
-from burnish.plan.timing import Workload
+from burnish.plan.model import PlannedModel, Workload
 
 WIDTH, WORDS = 64, 65536
 MODEL = {
@@ -39,7 +38,10 @@ def needs(replicas, shards, *, cpu=True, tokens=8, command="rl", precision="fp32
     config = RunConfig.model_validate(values)
     model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
     devices = parse_devices(f"{replicas * shards}x{'CPU' if cpu else 'H100'}")
-    return Needs(model, config, Workload.of(config, command), devices)
+    work = Workload.of_examples(config.batch, config.data)
+    if command == "rl":
+        work = Workload.of_completions(config.batch, config.data, config.rollout, config.algorithm)
+    return Needs(model, work, devices, config.engine, config.optim)
 
 
 @pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])

@@ -11,7 +11,6 @@ from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner, gigabytes, why_not
 from burnish.plan.model import PlannedModel
-from burnish.plan.timing import Workload
 
 SFT = {
     "model": {"fresh": QWEN3_8B, "tokenizer": "t"},
@@ -281,10 +280,7 @@ def test_replayed_routers_are_recorded_by_a_pass_before_several_updates():
     """Also where the generator's log-probs are kept."""
     algorithm = {"old_logprobs": "rollout", "router_replay": "recompute"}
     found = [
-        Workload.of(
-            RunConfig.model_validate(RL | {"algorithm": algorithm, "batch": RL["batch"] | batch}),
-            "rl",
-        )
+        planner(RL | {"algorithm": algorithm, "batch": RL["batch"] | batch}, "rl").work
         for batch in ({"minibatches": 2}, {"minibatches": 1, "epochs": 2}, {"minibatches": 1})
     ]
     assert [(work.scorings, work.is_replayed) for work in found] == 2 * [(1, True)] + [(0, False)]

@@ -14,8 +14,7 @@ from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
 from burnish.plan.memory import MegatronNeeds
-from burnish.plan.model import PlannedModel
-from burnish.plan.timing import Workload
+from burnish.plan.model import PlannedModel, Workload
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
 MIXTURE = {
@@ -238,7 +237,8 @@ def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
     values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
     config, model = RunConfig.model_validate(values), planned(values["model"]["fresh"])
     devices = parse_devices(f"{ranks}xH100")
-    needs = MegatronNeeds(model, config, Workload.of(config, "sft"), devices, stage=stage)
+    work = Workload.of_examples(config.batch, config.data)
+    needs = MegatronNeeds(model, work, devices, config.engine, config.optim, stage=stage)
     each, over = divmod(depth, ranks * virtual)
     layers = [each + (run < over) for run in range(stage, ranks * virtual, ranks)]
     ahead = ranks - stage - 1
