@@ -30,7 +30,7 @@ def train_rank(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[dict
     }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_computing_again_changes_nothing(tmp_path: Path, world: int) -> None:
     families = ("qwen3", "gemma3_text", "qwen3_moe")
     paths = {family: save_tiny(tmp_path / family, family, torch.float32) for family in families}

@@ -113,7 +113,7 @@ def train_by_hand(path: Path) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in named.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
 def test_every_layout_takes_the_steps_of_torchs_muon(tmp_path: Path, family: str) -> None:
     path = save_tiny(tmp_path / "m", family, torch.float32)
     before = {

@@ -71,7 +71,7 @@ def compare_rank(layout: Layout, path: Path, settings: dict[str, Any]) -> dict[s
         pytest.param(2, {}, marks=pytest.mark.nightly),
         pytest.param(2, {"replicas": 2}, marks=pytest.mark.nightly),
         (2, {"tensor_parallel": 2, "activation_checkpointing": "full"}),
-        (2, {"sequence_parallel": 2}),
+        pytest.param(2, {"sequence_parallel": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_changes_in_any_layout(

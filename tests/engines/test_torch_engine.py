@@ -55,7 +55,7 @@ def train_rank(layout: Layout, path: Path, per_micro: int, replicas: int = 1) ->
     return train(engine, make_examples(VOCAB), per_micro)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
 def test_steps_are_those_of_a_plain_model_however_a_batch_is_cut(
     tmp_path: Path, family: str
 ) -> None:
@@ -189,7 +189,9 @@ def test_engines_of_one_layout_share_their_process_groups(tmp_path: Path) -> Non
         assert one == other
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)]
+)
 def test_gradients_are_reduced_in_each_micro_batch_or_once(
     tmp_path: Path, world: int, replicas: int
 ) -> None:

@@ -87,6 +87,7 @@ def test_ranks_wait_by_what_an_update_costs(lora, trained, monkeypatch):
     assert apart == bool(foundation.adapter)
 
 
+@pytest.mark.nightly
 def test_a_run_balances_by_what_its_update_costs(lora, monkeypatch):
     monkeypatch.chdir(lora)
     texts = ["1" * n for n in (1900, *range(100, 600, 70))]
@@ -135,6 +136,7 @@ def require_same_when_interrupted(lora, argv, name, uninterrupted):
     }
 
 
+@pytest.mark.nightly
 def test_the_kl_to_the_model_without_it_begins_at_zero(lora):
     run = done(lora, "rl", "rl-lora.yaml", "name=kl", "algorithm.kl.place=loss", "steps=3")
     kl = [row["actor/kl_loss"] for row in metrics(run) if row["step"]]
@@ -319,7 +321,13 @@ def test_another_model_in_the_place_of_the_adapters_is_refused(lora):
         assert "\nstep " not in output
 
 
-@pytest.mark.parametrize(("change", "status"), [("one is missing", 5), ("one is too much", 4)])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ("one is missing", 5),
+        pytest.param("one is too much", 4, marks=pytest.mark.nightly),
+    ],
+)
 def test_an_adapter_with_other_keys_is_refused(lora, change, status):
     name = change.replace(" ", "_")
     run = done(lora, "sft", "sft-lora.yaml", f"name={name}", "steps=1")

@@ -86,12 +86,13 @@ def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, rep
         assert_same(run, wanted)
 
 
-def test_engines_go_on_from_each_other(work, of_torch):
-    engines = ([MEGATRON, LAYOUTS["PP 2"]], ["engine.tensor_parallel=2"])
-    for number, (first, second) in enumerate((engines, engines[::-1])):
-        argv = [*RL, f"name=changing_{number}"]
-        done(work, *argv, "steps=3", *first, world=2)
-        assert_same(done(work, *argv, *second, world=2), of_torch)
+@pytest.mark.parametrize("begins", ["megatron", pytest.param("torch", marks=pytest.mark.nightly)])
+def test_engines_go_on_from_each_other(work, of_torch, begins):
+    engines = [[MEGATRON, LAYOUTS["PP 2"]], ["engine.tensor_parallel=2"]]
+    first, second = engines if begins == "megatron" else reversed(engines)
+    argv = [*RL, f"name={begins}_begins"]
+    done(work, *argv, "steps=3", *first, world=2)
+    assert_same(done(work, *argv, *second, world=2), of_torch)
 
 
 def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):

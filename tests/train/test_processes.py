@@ -27,7 +27,9 @@ def of_one(work):
     return cache(lambda kind: done(work, *RUNS[kind], f"name=one_{kind}"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl", pytest.param("ppo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["sft", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("rl", "ppo"))]
+)
 def test_two_processes_do_what_one_does(work, of_one, kind):
     argv, one = RUNS[kind], of_one(kind)
     assert_same(done(work, *argv, f"name=two_{kind}", world=2), one)

@@ -1,6 +1,6 @@
 """Every Megatron layout × kind of model × recomputation against one plain transformers process, in fp32.
 
-`make test` runs every layout once (`some_cases`), `make nightly` with more kinds of model; `make contract` runs all.
+`make test` runs some layouts (`BY_DAY`), `make nightly` every layout with most kinds of model; `make contract` runs all.
 """
 
 from __future__ import annotations
@@ -81,17 +81,27 @@ ALL_CASES: list[Case] = [
 ]
 
 
-KINDS_MET = {1: 2, 2: 1, 4: 1}
-"""How many kinds of model a layout meets in `make test`, by its processes."""
-KINDS_MET_BY_NIGHT = {1: 3, 2: 2, 4: 2}
+KINDS_MET = {1: 3, 2: 2, 4: 2}
+"""How many kinds of model a layout meets in `make nightly`, by its processes."""
+BY_DAY: list[Case] = [
+    ("1", "tied", "none"),
+    ("te", "moe", "selective"),
+    ("tp 2 + sp", "tied", "selective"),
+    ("sequence 2", "dense", "none"),
+    ("vpp uneven", "dense", "full"),
+    ("ep 2", "moe", "selective"),
+    ("etp 1 x tp 2", "moe", "full"),
+    ("tp 2 x pp 2", "tied", "none"),
+]
+"""What `make test` runs: every way to share the work, every kind of model, every way to recompute."""
 
 
-def some_cases(kinds_met: Mapping[int, int]) -> list[Case]:
+def cases_of_the_night() -> list[Case]:
     """Every layout, with so many kinds of model, of those that have a meaning; each way to recompute in turn."""
     pairs = []
     for i, (name, (world, _)) in enumerate(LAYOUTS.items()):
         kinds = [kind for kind in MODELS if has_meaning(name, kind)]
-        met = range(min(kinds_met[world], len(kinds)))
+        met = range(min(KINDS_MET[world], len(kinds)))
         pairs += [(name, kinds[(i + number) % len(kinds)]) for number in met]
     return [(*pair, RECOMPUTED[i % len(RECOMPUTED)]) for i, pair in enumerate(pairs)]
 
@@ -166,34 +176,33 @@ def check_cases(
         assert sum(each["predictions"] for each in found) == wanted["predictions"], case
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_every_layout_trains_like_one_plain_model(
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_layouts_train_like_one_plain_model(
     models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
 ) -> None:
-    cases = [case for case in some_cases(KINDS_MET) if LAYOUTS[case[0]][0] == world]
-    check_cases(models, oracles, cases)
+    check_cases(models, oracles, [case for case in BY_DAY if LAYOUTS[case[0]][0] == world])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_layout_trains_more_kinds_like_one_plain_model(
+def test_every_layout_trains_like_one_plain_model(
     models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
 ) -> None:
-    by_day = some_cases(KINDS_MET)
-    cases = [each for each in some_cases(KINDS_MET_BY_NIGHT) if each not in by_day]
-    check_cases(models, oracles, [case for case in cases if LAYOUTS[case[0]][0] == world])
+    cases = [case for case in cases_of_the_night() if LAYOUTS[case[0]][0] == world]
+    check_cases(models, oracles, cases)
 
 
 def test_what_meets_in_what_the_suite_runs() -> None:
-    """Every layout; each kind of model and each way to recompute on two and on four processes; by night each pair of them."""
-    by_day, by_night = some_cases(KINDS_MET), some_cases(KINDS_MET_BY_NIGHT)
-    assert {*by_day, *by_night} <= set(ALL_CASES)
+    """By day every kind of model and every way to recompute on two processes; by night every layout, and each pair of them."""
+    by_night = cases_of_the_night()
+    assert {*BY_DAY, *by_night} <= set(ALL_CASES)
     assert {case[1:] for case in by_night} == set(product(MODELS, RECOMPUTED))
-    for some in (by_day, by_night):
-        assert {name for name, *_ in some} == set(LAYOUTS)
-        for place, all_of_them in ((1, MODELS), (2, RECOMPUTED)):
-            met = {(LAYOUTS[case[0]][0], case[place]) for case in some}
-            assert met >= set(product((2, 4), all_of_them))
+    assert {name for name, *_ in by_night} == set(LAYOUTS)
+    on_two = [case for case in BY_DAY if LAYOUTS[case[0]][0] == 2]
+    for place, all_of_them in ((1, MODELS), (2, RECOMPUTED)):
+        assert {case[place] for case in on_two} == set(all_of_them)
+        met = {(LAYOUTS[case[0]][0], case[place]) for case in by_night}
+        assert met >= set(product((2, 4), all_of_them))
 
 
 @pytest.mark.contract

@@ -103,7 +103,7 @@ def described(shards: Iterator[Shard]) -> Iterator[tuple[str, Any, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "world", [1, 2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 4))]
+    "world", [1, *(pytest.param(each, marks=pytest.mark.nightly) for each in (2, 3, 4))]
 )
 def test_what_is_filled_comes_out(world: int) -> None:
     names = [name for name, (processes, _) in LAYOUTS.items() if processes == world]
