@@ -8,8 +8,10 @@ turns (a thinking model's thoughts). In the last turn, a template must write wha
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,12 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.columns import Message, Tools
-from burnish.data.tokenizer import end_of_turn_id, has_generation_marks
+from burnish.data.columns import Message, Tools, called
+from burnish.data.tokenizer import end_of_turn_id, has_generation_marks, render
 from burnish.errors import UsageError
 from burnish.records import Mask, TokenIds
+
+logger = logging.getLogger(__name__)
 
 Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""
@@ -30,6 +34,8 @@ _ANCHOR = "\n"
 # Text that another follows without being merged with it.
 _CONTENTS = ("0", "x")
 """Two contents of a message that have no beginning in common."""
+_CHARACTERS = 32
+"""Per token of the limit. So much of a longer text is tokenized before the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,21 @@ class ChatEncoder:
     """Encode rows with one tokenizer, many at a time to use its threads."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> None:
-        """`template_kwargs`: variables of the chat template. Raises `UsageError` for one it does not read."""
+        """`template_kwargs`: variables of the chat template. `limit`: tokens beyond which ids may be cut.
+
+        Raises `UsageError` for a variable that the template does not read; notes a switch.
+        """
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._limit = limit
+        self._longest = 0 if limit is None else max(map(len, tokenizer.get_vocab()))
+        self.unwritten: str | None = None
+        """The first message of an assistant that the template leaves out."""
         _require_read(tokenizer, self._template_kwargs)
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
@@ -78,6 +94,7 @@ class ChatEncoder:
         self._ends = np.array(sorted(ends), dtype=np.int64)
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
+        self._reads_calls = _reads(tokenizer, "tool_calls")
         # The beginning of a sequence may have the same id as its end.
         plain, closed = (
             tokenizer("0", add_special_tokens=each)["input_ids"] for each in (False, True)
@@ -87,20 +104,42 @@ class ChatEncoder:
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Tokenize each text. `special` adds the tokenizer's leading tokens, never trailing ones."""
+        """Tokenize each text. `special` adds the tokenizer's leading tokens, never trailing ones.
+
+        Of a text far over the limit there may be only the first tokens, more than the limit.
+        """
         if not texts:
             return []
         lists: list[list[int]] = self._tokenizer(
-            list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
+            list(map(self._beginning, texts)),
+            add_special_tokens=special,
+            return_attention_mask=False,
+            verbose=False,
         )["input_ids"]
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
+
+    def _beginning(self, text: str) -> str:
+        """Return as much of a text as shows that it is over the limit; else all."""
+        if self._limit is None:
+            return text
+        # A token that is cut may become one for each of its characters.
+        most = self._limit + self._longest
+        size = most * _CHARACTERS
+        while size < len(text):
+            if len(self._tokenizer(text[:size], verbose=False)["input_ids"]) > most:
+                return text[:size]
+            size *= 4
+        return text
 
     def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
         """Render a conversation up to the assistant's next turn; leave a last assistant turn open."""
         if messages[-1].get("role") == "assistant":
             options = {"tokenize": False, "continue_final_message": True}
-            return str(self._render(messages, name, tools, **options))
-        return self._before(messages, name, tools)
+            text = str(self._render(messages, name, tools, **options))
+        else:
+            text = self._before(messages, name, tools)
+        self._require_calls(messages, name, text)
+        return text
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
         """Render a conversation with the assistant's answer, or the rest of its open last turn."""
@@ -152,6 +191,11 @@ class ChatEncoder:
         """Take masks from `{% generation %}`; add an end of turn that the template left outside."""
         encoded = []
         for row in rows:
+            text = self._checked(row)
+            if self._beginning(text) != text:
+                ids = np.array(self.ids([text], special=False)[0], dtype=np.int64)
+                encoded.append((ids, np.ones(len(ids), dtype=np.bool_)))
+                continue
             out = self._render(row.messages, row.name, row.tools, return_assistant_tokens_mask=True)
             ids = np.array(out["input_ids"], dtype=np.int64)
             mask = np.array(out["assistant_masks"], dtype=np.bool_)
@@ -165,7 +209,7 @@ class ChatEncoder:
     def _by_prefixes(self, rows: Sequence[Conversation]) -> list[Encoded]:
         texts: list[str] = []
         for row in rows:
-            texts.append(self._whole(row.messages, row.name, row.tools))
+            texts.append(self._checked(row))
             for turn in row.turns:
                 texts.append(self._before(row.messages[:turn], row.name, row.tools))
                 texts.append(self._whole(row.messages[: turn + 1], row.name, row.tools))
@@ -236,6 +280,29 @@ class ChatEncoder:
         options = {"tokenize": False, "add_generation_prompt": True}
         return str(self._render(messages, name, tools, **options))
 
+    def _checked(self, row: Conversation) -> str:
+        """Render a conversation; see that the template writes what its assistant says."""
+        text = self._whole(row.messages, row.name, row.tools)
+        self._require_calls(row.messages, row.name, text)
+        for turn in row.turns:
+            content = row.messages[turn]["content"]
+            # Thoughts of past turns may go.
+            said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+            if said not in text and json.dumps(said)[1:-1] not in text:
+                self.unwritten = self.unwritten or f"message {turn} of {row.name}"
+        return text
+
+    def _require_calls(self, messages: Sequence[Message], name: str, text: str) -> None:
+        for turn, message in enumerate(messages):
+            names = [str(called(call).get("name")) for call in message.get("tool_calls", ())]
+            if any(each not in text for each in names) or (names and not self._reads_calls):
+                raise UsageError(
+                    f"the chat template does not write the tool calls of message {turn} of {name}",
+                    have=f"calls of {', '.join(names)}",
+                    want="a template that writes tool_calls",
+                    do="set model.chat_template to one, or write the calls into content",
+                )
+
     def _whole(self, messages: list[Message], name: str, tools: Tools | None) -> str:
         return str(self._render(messages, name, tools, tokenize=False))
 
@@ -251,8 +318,8 @@ class ChatEncoder:
             self._template_kwargs if tools is None else self._template_kwargs | {"tools": tools}
         )
         try:
-            return self._tokenizer.apply_chat_template(messages, **variables, **options)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            return render(self._tokenizer, messages, **variables, **options)
+        except jinja2.TemplateError as error:
             raise UsageError(
                 f"the chat template refuses {name}: {error}",
                 have=f"roles {', '.join(str(message.get('role')) for message in messages)}",
@@ -267,8 +334,13 @@ def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _require_read(tokenizer: PreTrainedTokenizerBase, names: Collection[str]) -> None:
-    unread = [name for name in names if not _reads(tokenizer, name)]
+def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
+    unread = [name for name in variables if not _reads(tokenizer, name)]
+    if unread and all(isinstance(variables[name], bool) for name in unread):
+        logger.warning(
+            "data.chat_template_kwargs: the chat template does not read %s", ", ".join(unread)
+        )
+        return
     if unread:
         raise UsageError(
             f"the chat template does not read {', '.join(unread)}",

@@ -26,13 +26,26 @@ Tools = list[dict[str, Any]]
 
 READERS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """File suffix to reader of `datasets`. In a directory, files with other suffixes are ignored."""
-PROMPT_COLUMNS = ("prompt", "question", "problem")
-"""Usual names of the prompt (verl and TRL; GSM8K; MATH)."""
-ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+INSTRUCTION_COLUMN = "instruction"
+"""Alpaca's prompt, which `input` completes; `output` is the answer."""
+PROMPT_COLUMNS = ("prompt", "question", "problem", INSTRUCTION_COLUMN)
+"""Usual names of the prompt (verl and TRL; GSM8K; MATH; Alpaca)."""
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "output")
 """Usual names of the ground truth; a dot goes into a nested column."""
 TOOLS_COLUMN = "tools"
 """The functions that a row's conversation may call (TRL)."""
-_MESSAGES = "messages"
+_MESSAGES_COLUMNS = ("messages", "conversations")
+"""Usual names of a chat (OpenAI and TRL; ShareGPT)."""
+_ROLES: Mapping[str, str] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""ShareGPT's `from` to `role`."""
 
 
 def is_data(name: str) -> bool:
@@ -42,11 +55,11 @@ def is_data(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExampleFormat:
-    """Ways to read an example: messages, prompt and completion, or plain text."""
+    """Ways to read an example: messages, prompt and completion, Alpaca's columns, or plain text."""
 
-    kind: Literal["chat", "pair", "text"]
+    kind: Literal["chat", "pair", "alpaca", "text"]
     columns: Mapping[str, str]
-    """The column of the messages; of prompt and completion; of the text."""
+    """The column of the messages; of prompt and completion; of instruction and output; of the text."""
 
 
 def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
@@ -59,20 +72,22 @@ def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
     pair = ExampleFormat(
         "pair", {"prompt": prompt, "completion": data.completion_column or "completion"}
     )
-    chat = ExampleFormat("chat", {"messages": data.messages_column or _MESSAGES})
+    messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
+    chat = ExampleFormat("chat", {"messages": messages})
     text = ExampleFormat("text", {"text": data.text_column or "text"})
+    alpaca = ExampleFormat("alpaca", {"prompt": INSTRUCTION_COLUMN, "completion": "output"})
     named = [
         (pair, data.prompt_column or data.completion_column),
         (chat, data.messages_column),
         (text, data.text_column),
     ]
     chosen = [each for each, name in named if name is not None]
-    for each in chosen or (chat, pair, text):
+    for each in chosen or (chat, pair, alpaca, text):
         if all(map(rows.has, each.columns.values())):
             return each
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
-        raise rows.missing((_MESSAGES, *PROMPT_COLUMNS, "text"), settings)
+        raise rows.missing((*_MESSAGES_COLUMNS, *PROMPT_COLUMNS, "text"), settings)
     wanted = (chosen or [pair])[0].columns
     kind, missing = next((kind, name) for kind, name in wanted.items() if not rows.has(name))
     raise rows.missing((missing,), f"data.{kind}_column")
@@ -84,7 +99,7 @@ def prompt_column(data: DataConfig, rows: Rows) -> str:
     Raises `MissingError` if there is none.
     """
     chosen = data.prompt_column or data.messages_column
-    names = (chosen,) if chosen else (PROMPT_COLUMNS[0], _MESSAGES, *PROMPT_COLUMNS[1:])
+    names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
     found = _first(names, rows)
     if found is None:
         is_chat = data.messages_column and not data.prompt_column
@@ -94,7 +109,7 @@ def prompt_column(data: DataConfig, rows: Rows) -> str:
 
 def holds_chats(data: DataConfig, column: str) -> bool:
     """Return whether a column holds whole chats, whose last assistant turn is no prompt."""
-    return column == (data.messages_column or _MESSAGES)
+    return column in ((data.messages_column,) if data.messages_column else _MESSAGES_COLUMNS)
 
 
 def answer_column(data: DataConfig, rows: Rows) -> str | None:
@@ -120,13 +135,23 @@ def value_at(row: Row, name: str) -> Any:
     return value
 
 
-def messages_of(value: Any, name: str) -> list[Message]:
+def instruction_of(row: Row) -> str:
+    """Return Alpaca's prompt: the instruction and, below it, the input."""
+    return "\n\n".join(
+        str(part) for name in (INSTRUCTION_COLUMN, "input") if (part := row.get(name))
+    )
+
+
+def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]:
     """Check chat messages, and remove the nulls that Arrow adds to make rows alike.
 
-    Raises `UsageError` naming the row unless it is a list of messages with `role` and `content`.
+    With a `role`, a string is its message. ShareGPT's `from` and `value` become `role` and
+    `content`. Raises `UsageError` naming the row unless it is a list of messages.
     """
+    if role is not None and isinstance(value, str):
+        value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise _not_messages(name, f"{type(value).__name__} {str(value)[:60]!r}")
+        raise _not_messages(name, value, "" if role is None else "a string, or ")
     return [_message(turn, f"message {i} of {name}") for i, turn in enumerate(value)]
 
 
@@ -158,14 +183,45 @@ def _not_tools(name: str, value: Any) -> UsageError:
 
 
 def _message(turn: Any, name: str) -> Message:
+    if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
+        if turn["from"] not in _ROLES:
+            raise _not_messages(name, turn, want=f"from: {', '.join(_ROLES)}")
+        others = {key: turn[key] for key in turn.keys() - {"from", "value"}}
+        turn = {**others, "role": _ROLES[turn["from"]], "content": turn.get("value")}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise _not_messages(name, f"keys {sorted(turn)}" if isinstance(turn, dict) else repr(turn))
+        raise _not_messages(name, turn)
     message: Message = _without_nulls(turn)
-    if "content" not in message:
-        if message.keys() == {"role"}:
-            raise _not_messages(name, "no content")
-        message["content"] = ""
+    if message.keys() == {"role"} or not isinstance(message.setdefault("content", ""), str | list):
+        raise _not_messages(name, turn)
+    if "tool_calls" in message and not _are_calls(message["tool_calls"]):
+        raise UsageError(
+            f"the tool calls of {name} cannot be read",
+            have=f"{message['tool_calls']!r:.200}",
+            want='tool_calls: a list of {"function": {"name": ..., "arguments": {...}}}',
+            do="correct the row",
+        )
     return message
+
+
+def _are_calls(calls: Any) -> bool:
+    return isinstance(calls, list) and all(map(_is_call, calls))
+
+
+def _is_call(call: Any) -> bool:
+    function = called(call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(function.get("name"), str) and isinstance(arguments, dict)
+
+
+def called(call: Any) -> Mapping[str, Any]:
+    """Return the name and arguments of a tool call, in OpenAI's form or without its envelope."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function if isinstance(function, dict) else {}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -176,11 +232,11 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _not_messages(name: str, have: str) -> UsageError:
+def _not_messages(name: str, value: Any, or_: str = "", *, want: str = "") -> UsageError:
     return UsageError(
         f"{name} is not in chat form",
-        have=have,
-        want='a list of {"role": ..., "content": ...}',
+        have=f"{type(value).__name__} {value!r:.100}",
+        want=want or or_ + 'a list of {"role": ..., "content": ...}',
         do="convert the data to that form",
     )
 

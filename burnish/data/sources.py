@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,15 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets.packaged_modules.json.json import JsonConfig
+import xxhash
+from datasets.packaged_modules.json.json import Json, JsonConfig
+from datasets.packaged_modules.parquet.parquet import Parquet
 
 from burnish.data.columns import READERS, Row
 from burnish.errors import MissingError, UsageError
+from burnish.tracking.progress import Progress
 
 _TEMPORAL = ("timestamp", "date", "time", "duration")
 _PARQUET_ROWS = 1024
 _REASON = 300
 _EXCERPT = 60
+_CHUNK = 16 << 20
+_MEGA = 1e6
+_DEEP = b"[" * 64
+"""Arrow takes minutes for a thousand nested lists, and crashes at ten thousand."""
 # Newer readers take some column names for logs of coding agents and change the rows.
 _JSON_OPTIONS = {
     name: False for name in JsonConfig.__dataclass_fields__ if name == "parse_agent_traces"
@@ -43,6 +51,8 @@ class Rows:
     """The files of the rows, in order."""
     texts: tuple[str, ...] = ()
     """The columns that hold JSON texts."""
+    digest: str = ""
+    """Of the content of the files."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -104,15 +114,20 @@ class Rows:
         )
 
 
-def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
+def load_rows(
+    paths: Sequence[str], setting: str = "data.train", progress: Progress | None = None
+) -> Rows:
     """Read files, directories and glob patterns in the given order, each sorted by name.
 
     A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same
-    columns. `setting` names the configuration key in messages.
+    columns. `setting` names the configuration key in messages. The Arrow files belong to the
+    content and the state of the files, not to their names and times.
 
-    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows and for
-    mixed or unknown kinds of file, and names file and line of a broken JSON line.
+    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, for
+    mixed or unknown kinds of file, and for a file that changes meanwhile. Names file and line of a
+    broken JSON line.
     """
+    progress = progress or Progress(enabled=False)
     files = [file for path in paths for file in _matches(path, setting)]
     if not files:
         raise UsageError(
@@ -122,11 +137,19 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
         )
     kind = _kind(files, setting)
     names = tuple(str(file) for file in files)
-    if all(_is_blank(file) for file in files):
+    try:
+        states = _states(files)
+        digest = _content(files, progress)
+        is_blank = all(map(_is_blank, files))
+    except OSError as error:
+        problem = f"{setting}: {_listed(names)} cannot be read"
+        raise UsageError(problem, have=error, do="see that you may read it") from error
+    if is_blank:
         raise _empty(names, setting)
     try:
-        table = _read(kind, names)
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        with progress.phase("converting"):
+            table = _read(kind, names, xxhash.xxh3_128_hexdigest(repr((digest, states)).encode()))
+    except (datasets.exceptions.DatasetGenerationError, ValueError, RecursionError) as error:
         raise _explained(error, kind, files, setting) from error
     except OSError as error:
         raise UsageError(
@@ -139,7 +162,35 @@ def load_rows(paths: Sequence[str], setting: str = "data.train") -> Rows:
     texts = [n for n, f in table.features.items() if _is_changed(f)] if kind == "json" else []
     if texts:
         table = _with_json_texts(table, files, texts)
-    return Rows(table, names, tuple(texts))
+    if _states(files) != states:
+        raise UsageError(
+            f"{setting}: {_listed(names)} changed while it was read",
+            want="files that nobody writes to",
+            do="start again when they are whole",
+        )
+    return Rows(table, names, tuple(texts), digest)
+
+
+def _states(files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """Return what differs after any change of a file; `cp -p` and `rsync -t` keep only its mtime."""
+    found = map(os.stat, files)
+    return [(each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino) for each in found]
+
+
+def _content(files: Sequence[Path], progress: Progress) -> str:
+    total = sum(file.stat().st_size for file in files) / _MEGA
+    whole = xxhash.xxh3_128()
+    with progress.phase("reading", total) as bar:
+        for file in files:
+            digest = xxhash.xxh3_128()
+            with file.open("rb") as stream:
+                while chunk := stream.read(_CHUNK):
+                    if _DEEP in chunk and READERS[file.suffix] == "json":
+                        _require_readable(file)
+                    digest.update(chunk)
+                    bar.advance(len(chunk) / _MEGA)
+            whole.update(digest.digest())
+    return whole.hexdigest()
 
 
 def _matches(path: str, setting: str) -> list[Path]:
@@ -155,6 +206,12 @@ def _matches(path: str, setting: str) -> list[Path]:
             file for file in plain.iterdir() if file.suffix in READERS and file.is_file()
         )
         want = "at least one .jsonl, .json or .parquet file directly in it"
+    elif plain.exists() and not plain.is_file():
+        raise UsageError(
+            f"{setting}: {path} is a pipe, a socket or a device",
+            want="a file, which can be read twice",
+            do="write the rows to a file",
+        )
     elif plain.exists():
         found, want = [plain], ""
     else:
@@ -205,12 +262,16 @@ def _kind(files: Sequence[Path], setting: str) -> str:
     return readers.pop()
 
 
-def _read(kind: str, names: Sequence[str]) -> Any:
-    escaped = [glob.escape(name) for name in names]
+def _read(kind: str, names: Sequence[str], key: str) -> Any:
+    """Return the files' `datasets.Dataset`. `datasets` itself would know them by path and mtime."""
+    named = {"data_files": {"train": [glob.escape(name) for name in names]}, "hash": key}
     with _quiet_datasets():
         if kind == "parquet":
-            return datasets.Dataset.from_parquet(escaped, batch_size=_PARQUET_ROWS)
-        return datasets.Dataset.from_json(escaped, **_JSON_OPTIONS)
+            builder: Any = Parquet(**named, batch_size=_PARQUET_ROWS)
+        else:
+            builder = Json(**named, **_JSON_OPTIONS)
+        builder.download_and_prepare()
+        return builder.as_dataset(split="train")
 
 
 @contextmanager
@@ -246,10 +307,11 @@ def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str)
     if "corresponds to no data" in str(error):
         return _empty([str(file) for file in files], setting)
     if kind == "json":
-        for file in files:
-            broken = _broken_line(file)
-            if broken is not None:
-                return broken
+        try:
+            for file in files:
+                _require_readable(file)
+        except UsageError as broken:
+            return broken
     cause = error.__cause__ or error
     return UsageError(
         f"{setting}: could not read {_listed([str(file) for file in files])}",
@@ -259,15 +321,10 @@ def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str)
     )
 
 
-def _broken_line(file: Path) -> UsageError | None:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                if line.strip():
-                    _row_of(line, file, number)
-            except UsageError as broken:
-                return broken
-    return None
+def _require_readable(file: Path) -> None:
+    """Raise `UsageError` naming the first broken line of a JSON file."""
+    for _ in _json_rows(file, strict=True):
+        pass
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -308,29 +365,41 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
     return both.select_columns(table.column_names)
 
 
-def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield rows of JSON Lines, or of a file with one list."""
+def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Yield rows of JSON Lines, or of a file with one list; see `_parsed`."""
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if beginning.startswith(b"["):
-            yield from json.loads(file.read_text("utf-8-sig"))
-            return
         stream.seek(0)
+        if beginning.startswith(b"["):
+            yield from _parsed(stream.read(), file, 1, list, strict)
+            return
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield _row_of(line, file, number)
+                yield _parsed(line, file, number, dict, strict)
 
 
-def _row_of(line: bytes, file: Path, number: int) -> dict[str, Any]:
+def _parsed(line: bytes, file: Path, number: int, kind: type, strict: bool) -> Any:
+    """Parse a line as a list or an object; `strict` finds what Arrow refuses and Python does not."""
     try:
-        value = json.loads(line.decode("utf-8-sig"))
-        if isinstance(value, dict):
+        value = json.loads(
+            line.rstrip().decode("utf-8-sig"), object_pairs_hook=_unrepeated if strict else None
+        )
+        if strict:
+            json.dumps(value, ensure_ascii=False).encode()
+        if isinstance(value, kind):
             return value
         problem = f"a JSON {type(value).__name__}"
     except json.JSONDecodeError as error:
-        problem = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
+        number += error.lineno - 1
+        problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 at byte {error.start + 1}"
+    except UnicodeEncodeError:
+        problem = "half of a surrogate pair, which is no character"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:  # a repeated key, or an integer of too many digits
+        problem = str(error).partition(";")[0]
     start = line.decode("utf-8", "replace").strip()[:_EXCERPT]
     raise UsageError(
         f"{file}, line {number} is broken: {problem}",
@@ -338,3 +407,12 @@ def _row_of(line: bytes, file: Path, number: int) -> dict[str, Any]:
         want="one JSON object on every line",
         do="correct or remove the line",
     )
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated[:_EXCERPT]!r} stands twice")
+    return found

@@ -1,7 +1,7 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
 All rows are tokenized once, to find their lengths and bad rows before expensive work. Only lengths
-are kept; items are tokenized again on demand.
+are kept, also for the next start; items are tokenized again on demand.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
+    INSTRUCTION_COLUMN,
     TOOLS_COLUMN,
     Message,
     Row,
@@ -26,15 +27,18 @@ from burnish.data.columns import (
     answer_column,
     example_format,
     holds_chats,
+    instruction_of,
     messages_of,
     prompt_column,
     text_of,
     tools_of,
     value_at,
 )
+from burnish.data.lengths import Lengths, lengths_key, read_lengths, write_lengths
 from burnish.data.sources import Rows
 from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds
+from burnish.tracking.progress import Bar, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,8 @@ Item = TypeVar("Item", Prompt, Example)
 
 _SPAN = 512
 """Rows tokenized together."""
+WORTH_KEEPING = 1 << 20
+"""Tokens whose lengths are kept for the next start; fewer are counted again."""
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -53,11 +59,18 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     digest: str
     """The same for the same items in the same order: of all that is trained on."""
 
-    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        limit: int | None,
+    ) -> None:
         self.rows = rows
         self._data = data
         self._tokenizer = tokenizer
-        self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs)
+        self._limit = limit
+        self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
@@ -67,20 +80,16 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     def _make(self, index: int) -> Item:
         """The item of a row of the table."""
 
-    def _scan(self, limit: int | None, setting: str) -> None:
+    def _scan(self, setting: str, progress: Progress | None) -> None:
         """Measure all rows; keep those neither empty nor over the limit."""
-        total = len(self.rows)
-        lengths = np.zeros(total, dtype=np.int64)
-        digest = xxhash.xxh3_128()
-        for start in range(0, total, _SPAN):
-            span = range(start, min(start + _SPAN, total))
-            for index, (length, content) in zip(
-                span, self._measure(span, self.rows.span(start, span.stop)), strict=True
-            ):
-                lengths[index] = length
-                if length > 0 and (limit is None or length <= limit):
-                    digest.update(b"%d " % len(content) + content)
-        self.digest = digest.hexdigest()
+        total, limit = len(self.rows), self._limit
+        found = self._lengths(progress or Progress(enabled=False))
+        if found.unwritten is not None:
+            logger.warning(
+                "the chat template leaves out what the assistant says in %s, and perhaps in others",
+                found.unwritten,
+            )
+        self.digest, lengths = found.digest, found.tokens
         over = np.zeros(total, dtype=np.bool_) if limit is None else lengths > limit
         if over.any() and self._data.overlong == "error":
             raise self._overlong(int(np.flatnonzero(over)[0]), lengths, limit, setting)
@@ -90,12 +99,40 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         self.lengths = lengths[self._kept]
         self._report(limit, setting)
 
+    def _lengths(self, progress: Progress) -> Lengths:
+        """Tokenize all rows, unless an earlier start did."""
+        rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
+        named = (rows.digest, len(rows), rows.texts, type(self).__name__, self._limit, data)
+        key = lengths_key(self._tokenizer, *named) if rows.digest else None
+        found = read_lengths(key) if key else None
+        if found is None:
+            with progress.phase("tokenizing", len(rows)) as bar:
+                found = self._tokenized(bar)
+            if key and found.tokens.sum() >= WORTH_KEEPING:
+                write_lengths(key, found)
+        return found
+
+    def _tokenized(self, bar: Bar) -> Lengths:
+        total = len(self.rows)
+        lengths = np.zeros(total, dtype=np.int64)
+        digest = xxhash.xxh3_128()
+        for start in range(0, total, _SPAN):
+            span = range(start, min(start + _SPAN, total))
+            for index, (length, content) in zip(
+                span, self._measure(span, self.rows.span(start, span.stop)), strict=True
+            ):
+                lengths[index] = length
+                if length > 0 and (self._limit is None or length <= self._limit):
+                    digest.update(b"%d " % len(content) + content)
+            bar.advance(len(span))
+        return Lengths(lengths, digest.hexdigest(), self._encoder.unwritten)
+
     def _overlong(
         self, index: int, lengths: npt.NDArray[np.int64], limit: int | None, setting: str
     ) -> UsageError:
         return UsageError(
             f"{self.rows.where(index)} is too long",
-            have=f"{lengths[index]} tokens; {int((lengths > (limit or 0)).sum())} of {len(lengths)} rows are over the limit",
+            have=f"at least {lengths[index]} tokens; {int((lengths > (limit or 0)).sum())} of {len(lengths)} rows are over the limit",
             want=f"at most {limit} ({setting})",
             do=f"raise {setting}, or set data.overlong=drop",
         )
@@ -193,18 +230,20 @@ class PromptDataset(_Items[Prompt]):
         data: DataConfig,
         *,
         limits: Mapping[str, int] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__(rows, tokenizer, data)
-        self._notice_tools()
-        self._column = prompt_column(data, rows)
-        self._answer = answer_column(data, rows)
-        if isinstance(value_at(rows[0], self._column), str):
-            self._notice_raw(self._column)
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
-        self._scan(most.get(setting), setting)
+        super().__init__(rows, tokenizer, data, most.get(setting))
+        self._notice_tools()
+        self._column = prompt_column(data, rows)
+        self._answer = answer_column(data, rows)
+        self._is_alpaca = self._column == INSTRUCTION_COLUMN and data.prompt_column is None
+        if isinstance(value_at(rows[0], self._column), str) and not self._is_alpaca:
+            self._notice_raw(self._column)
+        self._scan(setting, progress)
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         encoded = self._encode(indices, rows)
@@ -249,10 +288,12 @@ class PromptDataset(_Items[Prompt]):
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
         value, name = value_at(row, self._column), self.rows.where(index)
-        if isinstance(value, str) and self._data.string_prompts == "raw":
+        if self._is_alpaca:
+            value = instruction_of(row)
+        elif isinstance(value, str) and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             return value, None
-        messages = messages_of(_as_messages(value, "user"), name)
+        messages = messages_of(value, f"the prompt of {name}", "user")
         if holds_chats(self._data, self._column) and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
@@ -265,9 +306,9 @@ class ExampleDataset(_Items[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
     A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages,
-    trained on the completion; or plain text, trained on whole. Two strings are joined unchanged. A
-    string beside messages becomes a message. Text and string completions end with the
-    end-of-sequence token.
+    trained on the completion; Alpaca's instruction and output, which become a chat; or plain text,
+    trained on whole. Two strings are joined unchanged. A string beside messages becomes a message.
+    Text and string completions end with the end-of-sequence token.
 
     As `data.overlong` says, an example over `max_length` tokens is dropped (`dropped_overlong`
     counts them) or raises `UsageError`. One without trained tokens is dropped too
@@ -280,8 +321,9 @@ class ExampleDataset(_Items[Example]):
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         max_length: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__(rows, tokenizer, data)
+        super().__init__(rows, tokenizer, data, max_length)
         format_ = example_format(data, rows)
         self._columns = tuple(format_.columns.values())
         if format_.kind != "text":
@@ -290,9 +332,11 @@ class ExampleDataset(_Items[Example]):
             isinstance(value_at(rows[0], name), str) for name in self._columns
         ):
             self._notice_raw(self._columns[0])
-        read = {"chat": self._chat, "pair": self._completion, "text": self._text}
-        self._read: Callable[[int, Row], Conversation | Text] = read[format_.kind]
-        self._scan(max_length, "data.max_length")
+        read = {"chat": self._chat, "text": self._text}
+        self._is_alpaca = format_.kind == "alpaca"
+        self._read: Callable[[int, Row], Conversation | Text]
+        self._read = read.get(format_.kind, self._completion)
+        self._scan("data.max_length", progress)
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
@@ -303,11 +347,13 @@ class ExampleDataset(_Items[Example]):
         prompt, completion = (value_at(row, name) for name in self._columns)
         name = self.rows.where(index)
         strings = isinstance(prompt, str) and isinstance(completion, str)
-        if strings and self._data.string_prompts == "raw":
+        if self._is_alpaca:
+            prompt = instruction_of(row)
+        elif strings and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             return Text(completion, prompt)
-        before = messages_of(_as_messages(prompt, "user"), f"the prompt of {name}")
-        after = messages_of(_as_messages(completion, "assistant"), f"the completion of {name}")
+        before = messages_of(prompt, f"the prompt of {name}", "user")
+        after = messages_of(completion, f"the completion of {name}", "assistant")
         before = self._opened(before)
         return Conversation(before + after, name, len(before), self._tools(row, name))
 
@@ -317,8 +363,9 @@ class ExampleDataset(_Items[Example]):
         return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
+        most = np.inf if self._limit is None else self._limit
         return [
-            (len(ids) if mask.any() else 0, ids.tobytes() + mask.tobytes())
+            (len(ids) if mask.any() or len(ids) > most else 0, ids.tobytes() + mask.tobytes())
             for ids, mask in self._encode(indices, rows)
         ]
 
@@ -333,7 +380,3 @@ class ExampleDataset(_Items[Example]):
         )
         texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
-
-
-def _as_messages(value: Any, role: str) -> Any:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from burnish.errors import MissingError, UsageError
+from burnish.errors import MissingError, UsageError, few
 
 logger = logging.getLogger(__name__)
 
 _PROBE = "burnish-probe-7c1f"
+_RENDER_SECONDS = 3.0
+"""Processor time that a chat template may take for one conversation."""
 
 
 def load_tokenizer(
@@ -61,8 +68,8 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (jinja2.TemplateError, TypeError, ValueError):  # the template wants other messages
+        text = str(render(tokenizer, messages, tokenize=False))
+    except jinja2.TemplateError:  # it wants other messages
         return None
     _, _, tail = text.rpartition(_PROBE)
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
@@ -75,6 +82,50 @@ def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return False
     return re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template())) is not None
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> Any:
+    """Apply the chat template. A template is a program: it may raise anything, or not end.
+
+    Raises `jinja2.TemplateError` for whatever it raises, and `UsageError` if it does not end.
+    """
+    try:
+        with _deadline():
+            return tokenizer.apply_chat_template(list(messages), **options)
+    except jinja2.TemplateError:
+        raise
+    except TimeoutError as error:
+        raise UsageError(
+            "the chat template does not end",
+            have=f"a conversation of {len(messages)} messages after {_RENDER_SECONDS:g} seconds",
+            want="a template without endless loops",
+            do="set model.chat_template to another template",
+        ) from error
+    except Exception as error:
+        raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    """Raise `TimeoutError` in the block after `_RENDER_SECONDS`; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(_: int, frame: FrameType | None) -> None:
+        # Python only prints what is raised while it frees an object.
+        if frame is None or "weakref" not in frame.f_code.co_filename:
+            raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _RENDER_SECONDS, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -103,6 +154,14 @@ def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
             want="tokenizer.json and tokenizer_config.json as save_pretrained writes them",
             do="set model.tokenizer to a directory that has them",
         ) from error
+    # Without files, transformers makes one of special tokens alone, and perhaps a mark of spaces.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder) + 1:
+        raise MissingError(
+            f"there is no tokenizer in {path}",
+            have=few(sorted(each.name for each in folder.iterdir())),
+            want="tokenizer.json, or the files of the model's own tokenizer",
+            do="copy them from where the model is from, or set model.tokenizer to a directory that has them",
+        )
     return tokenizer
 
 
@@ -117,14 +176,14 @@ def _read_template(path: str) -> str:
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+        render(tokenizer, [{"role": "user", "content": "hello"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(
             f"{path}, line {error.lineno}: {error.message}",
             want="a Jinja template",
             do="correct it there",
         ) from error
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except jinja2.TemplateError as error:
         raise UsageError(
             f"{path} cannot render a single user message: {error}",
             want="a chat template over `messages`, each with `role` and `content`",

@@ -23,6 +23,7 @@ from burnish.files.urls import is_url
 from burnish.functions import load_function
 from burnish.records import Completion, Rollout
 from burnish.rewards.pool import RewardPool
+from burnish.tracking.progress import Progress
 from burnish.train.critic import critic_foundation
 from burnish.train.evaluate import newest_model
 from burnish.train.localize import with_local_inputs
@@ -105,6 +106,7 @@ def _first_rows(
     make: Callable[..., PromptDataset | ExampleDataset] = (
         partial(prompt_dataset, pool=pool) if prompts else example_dataset
     )
+    make = partial(make, progress=Progress(config.tracking.progress))
     try:
         return make(foundation, paths, setting, first=_ROWS)
     except UsageError:  # perhaps only later rows can be used

@@ -110,14 +110,15 @@ def _numbers(
 
 
 def example_validation(
-    foundation: Foundation, engine: Engine, check: Callable[[], None]
+    foundation: Foundation, engine: Engine, check: Callable[[], None], progress: Progress
 ) -> Validation:
     """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
 
     `check` is called on every rank between batches. An exception that it raises ends the validation.
     """
     config, layout, device = foundation.config, engine.layout, foundation.device
-    dataset = example_dataset(foundation, config.data.validation, "data.validation")
+    paths, setting = config.data.validation, "data.validation"
+    dataset = example_dataset(foundation, paths, setting, progress=progress)
     count = min(len(dataset), config.evaluation.prompts or len(dataset))
     size, budget = config.batch.examples, config.microbatch_tokens
 
@@ -167,9 +168,9 @@ def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> d
     with progress.phase("evaluate"):
         if not config.reward.given:
             engine = load_frozen(foundation)
-            return example_validation(foundation, engine, stopper.check_all)()[0]
+            return example_validation(foundation, engine, stopper.check_all, progress)()[0]
         with RewardPool(config.reward) as pool:
-            held_out = prompt_dataset(foundation, paths, setting, pool=pool)
+            held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
             engine = load_frozen(foundation)
             judge = load_judge(foundation, engine)
             collector = make_collector(foundation, pool, stopper, progress, judge)

@@ -52,10 +52,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
         with progress.phase("setup", 4) as bar:
             foundation = lay_foundation(local, layout, device, given=config.model)
             bar.advance()
-            dataset = prompt_dataset(foundation, local.data.train, "data.train", pool=pool)
-            held_out = local.data.validation and prompt_dataset(
-                foundation, local.data.validation, "data.validation", pool=pool
-            )
+            prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
+            dataset = prompts(local.data.train, "data.train")
+            held_out = local.data.validation and prompts(local.data.validation, "data.validation")
             bar.advance()
             by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)

@@ -184,6 +184,7 @@ def prompt_dataset(
     setting: str,
     first: int | None = None,
     pool: RewardPool | None = None,
+    progress: Progress | None = None,
 ) -> PromptDataset:
     """Read the prompts in `paths`, or in their `first` rows, that leave room for a completion.
 
@@ -192,10 +193,10 @@ def prompt_dataset(
     config = foundation.config
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     limits = _prompt_limits(config.rollout.max_response_length, config.microbatch_tokens, positions)
-    rows = load_rows(paths, setting).first(first)
+    rows = load_rows(paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
-    return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits)
+    return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits, progress=progress)
 
 
 def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:
@@ -218,12 +219,17 @@ def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[st
 
 
 def example_dataset(
-    foundation: Foundation, paths: Sequence[str], setting: str, first: int | None = None
+    foundation: Foundation,
+    paths: Sequence[str],
+    setting: str,
+    first: int | None = None,
+    progress: Progress | None = None,
 ) -> ExampleDataset:
     """Read the SFT examples in `paths`, or in their `first` rows. `setting` names them in errors."""
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
-    rows = load_rows(paths, setting).first(first)
-    return ExampleDataset(rows, foundation.tokenizer, data, min(data.max_length or budget, budget))
+    rows = load_rows(paths, setting, progress).first(first)
+    limit = min(data.max_length or budget, budget)
+    return ExampleDataset(rows, foundation.tokenizer, data, limit, progress)
 
 
 def make_engine(

@@ -34,7 +34,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
         with session.progress.phase("setup", 3) as bar:
             foundation = lay_foundation(local, layout, device, given=config.model)
             bar.advance()
-            dataset = example_dataset(foundation, local.data.train, "data.train")
+            dataset = example_dataset(
+                foundation, local.data.train, "data.train", progress=session.progress
+            )
             bar.advance()
             by_epoch = config.steps is None
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
@@ -47,7 +49,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             if local.data.validation:
                 evaluation = import_module("burnish.train.evaluate")
                 validate = evaluation.example_validation(
-                    foundation, engine, session.stopper.check_all
+                    foundation, engine, session.stopper.check_all, session.progress
                 )
             bar.advance()
         costs, spans = foundation.costs, session.spans

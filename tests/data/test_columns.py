@@ -36,7 +36,9 @@ def test_nulls_that_arrow_adds_are_taken_out_of_messages():
         (None, "row 3"),
         ("text", "row 3"),
         ([], "row 3"),
-        ([{"from": "human", "value": "x"}], "message 0 of row 3"),
+        ([{"from": "stranger", "value": "x"}], "(?s)message 0 of row 3.*stranger"),
+        ([{"role": 5, "content": "x"}], "(?s)message 0 of row 3.*5"),
+        ([{"role": "user", "content": 5}], "(?s)message 0 of row 3.*5"),
         ([{"role": "user", "content": "x"}, {"role": None, "content": "x"}], "message 1 of row 3"),
         ([{"role": "user", "content": None}], "message 0 of row 3"),
         (["x"], "message 0 of row 3"),
@@ -45,6 +47,23 @@ def test_nulls_that_arrow_adds_are_taken_out_of_messages():
 def test_what_is_not_messages_is_named(value, message):
     with pytest.raises(UsageError, match=message):
         messages_of(value, "row 3")
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["x", [1], [{"a": 1}], [{"function": {"name": "f", "arguments": "not json"}}]],
+)
+def test_tool_calls_that_cannot_be_read_are_named(calls):
+    with pytest.raises(UsageError, match=r"(?s)message 0 of row 3.*tool_calls"):
+        messages_of([{"role": "assistant", "tool_calls": calls}], "row 3")
+
+
+def test_turns_of_sharegpt_are_messages():
+    names = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool"}
+    turns = [{"from": name, "value": name, "weight": None, "id": 1} for name in names]
+    assert messages_of(turns, "row 0") == [
+        {"role": role, "content": name, "id": 1} for name, role in names.items()
+    ]
 
 
 def test_what_is_not_text_is_named():

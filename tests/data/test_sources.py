@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from burnish.data import sources
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
 
@@ -76,6 +77,46 @@ def test_a_changed_file_is_read_again(write):
     assert load_rows([path])[0] == {"x": 2}
 
 
+def test_a_changed_file_with_its_old_size_and_time_is_read_again(write, tmp_path):
+    """Written over, renamed over, and copied with its time, as `cp -p` and `rsync -t` do."""
+    path = write("a.jsonl", '{"x": 1}\n')
+    os.utime(path, (1, 1))
+    assert load_rows([path])[0] == {"x": 1}
+    write("a.jsonl", '{"x": 2}\n')
+    os.utime(path, (1, 1))
+    assert load_rows([path])[0] == {"x": 2}
+    other = write("b.jsonl", '{"x": 3}\n')
+    os.utime(other, (1, 1))
+    os.replace(other, path)
+    assert load_rows([path])[0] == {"x": 3}
+    table = tmp_path / "a.parquet"
+    for x in (1, 2):
+        pq.write_table(pa.Table.from_pylist([{"x": x}]), table)
+        os.utime(table, (1, 1))
+        assert load_rows([str(table)])[0] == {"x": x}
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(write, monkeypatch):
+    path = write("a.jsonl", '{"x": 1}\n')
+    as_it_was = sources._read
+
+    def read(*arguments):
+        write("a.jsonl", '{"x": 2}\n')
+        return as_it_was(*arguments)
+
+    monkeypatch.setattr(sources, "_read", read)
+    with pytest.raises(UsageError, match=r"a\.jsonl"):
+        load_rows([path])
+    monkeypatch.undo()
+    assert load_rows([path])[0] == {"x": 2}
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(UsageError, match=r"a\.jsonl"):
+        load_rows([str(tmp_path / "a.jsonl")])
+
+
 def test_rows_that_look_like_agent_logs_stay_as_they_are(write):
     line = '{"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": [{"role": "user"}]}'
     rows = load_rows([write("a.jsonl", line + "\n")])
@@ -113,6 +154,11 @@ def test_reading_is_silent_and_asks_no_network(write, monkeypatch, capfd, caplog
         ('{"x": "1\n', 1, '{"x": "1'),
         ('{"x": 1}\n3\n', 2, "3"),
         ('"a"\n"b"\n', 1, "a"),
+        ('{"x": 1}\n{"x": 1, "x": 2}\n', 2, "x"),
+        ('{"x": "a"}\n{"x": "\\ud800"}\n', 2, "ud800"),
+        ('{"x": 1}\n{"x": ' + "9" * 5000 + "}\n", 2, "999"),
+        ('{"x": 1}\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}\n", 2, "[[["),
+        ('[{"x": 1},\n{"x": oops}]', 2, "x"),
     ],
 )
 def test_a_broken_line_is_named(write, text, line, excerpt):

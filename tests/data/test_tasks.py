@@ -1,4 +1,6 @@
+import json
 import logging
+import signal
 
 import numpy as np
 import pyarrow as pa
@@ -100,7 +102,7 @@ def test_a_chosen_column_that_is_missing_is_named(rows_of, settings, message):
 
 def test_rows_without_a_prompt_column_are_refused(rows_of):
     with pytest.raises(MissingError, match=r"data\.prompt_column"):
-        prompts(rows_of([{"instruction": "a"}]))
+        prompts(rows_of([{"ask": "a"}]))
 
 
 def test_string_prompts_are_used_as_they_stand_with_a_warning(rows_of, caplog):
@@ -181,10 +183,47 @@ def test_settings_of_conversations_are_not_passed_over_for_plain_text(rows_of, m
         make(rows_of([row]), system_prompt="be brief")
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused(rows_of):
+def test_a_variable_that_the_template_does_not_read_is_refused_and_a_switch_is_noted(
+    rows_of, caplog
+):
     rows = rows_of([{"prompt": [user("a")]}])
-    with pytest.raises(UsageError, match="enable_thinkng"):
-        prompts(rows, chat_template_kwargs={"enable_thinkng": False})
+    with pytest.raises(UsageError, match="efort"):
+        prompts(rows, chat_template_kwargs={"efort": "low"})
+    assert len(prompts(rows, chat_template_kwargs={"enable_thinking": False})) == 1
+    assert "enable_thinking" in caplog.text
+
+
+CALL = {"function": {"name": "look", "arguments": {"up": "2"}}}
+WRITES_CALLS = CHATML_MARKED.replace("{{ message['content']", "{{ (message.tool_calls | default('') | string) + message['content']")  # fmt: skip
+
+
+def test_tool_calls_that_the_template_does_not_write_are_refused(rows_of):
+    rows = rows_of([{"messages": [user("a"), {**bot(""), "tool_calls": [CALL]}, user("b")]}])
+    for dataset in (PromptDataset, ExampleDataset):
+        with pytest.raises(UsageError, match=r"message 1 of row 0"):
+            dataset(rows, TOKENIZER, DataConfig())
+        written = dataset(rows, char_tokenizer(WRITES_CALLS), DataConfig())[0]
+        assert "look" in TOKENIZER.decode(written.token_ids)
+
+
+def test_words_of_an_assistant_that_the_template_leaves_out_are_noted_once(rows_of, caplog):
+    rows = rows_of([{"messages": [user("a"), bot("b")]}, {"messages": [user("a"), bot("hidden")]}])
+    leaves_out = CHATML_MARKED.replace("message['content'] +", "message['content'] | replace('hidden', 'x') +")  # fmt: skip
+    ExampleDataset(rows, char_tokenizer(leaves_out), DataConfig())
+    (record,) = caplog.records
+    assert "message 1 of row 1" in record.getMessage()
+
+
+def test_a_template_that_fails_or_does_not_end_is_named(rows_of, monkeypatch):
+    monkeypatch.setattr("burnish.data.tokenizer._RENDER_SECONDS", 0.1)
+    rows = rows_of([{"messages": [user("a"), bot("b")]}])
+    endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    recursive = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+    for template in ("{{ 1 // 0 }}", "{{ 10**400 * 1.0 }}", recursive, endless):
+        for dataset in (PromptDataset, ExampleDataset):
+            with pytest.raises(UsageError):
+                dataset(rows, char_tokenizer(template), DataConfig())
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 @pytest.mark.parametrize("tools", [[{"name": "look", "of": None}], '[{"name": "look"}]'])
@@ -341,6 +380,141 @@ def test_a_column_that_is_named_and_missing_is_not_passed_over_for_another(rows_
     if setting in ("messages", "prompt"):
         with pytest.raises(MissingError, match=rf"(?s)'meta\.gone'.*data\.{setting}_column"):
             prompts(rows, **named)
+
+
+SAYS = {"instruction": "Add.", "input": "1+1", "output": "2"}
+TURNS = [
+    {"from": "system", "value": "be brief"},
+    {"from": "human", "value": "1+1"},
+    {"from": "gpt", "value": "2"},
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"conversations": TURNS}, [SYSTEM, user("1+1")]),
+        (SAYS, [user("Add.\n\n1+1")]),
+        (SAYS | {"input": ""}, [user("Add.")]),
+    ],
+)
+def test_sharegpt_and_alpaca_are_chats(rows_of, row, asked):
+    rows = rows_of([row])
+    prompt, example = prompts(rows)[0], examples(rows)[0]
+    assert prompt.messages == asked
+    assert prompt.answer == row.get("output")
+    assert TOKENIZER.decode(example.token_ids) == prompt.text + "2<|im_end|>\n"
+    assert trained(example) == "2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "{}"},
+        {"prompt": "a", "completion": "{}"},
+        {"prompt": "{}", "completion": "b"},
+        {"messages": [user("a"), bot("{}")]},
+        {"messages": [user("{}"), bot("b")]},
+    ],
+)
+def test_of_an_enormous_row_only_the_beginning_is_tokenized(rows_of, row):
+    """It is dropped as before; a row within the limit is whole however many characters it has."""
+    huge = json.loads(json.dumps(row).replace("{}", "x" * 1_000_000))
+    for tokenizer in (TOKENIZER, char_tokenizer(CHATML_MARKED)):
+        longest = Longest(tokenizer)
+        dataset = ExampleDataset(rows_of([row, huge]), longest, DataConfig(), 64)
+        assert dataset.lengths.tolist() == [len(examples(rows_of([row]))[0].token_ids)]
+        assert dataset.dropped_overlong == 1
+        assert longest.most < 10_000
+        with pytest.raises(UsageError, match="row 1"):
+            ExampleDataset(rows_of([row, huge]), tokenizer, DataConfig(overlong="error"), 64)
+
+
+def test_many_characters_in_few_tokens_are_not_too_long(rows_of):
+    tokenizer = char_tokenizer()
+    tokenizer.add_tokens(["x" * 1000])
+    example = ExampleDataset(rows_of([{"text": "x" * 60_000}]), tokenizer, DataConfig(), 64)[0]
+    assert len(example.token_ids) == 61  # and an end
+
+
+class Longest:
+    """A tokenizer that notes the longest text that it is given."""
+
+    def __init__(self, tokenizer):
+        self.most = 0
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text, **options):
+        self.most = max(self.most, *map(len, [text] if isinstance(text, str) else text))
+        return self._tokenizer(text, **options)
+
+
+def kept_lengths(tmp_path):
+    return sorted((tmp_path / "kept" / "lengths").glob("*"))
+
+
+def test_rows_are_tokenized_once_for_all_starts(rows_of, tmp_path, monkeypatch, caplog):
+    """Whatever lengths follow from makes them anew; so does a damaged file."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("burnish.data.tasks.WORTH_KEEPING", 1)
+    content = [{"messages": [user("a"), bot("b" * length)]} for length in (1, 2, 60)]
+
+    def made(rows=content, tokenizer=TOKENIZER, limit=80, **settings):
+        """The data set, and whether it was tokenized."""
+        before = [file.read_bytes() for file in kept_lengths(tmp_path)]
+        data = ExampleDataset(rows_of(rows), tokenizer, DataConfig(**settings), limit)
+        return data, [file.read_bytes() for file in kept_lengths(tmp_path)] != before
+
+    first, was_made = made()
+    assert was_made
+    again, was_made = made()
+    assert not was_made
+    assert (again.digest, again.lengths.tolist()) == (first.digest, first.lengths.tolist())
+    assert again[1].token_ids.tolist() == first[1].token_ids.tolist()
+    assert again.dropped_overlong == 1
+    hidden = CHATML_MARKED.replace("message['content'] +", "'' +")
+    others = [
+        {"rows": [*content[:2], {"messages": [user("a"), bot("c" * 60)]}]},
+        {"rows": content[:2]},
+        {"limit": 81},
+        {"system_prompt": "be brief"},
+        {"tokenizer": char_tokenizer(CHATML_MARKED)},
+        {"tokenizer": char_tokenizer(hidden)},
+        {"tokenizer": char_tokenizer(eos_token="<eos>")},
+    ]
+    for change in others:
+        assert made(**change)[1], change
+        caplog.clear()
+        assert not made(**change)[1], change
+    for file in kept_lengths(tmp_path):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert made()[1]
+    assert made()[0].lengths.tolist() == first.lengths.tolist()
+    monkeypatch.setattr("burnish.data.lengths.MOST_BYTES", 1)
+    assert made(limit=82)[1]
+    assert kept_lengths(tmp_path) == []
+
+
+def test_what_a_template_leaves_out_is_said_at_every_start(rows_of, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("burnish.data.tasks.WORTH_KEEPING", 1)
+    hides = char_tokenizer(CHATML_MARKED.replace("message['content'] +", "'' +"))
+    for _ in range(2):
+        caplog.clear()
+        ExampleDataset(rows_of([{"messages": [user("a"), bot("b")]}]), hides, DataConfig())
+        assert "message 1 of row 0" in caplog.text
+    assert len(kept_lengths(tmp_path)) == 1
+
+
+def test_lengths_that_cannot_be_kept_are_counted_every_time(rows_of, tmp_path, monkeypatch, caplog):
+    (tmp_path / "kept").write_text("no directory")
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("burnish.data.tasks.WORTH_KEEPING", 1)
+    assert len(examples(rows_of([{"text": "a"}]))) == 1
+    assert caplog.records[-1].levelno == logging.WARNING
 
 
 def test_long_examples_are_dropped_and_counted(rows_of, caplog):

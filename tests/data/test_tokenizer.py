@@ -138,7 +138,11 @@ def test_a_missing_directory_is_named():
         load_tokenizer("some/model")
 
 
-def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+@pytest.mark.parametrize("family", [None, "qwen3", "gpt2", "gemma2", "bert", "t5", "llama"])
+def test_a_directory_without_a_tokenizer_is_named(tmp_path, family):
+    """Of a model's configuration alone, transformers makes a tokenizer of special tokens."""
+    if family is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(MissingError):
         load_tokenizer(str(tmp_path))
 

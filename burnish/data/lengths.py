@@ -1,0 +1,110 @@
+"""Keep the lengths of tokenized rows between runs, so that the next start does not tokenize again.
+
+A file's name is a digest of all that its content follows from: the rows, the tokenizer, the
+settings, and the code that reads them. It appears by one rename, and its own digest is checked. So
+processes and runs may share it, and a crash leaves nothing that is read. The files lie in
+`~/.cache/burnish/lengths`, or below `BURNISH_CACHE`; the least recently used go first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 30
+"""Of all files together."""
+_HEAD = 32
+_PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """The result of tokenizing all rows once."""
+
+    tokens: npt.NDArray[np.int64]
+    """Of each row; 0 without anything to train on."""
+    digest: str
+    """Of the tokens of the rows that are kept."""
+    unwritten: str | None
+    """The first message that the chat template leaves out."""
+
+
+def lengths_key(tokenizer: PreTrainedTokenizerBase, *others: object) -> str | None:
+    """Return the name of the lengths that follow from a tokenizer and `others`, whose repr counts.
+
+    None for a tokenizer in Python, whose rules cannot be read.
+    """
+    if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    template = str(tokenizer.chat_template)
+    code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    found = (
+        *(tokenizer.backend_tokenizer.to_str(), template, tokenizer.special_tokens_map),
+        *(sorted(tokenizer.init_kwargs.items(), key=str), type(tokenizer).__name__),
+        *(xxhash.xxh3_128_hexdigest(b"".join(code)), [version(name) for name in _PACKAGES]),
+        date.today() if "strftime_now" in template else None,
+        *others,
+    )
+    return xxhash.xxh3_128_hexdigest(repr(found).encode())
+
+
+def read_lengths(key: str) -> Lengths | None:
+    """Return the lengths of this name; None if they are not there, or not whole."""
+    file = _directory() / key
+    try:
+        content = file.read_bytes()
+        os.utime(file)
+    except OSError:
+        return None
+    head, body = content[:_HEAD], content[_HEAD:]
+    if xxhash.xxh3_128_hexdigest(body).encode() != head:
+        return None
+    line, _, tokens = body.partition(b"\n")
+    digest, unwritten = json.loads(line)
+    return Lengths(np.frombuffer(tokens, np.int64), digest, unwritten)
+
+
+def write_lengths(key: str, lengths: Lengths) -> None:
+    """Write the lengths under this name. Without room, only warn."""
+    line = json.dumps([lengths.digest, lengths.unwritten]).encode()
+    body = line + b"\n" + lengths.tokens.tobytes()
+    directory = _directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
+            file.write(xxhash.xxh3_128_hexdigest(body).encode() + body)
+        Path(file.name).rename(directory / key)
+        _remove_old(directory)
+    except OSError as error:
+        logger.warning("the lengths of rows are not kept for the next start: %s", error)
+
+
+def _remove_old(directory: Path) -> None:
+    """Remove the least recently used files over `MOST_BYTES`. Others may do so at the same time."""
+    found = []
+    for file in directory.iterdir():
+        with suppress(FileNotFoundError):
+            found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+    total = 0
+    for _, size, file in sorted(found, reverse=True):
+        total += size
+        if total > MOST_BYTES:
+            file.unlink(missing_ok=True)
+
+
+def _directory() -> Path:
+    return Path(os.environ.get("BURNISH_CACHE") or "~/.cache/burnish").expanduser() / "lengths"
