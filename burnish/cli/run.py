@@ -17,7 +17,6 @@ from burnish.config.constraints import Command
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError, table
-from burnish.plan.devices import PER_MACHINE
 from burnish.tracking.trackers import json_numbers
 from burnish.train.own_directory import recorded_config
 
@@ -65,6 +64,8 @@ def _started(arguments: Sequence[str], world: int) -> str:
     """Return what starts so many processes of a command, as it is typed."""
     if world == 1:
         return f"  {shlex.join(['burnish', *arguments])}"
+    from burnish.plan.devices import PER_MACHINE
+
     machines = world // PER_MACHINE if world % PER_MACHINE == 0 else 1
     each = ["--nproc-per-node", str(world // machines)]
     if machines == 1:

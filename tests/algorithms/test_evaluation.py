@@ -73,5 +73,5 @@ def test_one_sample_has_only_a_mean() -> None:
 
 @pytest.mark.parametrize("scores", [[[1.0], [1.0, 0.0]], [[], []]])
 def test_unequal_groups_are_refused(scores: list) -> None:
-    with pytest.raises(ValueError, match="same number of samples"):
+    with pytest.raises(ValueError, match=r"\{[\d, ]+\}"):
         evaluation_stats(scores, scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -101,11 +102,11 @@ def test_a_scalar_is_one_element():
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 7), (4, 3)])
 def test_a_flat_range_outside_is_refused(start, stop):
-    with pytest.raises(ValueError, match="outside a tensor"):
+    with pytest.raises(ValueError, match=f"{start}:{stop}"):
         flat_range((2, 3), start, stop)
 
 
 @pytest.mark.parametrize("box", [Box((0,), (3,)), Box((1, 0), (2, 3)), Box((-1, 0), (1, 1))])
 def test_runs_of_a_box_outside_are_refused(box):
-    with pytest.raises(ValueError, match="does not lie inside"):
+    with pytest.raises(ValueError, match=re.escape(str(box))):
         list(flat_runs((2, 3), box))

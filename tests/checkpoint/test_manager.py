@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def test_the_newest_is_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("training/exp_avg.safetensors", ["exp_avg.safetensors", "they hold"]),
+        ("training/exp_avg.safetensors", ["exp_avg.safetensors", "embed.weight"]),
         ("model/model.safetensors", ["model.safetensors"]),
         ("state.json", ["state.json"]),
         ("manifest.json", ["manifest.json"]),
@@ -186,9 +187,10 @@ def test_a_disk_that_does_not_let_go_stops_nothing(tmp_path, caplog):
         for step in (1, 2, 3):
             assert checkpoints.save(step, contents_of(*make_state(step))).is_dir()
     assert steps_in(tmp_path) == [3]
-    assert caplog.text.count("is committed, but not all that is no longer wanted") == 2
-    assert "step-00000001" in caplog.text
-    assert "do:" in caplog.text
+    warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    for said, left in zip(warned, ("step-00000001", "step-00000002"), strict=True):
+        assert left in said
+        assert "do:" in said
 
     (tmp_path / ".inflight-00000004.abc").mkdir()
     caplog.clear()
@@ -225,9 +227,8 @@ def enter_on_own_disk(layout, root):
 def test_disks_that_ranks_do_not_share_are_refused_at_once(tmp_path):
     first, second = run_ranks(enter_on_own_disk, 2, str(tmp_path))
     for said in (first, second):
-        assert "is not one directory for all ranks" in said
-        assert "rank 1 does not see" in said
-        assert "set output_dir to a directory that all ranks share" in said
+        assert "rank 1" in said
+        assert "output_dir" in said
 
 
 def test_one_step_that_cannot_go_keeps_no_other(tmp_path, caplog):
@@ -296,7 +297,7 @@ def test_what_has_a_steps_name_and_is_no_directory_is_set_aside(tmp_path, kind):
     flip(root / "step-00000003" / "COMMIT", 20)
     with Checkpoints(root, Layout()) as checkpoints, pytest.raises(CorruptError) as caught:
         checkpoints.resume(loads(1))
-    assert f"{path} is no directory" in str(caught.value)
+    assert str(path) in str(caught.value)
     assert (elsewhere / "COMMIT").is_file()
 
 

@@ -92,7 +92,7 @@ def test_any_damage_to_any_file(tmp_path, two_steps, damage, name):
     [reason] = resumed.skipped
     assert Path(name).name in reason
     if damage is flip_the_middle and name.startswith("training"):
-        assert "they hold" in reason  # the tensors are named
+        assert "head.weight" in reason or "scale" in reason or "layers" in reason
     assert (root / "quarantine" / "step-00000002").is_dir()
     assert not (root / "step-00000002").exists()
 
@@ -141,7 +141,7 @@ def test_what_one_rank_finds_all_ranks_act_upon(tmp_path):
     (first, why), (second, why_there) = run_ranks(resume_big, 2, str(tmp_path))
     assert first == second == 1
     for reason in (*why, *why_there):
-        assert "exp_avg.safetensors is damaged" in reason
+        assert "exp_avg.safetensors" in reason
         assert "head.weight" in reason or "scale" in reason or "layers" in reason
     empty(tmp_path / "step-00000001" / "COMMIT")
     assert run_ranks(resume_big, 2, str(tmp_path)) == [3, 3]
@@ -163,7 +163,7 @@ class Blind(LocalStorage):
 
 def test_a_step_that_one_rank_does_not_see_is_not_damaged(tmp_path):
     save_once(tmp_path, 1)
-    with pytest.raises(RankFailed, match="not there for every rank"):
+    with pytest.raises(RankFailed, match="step-00000001"):
         run_ranks(resume_elsewhere, 2, str(tmp_path))
     assert (tmp_path / "step-00000001").is_dir()
     assert resume_step(tmp_path) == 1

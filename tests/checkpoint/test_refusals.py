@@ -238,4 +238,4 @@ def test_resuming_ends_with_3_and_leaves_the_model_as_it_is(damaged):
             said.append(str(caught.value))
     assert CorruptError.exit_code == 3
     assert_said(said[0], words)
-    assert "no checkpoint" in said[1]
+    assert str(run / "checkpoints") in said[1]

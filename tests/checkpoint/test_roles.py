@@ -114,9 +114,9 @@ def test_a_step_without_the_role_that_is_wanted_is_refused_and_stays(tmp_path):
         assert newest(tmp_path).step == 3
     error = caught.value
     assert error.exit_code == 5
-    assert error.problem == f"{tmp_path / 'step-00000003'} holds no critic"
-    assert error.have == "the run's own model"
-    assert error.want == "critic/model and critic/training"
+    assert str(tmp_path / "step-00000003") in error.problem
+    for named in ("critic/model", "critic/training"):
+        assert named in error.want
 
 
 def test_a_tensor_that_one_role_has_and_another_lacks(root):
@@ -163,7 +163,7 @@ def test_export_of_a_role(tmp_path, root):
     step = newest(root)
     with pytest.raises(MissingError) as caught:
         export(StepModel(step, "actor"), tmp_path / "out", torch.bfloat16, 1 << 30)
-    assert caught.value.have == "further models: critic, judge_2"
+    assert "critic, judge_2" in caught.value.have
     for role in ROLES:
         target = tmp_path / f"out{role}"
         assert "config.json" in export(StepModel(step, role), target, torch.float32, 1 << 30)

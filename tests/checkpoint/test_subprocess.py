@@ -42,7 +42,6 @@ def test_what_cannot_be_unpickled_is_an_error_and_the_next_answer_is_read(compan
     for reason in ("UnpicklingError", "no_such_module"):
         answer = companion.answer(60.0)
         assert isinstance(answer, BurnishError)
-        assert "the speaker said what cannot be read" in str(answer)
         assert reason in str(answer)
     assert companion.answer(60.0) == "understood"
     assert companion.answer(0.0) is None

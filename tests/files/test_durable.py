@@ -35,7 +35,7 @@ def test_a_failure_leaves_the_old_content_and_nothing_else(tmp_path, fail_at):
 def test_reading_has_a_limit(tmp_path):
     (tmp_path / "f").write_bytes(b"12345")
     assert read_whole(LOCAL, tmp_path / "f", 5) == b"12345"
-    with pytest.raises(ValueError, match="5 bytes, more than the 4"):
+    with pytest.raises(ValueError, match=r"5 .* 4"):
         read_whole(LOCAL, tmp_path / "f", 4)
 
 

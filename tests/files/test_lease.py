@@ -136,5 +136,5 @@ def test_after_a_death_the_dead_ones_helper_is_waited_for(tmp_path):
 
 
 def test_a_lease_that_is_not_held_has_no_descriptor(tmp_path):
-    with pytest.raises(ValueError, match="not held"):
+    with pytest.raises(ValueError, match="lease"):
         Lease(tmp_path / ".lease").fileno()

@@ -92,7 +92,7 @@ def test_faults_are_counted_for_whoever_decides(pauses: list[float]) -> None:
 
 def test_a_call_that_hangs_is_left_behind() -> None:
     leave = threading.Event()
-    with pytest.raises(TimeoutError, match=r"nothing moved for 0\.1 s"):
+    with pytest.raises(TimeoutError, match=r"0\.1 s"):
         retry(lambda pulse: leave.wait(30), lambda error, tries: False, RetryPolicy(silence=0.1))
     leave.set()
 

@@ -53,7 +53,7 @@ def test_config_of_a_fresh_model(tmp_path):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({}, UsageError, "no model"),
+        ({}, UsageError, "model.path"),
         ({"path": "/nowhere/at/all"}, MissingError, "/nowhere/at/all"),
         ({"fresh": "/nowhere/config.json"}, MissingError, "/nowhere/config.json"),
         ({"fresh": {"hidden_size": 8}}, UsageError, "model_type"),
@@ -65,10 +65,10 @@ def test_no_config(config, error, message):
         read_model_config(ModelConfig(**config))
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "type list")])
-def test_a_config_that_is_not_json(tmp_path, text, message):
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_not_json(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "config.json"))):
         read_model_config(ModelConfig(fresh=str(tmp_path / "config.json")))
 
 

@@ -72,7 +72,7 @@ def test_experts_go_by_the_names_that_peft_has_for_them(
     family: str, targets: list[str], unknown: str
 ) -> None:
     model = build_on_meta(tiny_config(family))
-    with pytest.raises(IncompatibleError, match=f"no linear layers {unknown}") as caught:
+    with pytest.raises(IncompatibleError, match=str(unknown)) as caught:
         Adapter(model, LoraConfig(rank=2, targets=targets))
     fused = ", experts.down_proj, experts.gate_up_proj"
     assert str(caught.value.have).endswith(fused) == (family != "qwen3")

@@ -181,25 +181,28 @@ def test_numbers_of_every_kind(result: object) -> None:
 @pytest.mark.parametrize(
     ("result", "error"),
     [
-        (math.nan, "returned nan"),
-        (-math.inf, "returned -inf"),
-        (10**400, "returned inf"),
-        (None, "returned NoneType, not a number"),
-        ("1", "returned str, not a number"),
-        ([1.0], "returned list, not a number"),
-        ({"acc": 1}, "returned a mapping without 'score': ['acc']"),
-        ({"score": math.nan}, "returned nan"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (10**400, "inf"),
+        (None, "NoneType"),
+        ("1", "str"),
+        ([1.0], "list"),
+        ({"acc": 1}, "['acc']"),
+        ({"score": math.nan}, "nan"),
     ],
 )
 def test_what_is_not_a_number(result: object, error: str) -> None:
-    assert verl(result) == Answer(None, error)
+    answer = verl(result)
+    assert answer.value is None
+    assert error in str(answer.error)
 
 
 def test_numbers_beside_a_score_come_along_and_nothing_else_does() -> None:
     said = {"acc": True, "steps": np.int64(3), 7: 0.5, "pred": "4", "cut": None, "loss": math.nan}
     answer = verl({"score": -1, **said, "all": [1.0]})
     assert (answer.value, answer.extras) == (-1.0, {"acc": 1.0, "steps": 3.0, "7": 0.5})
-    assert verl({"score": math.nan, "acc": 1}) == Answer(None, "returned nan")
+    answer = verl({"score": math.nan, "acc": 1})
+    assert (answer.value, answer.extras) == (None, {})
 
 
 @pytest.mark.parametrize("result", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5])])
@@ -212,21 +215,26 @@ def test_none_in_a_list_means_it_does_not_apply() -> None:
 
 
 def test_nan_in_a_list_is_the_error_of_its_rollout_alone() -> None:
-    assert trl([math.nan, 1.0]) == [Answer(None, "returned nan"), Answer(1.0)]
+    wrong, right = trl([math.nan, 1.0])
+    assert wrong.value is None
+    assert "nan" in str(wrong.error)
+    assert right == Answer(1.0)
 
 
 @pytest.mark.parametrize(
     ("result", "error"),
     [
-        ([1.0], "returned 1 values for 2 completions"),
-        ([], "returned 0 values for 2 completions"),
-        (1.0, "returned float, not a list of numbers"),
-        (None, "returned NoneType, not a list of numbers"),
-        ({"score": 1}, "returned dict, not a list of numbers"),
+        ([1.0], "1 values for 2 completions"),
+        ([], "0 values for 2 completions"),
+        (1.0, "float"),
+        (None, "NoneType"),
+        ({"score": 1}, "dict"),
     ],
 )
 def test_what_is_not_a_list_for_the_rollouts(result: object, error: str) -> None:
-    assert trl(result) == [Answer(None, error)] * 2
+    for answer in trl(result):
+        assert answer.value is None
+        assert error in str(answer.error)
 
 
 def raising(error: BaseException):

@@ -73,7 +73,7 @@ def test_what_may_change_is_told(tmp_path):
 
 
 def test_another_number_of_samples_is_refused(tmp_path):
-    with pytest.raises(IncompatibleError, match=r"other data\n.*6 samples(.|\n)*7 samples"):
+    with pytest.raises(IncompatibleError, match=r"6 samples(.|\n)*7 samples"):
         inputs(tmp_path, [*ROWS, ROWS[0]]).changed_since(inputs(tmp_path).as_state(), STEP)
 
 
@@ -112,7 +112,7 @@ def begin_with_own_data(layout: Layout, directory: Path) -> str:
 def test_ranks_that_see_different_data_do_not_begin(tmp_path: Path) -> None:
     for said in run_ranks(begin_with_own_data, 2, tmp_path):
         assert "data.train" in said
-        assert "rank 1 differs" in said
+        assert "rank 1" in said
 
 
 def test_another_formula_is_refused_and_the_same_one_elsewhere_is_not(tmp_path):

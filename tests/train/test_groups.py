@@ -130,7 +130,7 @@ def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_th
     assert compared(groups, "score/right", names) == [[0.0, 1.0]]
     failed = replace(groups[0][0], reward_error="score: it raised")
     assert compared([[failed]], "score/right", names) == [[]]
-    with pytest.raises(UsageError, match=r"part: score/right\n.*want: one of score\n"):
+    with pytest.raises(UsageError, match=r"part: score/right\n.*want: .*score\n"):
         compared([groups[0][:1]], "score/right", names)
 
 

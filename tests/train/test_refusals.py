@@ -198,5 +198,5 @@ def test_a_model_out_of_a_damaged_step(work):
     argv = [*RUN[:4], f"model.path={STEP}/model", "name=next", "steps=1"]
     code, output = burnish(work, *argv, at=PROBE)
     assert code == 3, output
-    assert "model/model.safetensors is damaged" in output
+    assert "model/model.safetensors" in output
     assert "_proj.weight" in output

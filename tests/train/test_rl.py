@@ -326,5 +326,5 @@ def test_a_stop_token_of_the_configuration_ends_completions(
     assert row["response_length/max"] == row["response_length/mean"] == 1
     assert row["response_length/clip_ratio"] == 0
     rollout = {**RL["rollout"], "stop_token_ids": [3, len(whole)]}
-    with pytest.raises(UsageError, match=f"have: {len(whole)}\n.*ids below {len(whole)}"):
+    with pytest.raises(UsageError, match=f"have: {len(whole)}\n.* {len(whole)}"):
         lay_foundation(RunConfig.model_validate({**RL, "rollout": rollout}))

@@ -185,13 +185,13 @@ def spoil(source, how):
     ("how", "error", "said"),
     [
         ("no configuration", MissingError, "config.json"),
-        ("no weights", MissingError, "lacks weights"),
-        ("truncated", CorruptError, "model.safetensors is truncated"),
+        ("no weights", MissingError, "safetensors"),
+        ("truncated", CorruptError, "model.safetensors"),
         ("configuration is none", CorruptError, "config.json"),
-        ("twice", CorruptError, "two files"),
-        ("a part", MissingError, "lacks model-00002-of-00002.safetensors"),
-        ("a tensor", MissingError, "(?s)its index names.*no weights.that.went"),
-        ("huge", IncompatibleError, "tokenizer.json is too large"),
+        ("twice", CorruptError, "model-0000"),
+        ("a part", MissingError, "model-00002-of-00002.safetensors"),
+        ("a tensor", MissingError, "weights.that.went"),
+        ("huge", IncompatibleError, "tokenizer.json"),
     ],
 )
 def test_what_cannot_be_imported_is_said_and_leaves_nothing(tmp_path, how, error, said):

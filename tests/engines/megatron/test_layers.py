@@ -44,7 +44,7 @@ def test_where_there_is_none_they_are_of_torch(asked: str) -> None:
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_what_is_not_installed_is_refused_with_the_command(device: torch.device) -> None:
-    with pytest.raises(UsageError, match=f"device {device}.*not installed") as caught:
+    with pytest.raises(UsageError, match=f"device {device}") as caught:
         layer_modules(engine("transformer_engine"), device)
     assert "pip install" in str(caught.value)
     assert "engine.layers=torch" in str(caught.value)
