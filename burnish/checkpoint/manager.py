@@ -28,7 +28,9 @@ from burnish.checkpoint.steps import (
     clear,
     open_step,
     require_healthy,
+    small_files,
     step_paths,
+    verify_files,
 )
 from burnish.config.resume import RunIdentity
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
@@ -304,8 +306,11 @@ class Checkpoints:
             side, path = sides[found[0]], found[1]
             try:
                 step = _open(side, path, self._layout)
-                if self._layout.is_main:
-                    _say(step, skipped)
+                with agree(self._layout), naming_failures(f"{path} cannot be read"):
+                    if self._layout.is_main:
+                        _say(step, skipped)
+                        for damage in verify_files(step, small_files(step), side.source):
+                            _log.warning("the run goes on without it, but %s", damage)
                 load(step, CheckpointSource(step, self._layout, side.source, arena))
             except CorruptError as error:
                 skipped.append(str(error))

@@ -215,6 +215,10 @@ def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
         ) from error
     except (ValueError, EOFError) as error:
         raise CorruptError(f"{path / name} cannot be read", have=error, do=ANOTHER_STEP) from error
+    except OSError as error:
+        if storage.kind(path / name) == "file":
+            raise
+        raise CorruptError(f"{path / name} is no file", have=error, do=ANOTHER_STEP) from error
 
 
 def _check_directory(path: PurePath, storage: Source) -> None:
@@ -248,6 +252,19 @@ def files_below(
                 have="a link or a device",
                 do="put the file itself there: links are not followed",
             )
+
+
+def empty_directories(step: Committed, storage: Source) -> Iterator[str]:
+    """Yield the directories of an open step that hold no committed file, which no check minds."""
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        for entry in storage.entries(step.path / prefix):
+            name = f"{prefix}{entry.name}/"
+            if entry.kind == "directory":
+                waiting.append(name)
+                if not any(file.startswith(name) for file in step.manifest.files):
+                    yield name
 
 
 def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, Any]:
@@ -357,11 +374,15 @@ def _damages(
     return []
 
 
+def small_files(step: Committed) -> list[str]:
+    """Return the files without tensors: configuration, tokenizer."""
+    return [name for name in step.manifest.files if not name.endswith(SUFFIX)]
+
+
 def check_small_files(step: Committed, storage: Source | None = None) -> None:
-    """Raise `DamagedBlock` unless all files without tensors are as committed: configuration, tokenizer."""
-    for name in step.manifest.files:
-        if not name.endswith(SUFFIX):
-            read_file(step, name, storage or LocalStorage())
+    """Raise `DamagedBlock` unless all files without tensors are as committed."""
+    for name in small_files(step):
+        read_file(step, name, storage or LocalStorage())
 
 
 def read_file(step: Committed, name: str, storage: Source) -> bytes:

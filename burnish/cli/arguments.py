@@ -77,8 +77,8 @@ _COMMANDS = {
     ),
     "ckpt diff": (
         "ckpt_tensors:diff",
-        "A B --json",
-        f"Compare two steps tensor by tensor; exit code {DIFFERS} where they differ.",
+        "A B --json --tensors",
+        f"Compare two steps; exit code {DIFFERS} where they differ.",
     ),
     "ckpt export": (
         "ckpt_tensors:export_step",

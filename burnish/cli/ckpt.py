@@ -28,6 +28,7 @@ from burnish.checkpoint.steps import (
     DamagedBlock,
     checked_header,
     clear,
+    empty_directories,
     leftovers,
     newest,
     open_step,
@@ -113,7 +114,7 @@ def source_of(directory: PurePath) -> Source:
 
 def is_step(path: PurePath) -> bool:
     """Whether this is a step by its name, whole or not."""
-    if step_number(path.name) is None or (isinstance(path, Path) and not path.is_dir()):
+    if step_number(path.name) is None or (isinstance(path, Path) and not _LOCAL.kind(path)):
         return False
     return path in step_paths(path.parent, source_of(path.parent)).values()
 
@@ -202,9 +203,11 @@ def list_steps(say: Say, path: PurePath) -> Outcome:
 def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(path), "step": step_number(path.name), "pinned": reason}
     try:
-        step = open_step(path, source)
-    except (CorruptError, IncompatibleError) as error:
-        return {**found, "damaged": isinstance(error, CorruptError), "problem": error.problem}
+        with naming_failures(f"{path} cannot be read"):
+            step = open_step(path, source)
+    except BurnishError as error:
+        damaged = not isinstance(error, IncompatibleError)
+        return {**found, "damaged": damaged, "problem": error.problem}
     size, saved = step.manifest.total_bytes, _saved(path)
     return {**found, "bytes": size, "saved": saved, "healthy": step.healthy}
 
@@ -361,17 +364,23 @@ def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
     if other_format:
         verdict, rate = "not checked", ""
     say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
+    extra = [] if errors else list(empty_directories(open_step(path, source), source))
+    if extra:
+        say(f"  also there, and no part of the step: {few(extra)}, without files")
     return {
         "path": str(path),
         "ok": not errors,
         "other_format": other_format,
         "bytes": size,
         "seconds": seconds,
+        "extra": extra,
         "problems": [_problem(path, error) for error in errors],
     }
 
 
 def _bytes(path: PurePath, source: Source) -> int:
+    if source.kind(path) != "directory":
+        return 0
     return sum(
         _bytes(path / entry.name, source) if entry.kind == "directory" else entry.size
         for entry in source.entries(path)
@@ -380,8 +389,9 @@ def _bytes(path: PurePath, source: Source) -> int:
 
 def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishError]:
     try:
-        yield from (verify_quickly if fast else verify)(path, source)
-    except (CorruptError, IncompatibleError) as error:
+        with naming_failures(f"{path} cannot be read"):
+            yield from (verify_quickly if fast else verify)(path, source)
+    except BurnishError as error:
         yield error
 
 
@@ -394,7 +404,10 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
 
 
 def pin(say: Say, path: Path, *, reason: str) -> Outcome:
-    """Keep a step whatever retention says. Raises `MissingError` for an absent one."""
+    """Keep a step whatever retention says. Raises `MissingError` for an absent one, and `CorruptError` for a damaged one.
+
+    Tensors are not read.
+    """
     step = _local_step(path)
     with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, _LOCAL) as pins:
         if not is_step(path):
@@ -405,6 +418,8 @@ def pin(say: Say, path: Path, *, reason: str) -> Outcome:
                 want="a committed step",
                 do="give one of these",
             )
+        for error in verify_quickly(path):
+            raise error
         before = pins.get(step)
         pins[step] = reason
     say(f"{path} is pinned: {reason}{f' (before: {before})' if before else ''}")

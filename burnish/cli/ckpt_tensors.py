@@ -13,7 +13,7 @@ from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
 from burnish.checkpoint.layout import MODEL
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.tools.diff import Compared, compare
+from burnish.checkpoint.tools.diff import Compared, Distance, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
@@ -28,24 +28,41 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.train.localize import local_directory
 
+_SHOWN = 5
+# Tensors that differ most, without --tensors.
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def diff(say: Say, path: PurePath, other: PurePath) -> Outcome:
-    """Compare two steps or Hugging Face directories, tensor by tensor; `same` says whether all are equal."""
-    verdicts: Counter[str] = Counter()
-    found = []
+def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome:
+    """Compare two steps or Hugging Face directories; `same` says whether all is equal.
+
+    Shows each set of tensors, then those that differ most, or with `tensors` all that differ.
+    """
     with _open(path) as first, _open(other) as second:
         say(f"A  {first.path}\nB  {second.path}")
-        for each in compare(first, second):
-            verdicts[each.verdict] += 1
-            found.append(each.as_json())
-            if each.verdict != "equal":
-                say(f"  {each.key}  {_words(each)}")
+        found = list(compare(first, second))
+    sets: dict[str, Distance] = {}
+    for each in found:
+        total = sets.setdefault(each.key.partition("/")[0], Distance())
+        total.square += each.distance.square if each.distance else 0.0
+        total.square_of_a += each.distance.square_of_a if each.distance else 0.0
+    for name, total in sets.items():
+        verdicts = Counter(e.verdict for e in found if e.key.startswith(f"{name}/"))
         counts = ", ".join(f"{verdict}: {count}" for verdict, count in sorted(verdicts.items()))
-        say(f"tensors {counts or 'none'}")
-        report = {"a": str(first.path), "b": str(second.path), "same": set(verdicts) <= {"equal"}}
-    return Outcome({**report, "counts": dict(verdicts), "tensors": found})
+        say(f"{name}  relative L2 {total.relative_l2:.3g}; tensors {counts}")
+    differing = sorted((e for e in found if e.verdict != "equal"), key=_apart, reverse=True)
+    for each in differing if tensors else differing[:_SHOWN]:
+        say(f"  {each.key}  {_words(each)}")
+    if not tensors and len(differing) > _SHOWN:
+        say(f"  and {len(differing) - _SHOWN} more, which --tensors shows")
+    all_verdicts = Counter(each.verdict for each in found)
+    report = {"a": str(first.path), "b": str(second.path), "same": not differing}
+    plain = [each.as_json() for each in found]
+    return Outcome({**report, "counts": dict(all_verdicts), "tensors": plain})
+
+
+def _apart(found: Compared) -> float:
+    return found.distance.relative_l2 if found.distance else math.inf
 
 
 def _open(path: PurePath) -> TensorReader:
@@ -66,7 +83,7 @@ def _words(found: Compared) -> str:
         return found.verdict
     apart = (
         f"{distance.different:,} of {a.elements:,} elements, at most {distance.max_ulp:,} ulp, "
-        f"relative {distance.max_relative:.3g}, absolute {distance.max_absolute:.3g}"
+        f"relative L2 {distance.relative_l2:.3g}, relative {distance.max_relative:.3g}, absolute {distance.max_absolute:.3g}"
     )
     return f"{apart}, {distance.nonfinite:,} not finite" if distance.nonfinite else apart
 

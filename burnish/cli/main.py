@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -21,6 +22,7 @@ from burnish.errors import BurnishError, UsageError
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
+_OTHERS_NAME = re.compile(r"^rank \d+: ")
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 # Loggers that warn of what nobody asked for: transformers imports torchao wherever it is installed.
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except BurnishError as error:
-        if _layout().is_main or not error.told_elsewhere:
+        if _is_ours_to_say(error):
             print(f"{_rank()}error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -67,6 +69,18 @@ def _set_up_logging() -> None:
     logging.getLogger("burnish").setLevel(level.upper())
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _is_ours_to_say(error: BurnishError) -> bool:
+    """Whether no other rank says it. Under torchrun the first one that comes to an error does."""
+    layout = _layout()
+    if layout.world == 1:
+        return True
+    if error.told_elsewhere and not layout.is_main:
+        return False
+    from burnish.distributed.processes import is_first
+
+    return is_first(_OTHERS_NAME.sub("", str(error)))
 
 
 def _rank() -> str:

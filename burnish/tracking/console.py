@@ -49,7 +49,8 @@ _FIELDS = (
     ("reward", ("reward/mean",), _compact, 6),
     ("errors", ("reward/errors",), "{:.0f}".format, 1),
     ("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 7),
-    ("kl", ("actor/kl_loss", "actor/ppo_kl"), _compact, 7),
+    ("kl", ("actor/kl_loss",), _compact, 7),
+    ("ppo_kl", ("actor/ppo_kl",), _compact, 7),
     ("ent", ("actor/entropy",), _compact, 5),
     ("grad", ("actor/grad_norm", "train/grad_norm"), _compact, 5),
     ("lr", ("actor/lr", "train/lr"), _scientific, 6),
@@ -57,7 +58,7 @@ _FIELDS = (
     ("tok/s", ("perf/tokens_per_s",), _compact, 5),
     ("", ("timing_s/step",), _seconds, 6),
 )
-_DROPPED_FIRST = ("val/reward", "ent", "kl", "len", "lr", "tok/s", "eta", "grad")
+_DROPPED_FIRST = ("val/reward", "ent", "ppo_kl", "kl", "len", "lr", "tok/s", "eta", "grad")
 # Labels in the order in which they go if the line is too long.
 
 

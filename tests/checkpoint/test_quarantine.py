@@ -54,12 +54,17 @@ def link(path):
     path.symlink_to(path.with_suffix(".elsewhere"))
 
 
+def make_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
 def swap(path):
     """The same file of the older step: a good file in the wrong place."""
     shutil.copy(str(path).replace("step-00000002", "step-00000001"), path)
 
 
-DAMAGES = [flip_the_middle, truncate, lengthen, empty, link, Path.unlink, swap]
+DAMAGES = [flip_the_middle, truncate, lengthen, empty, link, make_directory, Path.unlink, swap]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,23 @@ def test_any_damage_to_any_file(tmp_path, two_steps, damage, name):
         assert "head.weight" in reason or "scale" in reason or "layers" in reason
     assert (root / "quarantine" / "step-00000002").is_dir()
     assert not (root / "step-00000002").exists()
+
+
+def test_a_file_in_the_place_of_a_step(tmp_path, two_steps):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(two_steps, root)
+    (root / "step-00000003").write_text("")
+    assert resume(root, seed=2).step.step == 2
+    assert (root / "quarantine" / "step-00000003").is_file()
+
+
+def test_damage_that_resuming_does_not_read_is_told(tmp_path, two_steps, caplog):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(two_steps, root)
+    flip_the_middle(root / "step-00000002/model/config.json")
+    assert resume(root, seed=2).step.step == 2
+    [told] = [each for each in caplog.records if "config.json" in each.getMessage()]
+    assert told.levelname == "WARNING"
 
 
 def test_several_damaged_steps_are_skipped_newest_first(tmp_path):

@@ -173,6 +173,32 @@ def test_verify_goes_on_to_the_next_step(run: Path, capsys: pytest.CaptureFixtur
     assert "state.json" in found["steps"][0]["problems"][0]["problem"]
 
 
+@pytest.mark.parametrize("name", ["", "COMMIT", "manifest.json"])
+def test_a_directory_or_a_file_in_the_wrong_place_hides_no_other_damage(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = step_of(run, 2) / name
+    shutil.rmtree(wrong) if name == "" else wrong.unlink()
+    wrong.write_text("") if name == "" else wrong.mkdir()
+    flip(step_of(run, 1) / "training/exp_avg.safetensors", 6 << 20)
+    code, found = as_json(capsys, "verify", run)
+    assert code == 3
+    assert [step["ok"] for step in found["steps"]] == [False, False]
+    assert ckpt(capsys, "verify", step_of(run, 2))[0] == 3
+    code, found = as_json(capsys, "ls", run)
+    assert code == 0
+    assert [step.get("damaged", False) for step in found["steps"]] == [False, True]
+    assert as_json(capsys, "show", run)[1]["step"] == 1
+
+
+def test_verify_mentions_an_empty_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (step_of(run, 1) / "model/more/yet").mkdir(parents=True)
+    code, found = as_json(capsys, "verify", step_of(run, 1))
+    assert code == 0
+    assert found["steps"][0]["extra"] == ["model/more/", "model/more/yet/"]
+    assert "model/more/" in ckpt(capsys, "verify", step_of(run, 1))[1]
+
+
 def test_a_step_that_is_removed_while_it_is_checked_is_not_damaged(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +233,8 @@ def test_pin_and_unpin(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(capsys, "pin", step)[1] == {
         "path": str(step), "step": 1, "pinned": "by hand", "before": "for the paper",
     }  # fmt: skip
+    flip(step / "state.json", 3)
+    assert ckpt(capsys, "pin", step)[0] == 3
     shutil.rmtree(step)  # a pin can be taken back when the step is gone
     assert ckpt(capsys, "unpin", step)[0] == 0
     assert ckpt(capsys, "unpin", step)[0] == 5
@@ -417,12 +445,13 @@ def test_diff_says_how_far_apart(run: Path, capsys: pytest.CaptureFixture[str]) 
     a, b = (save_once(run / "checkpoints", step, seed=seed) for step, seed in ((7, 0), (8, 1)))
     code, out, err = ckpt(capsys, "diff", a, a)
     assert (code, err) == (0, "")
-    assert out.splitlines()[2:] == ["tensors equal: 15"]
+    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["5", "5", "5"]
     code, out, _ = ckpt(capsys, "diff", a, b)
     assert code == 6
+    assert len(out.splitlines()) == 2 + 3 + 5 + 1  # A and B, sets, the worst tensors, the rest
+    _, out, _ = ckpt(capsys, "diff", a, b, "--tensors")
     [line] = [line for line in out.splitlines() if "exp_avg/layers.0.up.weight" in line]
     assert "384 of 384 elements, at most" in line
-    assert out.splitlines()[-1] == "tensors differs: 12, equal: 3"
     code, found = as_json(capsys, "diff", a, b)
     assert code == 6
     assert not found["same"]
@@ -441,7 +470,7 @@ def test_diff_with_a_hugging_face_directory(run: Path, capsys: pytest.CaptureFix
     assert tensors["model/head.weight"]["max_ulp"] <= 1  # of bf16, ties-up against ties-to-even
     assert 0 < tensors["model/head.weight"]["max_relative"] < 0.004
     assert tensors["exp_avg/head.weight"]["verdict"] == "only in A"
-    _, out, _ = ckpt(capsys, "diff", step, step / "model")
+    _, out, _ = ckpt(capsys, "diff", step, step / "model", "--tensors")
     assert "exp_avg/head.weight  only in A" in out
 
 

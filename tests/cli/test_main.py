@@ -8,6 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from ranks import torchrun_environ
 
 import burnish
 from burnish.cli import run as command
@@ -117,6 +119,20 @@ def test_errors_end_in_their_exit_code_without_a_traceback(
     monkeypatch.setattr(command, "run", fail)
     assert main(["rl", "c.yaml"]) == code
     assert capsys.readouterr().err == printed
+
+
+def test_one_rank_says_an_error_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under torchrun, whose agent serves the store."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    for rank in (1, 0):
+        for name, value in torchrun_environ(rank, 2, store.port).items():
+            monkeypatch.setenv(name, value)
+        assert main(["rl", str(tmp_path / "x.yaml")]) == 5
+        assert main(["rl", str(tmp_path / f"{rank}.yaml")]) == 5
+    said = capsys.readouterr().err
+    assert [said.count(f"file {tmp_path / name}.yaml") for name in "x01"] == [1, 1, 1]
 
 
 def test_an_unexpected_error_keeps_its_traceback(

@@ -42,14 +42,14 @@ class TestConsoleTracker(TrackerContract):
 def test_a_step_of_reinforcement_learning() -> None:
     (line,) = lines({12: RL}, total_steps=500)
     assert line == (
-        "step  12/500  reward  0.812  loss -1.2e-3  kl  1.2e-5  grad 0.830  lr 1.0e-6  len  132"
+        "step  12/500  reward  0.812  loss -1.2e-3  grad 0.830  lr 1.0e-6  len  132"
         "  tok/s 12.3k   3.42s  eta 27m49s"
     )
 
 
 def test_lines_stand_under_each_other_however_small_a_number_is() -> None:
     first, second = lines({12: RL, 13: RL | {"actor/pg_loss": 0.018}}, total_steps=500)
-    labels = ("loss", "kl", "grad", "lr", "len", "tok/s", "eta")
+    labels = ("loss", "grad", "lr", "len", "tok/s", "eta")
     assert [first.index(label) for label in labels] == [second.index(label) for label in labels]
 
 

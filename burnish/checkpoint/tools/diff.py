@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,17 @@ class Distance:
     """Largest |a - b| of two finite elements."""
     nonfinite: int = 0
     """Different elements with a NaN or an infinity; they count in no maximum."""
+    square: float = field(default=0.0, compare=False)
+    """Sum of |a - b|² over finite elements."""
+    square_of_a: float = field(default=0.0, compare=False)
+    """Sum of |a|² over finite elements."""
+
+    @property
+    def relative_l2(self) -> float:
+        """‖a - b‖ / ‖a‖; infinite where only `a` is zero."""
+        if not self.square_of_a:
+            return math.inf if self.square else 0.0
+        return math.sqrt(self.square / self.square_of_a)
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add elements, one-dimensional and equally many."""
@@ -45,20 +56,20 @@ class Distance:
             a, b = torch.view_as_real(a).flatten(), torch.view_as_real(b).flatten()
         differing = _differing(a, b)
         count = int(differing.count_nonzero())
-        if not count:
-            return
         self.different += count
         x, y = a.to(torch.float64), b.to(torch.float64)
         finite = x.isfinite() & y.isfinite()
         if not bool(finite.all()):
             self.nonfinite += int((differing & ~finite).count_nonzero())
             a, b, x, y = a[finite], b[finite], x[finite], y[finite]
-        if not len(a):
+        self.square_of_a += float(x.dot(x))
+        if not count or not len(a):
             return
         if a.dtype.is_floating_point:
             apart = (x - y).abs_()
         else:
             apart = _gaps(_ordered(a), _ordered(b)).to(torch.float64)
+        self.square += float(apart.dot(apart))
         largest = torch.maximum(x.abs(), y.abs()).clamp_(min=_TINIEST)
         self.max_ulp = max(self.max_ulp, _ulp(a, b))
         self.max_absolute = max(self.max_absolute, float(apart.max()))
@@ -87,6 +98,9 @@ class Compared:
             for name, side in (("a", self.a), ("b", self.b))
         }
         distance = asdict(self.distance) if self.distance else {}
+        if self.distance:
+            del distance["square"], distance["square_of_a"]
+            distance["relative_l2"] = self.distance.relative_l2
         plain = {name: value if math.isfinite(value) else None for name, value in distance.items()}
         return {"tensor": self.key, "verdict": self.verdict, **sides, **plain}
 

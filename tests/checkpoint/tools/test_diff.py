@@ -201,3 +201,13 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     assert same["a"] == {"dtype": "float32", "shape": [3]}
     assert same["b"] == {"dtype": "bfloat16", "shape": [3]}
     assert same["max_ulp"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_relative_l2_is_that_of_numpy(dtype):
+    a, b = (torch.randn(1000, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (0, 1))
+    x, y = a.double().numpy(), b.double().numpy()
+    wanted = np.linalg.norm(x - y) / np.linalg.norm(x)
+    assert distance(a, b).relative_l2 == pytest.approx(wanted)
+    assert distance(a, a).relative_l2 == 0
+    assert distance(torch.zeros(1000), b).relative_l2 == np.inf
