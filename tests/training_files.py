@@ -76,6 +76,7 @@ def same(completions, **columns):
 """
 
 SFT: dict[str, Any] = {
+    "name": "run",
     "steps": 6,
     "model": {"tokenizer": "tokenizer", "fresh": FRESH},
     "engine": {"precision": "fp32"},

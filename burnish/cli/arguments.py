@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -10,26 +11,26 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from burnish import __version__
-from burnish.errors import UsageError
+from burnish.errors import UsageError, together
 
 HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
-  burnish sft   CONFIG [key=value ...]            learn from examples
-  burnish rl    CONFIG [key=value ...]            learn from a reward
-  burnish eval  CONFIG|RUN_DIR [key=value ...]    measure on held-out data
-  burnish plan  CONFIG [--devices 64xH100-80G]    memory and time, and which layouts fit
-  burnish check CONFIG [--processes N]            compare a layout with one plain process
-  burnish config check CONFIG [key=value ...]     whether settings fit together, at once
-  burnish config show CONFIG [key=value ...]      every setting, and where its value came from
+  burnish sft   [CONFIG] [key=value ...]          learn from examples
+  burnish rl    [CONFIG] [key=value ...]          learn from a reward
+  burnish eval  [CONFIG|RUN_DIR] [key=value ...]  measure on held-out data
+  burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
+  burnish check [CONFIG] [--processes N]          compare a layout with one plain process
+  burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
+  burnish config show [CONFIG] [key=value ...]    every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
   burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
 
-CONFIG is a YAML file; key=value overrides one setting, as optim.lr=1e-6 or rollout.n=8.
---dry-run does the run's setup without weights and says what the run would do:
+CONFIG is a YAML file; key=value sets one setting, as optim.lr=1e-6 or rollout.n=8. Either is enough:
 
-  burnish rl CONFIG --dry-run
+  burnish rl model.path=DIR data.train=x.jsonl reward.functions=rewards.py:correct
 
+--dry-run does the run's setup without weights and says what the run would do.
 It reads the tokenizer and the headers of weights, tokenizes the first rows of the data, calls the reward
 functions once and plans memory. It does not see later rows, and only small files behind URLs.
 
@@ -37,6 +38,8 @@ On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
 without it rank 0 logs from info on, and other ranks errors only.
 """
+_MOST_OPTIONS = 5
+"""Unknown options that are told of."""
 DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
 
@@ -117,11 +120,14 @@ def _flag(help_: str) -> dict[str, Any]:
 
 _STEP = "RUN or RUN/checkpoints/step-N, here or as a URL"
 _POSITIONAL = {
-    "CONFIG": ("config", _argument("a YAML file")),
-    "CONFIG|RUN_DIR": ("config", _argument("a YAML file, or the directory of a run")),
+    "CONFIG": ("config", _argument("a YAML file; none: all settings are given here", nargs="?")),
+    "CONFIG|RUN_DIR": (
+        "config",
+        _argument("a YAML file, or the directory of a run; none: as above", nargs="?"),
+    ),
     "key=value": (
         "overrides",
-        _argument("settings that replace the file's", nargs="*", default=[]),
+        _argument("settings, in place of the file's", nargs="*", default=[]),
     ),
     "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
     "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
@@ -220,14 +226,25 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [each for each in rest if each.startswith("-")]:
-        raise _unknown_option(options[0], arguments)
+        unknown = [_unknown_option(option, arguments) for option in options[:_MOST_OPTIONS]]
+        raise together(unknown, "the command line")
     if arguments.command is None:
         parser.print_help()
         raise SystemExit(UsageError.exit_code if argv else 0)
     if rest and not hasattr(arguments, "overrides"):
         raise UsageError(f"unexpected {rest[0]}", have=shlex.join(argv), do="leave it out")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
+    if hasattr(arguments, "overrides"):
+        typed = [*([arguments.config] if arguments.config else []), *arguments.overrides, *rest]
+        if not typed:
+            raise UsageError(
+                f"{parser.prog} {arguments.command} is given nothing",
+                want="CONFIG, key=value, or both",
+                do=f"see burnish {arguments.command} --help; burnish init writes a configuration",
+            )
+        first = typed[0]
+        has_file = "=" not in first or os.path.exists(first)
+        arguments.config = first if has_file else None
+        arguments.overrides = typed[1:] if has_file else typed
     return arguments
 
 

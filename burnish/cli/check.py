@@ -41,7 +41,7 @@ def run_check(given: Namespace) -> None:
         check_layout(config)
         return
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    own = ["burnish", "check", given.config, *given.overrides]
+    own = ["burnish", "check", *filter(None, [given.config]), *given.overrides]
     done = subprocess.run(
         [sys.executable, "-m", *torchrun, "-m", *own],
         env=os.environ | _HIDE_ACCELERATORS,

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 any other error, 2 usage or configuration, 3 corrupt check
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -23,6 +24,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
 _OTHERS_NAME = re.compile(r"^rank \d+: ")
+_OF_PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP)
+"""Errors of the operating system that are about a file that the user named."""
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 # Loggers that warn of what nobody asked for: transformers imports torchao wherever it is installed.
 
@@ -48,8 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{_rank()}interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Exception:  # noqa: BLE001 - the last frame: print the traceback and set the exit code
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - the last frame: say what happened and set the exit code
+        if isinstance(error, OSError) and error.errno in _OF_PLACES and error.filename:
+            refused = BurnishError(
+                f"{error.filename} cannot be used",
+                have=error.strerror,
+                do="give another place, or change who may use this one",
+            )
+            print(f"{_rank()}error: {refused}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1
 
 

@@ -28,8 +28,18 @@ def run(given: Namespace) -> None:
     `devices` (`burnish plan`), by default this machine's, and refuses what does not fit. An evaluation prints a table, or JSON.
     """
     command: Command = given.command
-    run_dir = Path(given.config) if command == "eval" and Path(given.config).is_dir() else None
-    config = load_config(_config_file(command, given.config, run_dir), given.overrides).config
+    file = given.config
+    run_dir = Path(file) if file and command == "eval" and os.path.isdir(file) else None
+    if run_dir is not None:
+        file = recorded_config(run_dir)
+    elif command == "eval" and file and not os.path.exists(file):
+        raise MissingError(
+            f"there is no run and no configuration file {file}",
+            have=f"nothing at {Path(file).absolute()}",
+            want="a run's directory, or a YAML file",
+            do="give runs/NAME or CONFIG first, then key=value overrides",
+        )
+    config = load_config(file, given.overrides).config
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
     if devices is not None and not given.dry_run:
@@ -55,7 +65,7 @@ def run(given: Namespace) -> None:
             summary(config, command, world, run_dir, memory),
             *(f"note: {notice}" for notice in said),
             "No weights were loaded, and nothing was written to the run's directory. To run it:",
-            _started([command, given.config, *given.overrides], world),
+            _started([command, *filter(None, [given.config]), *given.overrides], world),
         )
         print_text("\n\n".join(paragraphs))
 
@@ -73,23 +83,3 @@ def _started(arguments: Sequence[str], world: int) -> str:
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
     words = ["torchrun", "--nnodes", str(machines), *each, *meeting, "-m", "burnish", *arguments]
     return f"  {shlex.join(words)}\n\non each of {machines} machines, HOST being one of them"
-
-
-def _config_file(command: Command, path: str, run_dir: Path | None) -> Path:
-    if run_dir is not None:
-        return recorded_config(run_dir)
-    if "=" in path and not Path(path).exists():
-        raise UsageError(
-            "the configuration file is missing",
-            have=f"{path}, an override, in its place",
-            want="CONFIG [key=value ...]",
-            do="give the configuration file before the overrides",
-        )
-    if command == "eval" and not Path(path).exists():
-        raise MissingError(
-            f"there is no run and no configuration file {path}",
-            have=f"nothing at {Path(path).absolute()}",
-            want="a run's directory, or a YAML file",
-            do="give runs/NAME or CONFIG first, then key=value overrides",
-        )
-    return Path(path)

@@ -27,7 +27,7 @@ def check_file(given: Namespace) -> None:
     command: Command = "rl" if config.reward.given else "sft"
     check(config, command, world=None)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(f"the settings of {given.config} fit together for burnish {command}"))
+    console.print(Text(f"the settings fit together for burnish {command}"))
     for notice in notices(config, command):
         console.print(Text(f"note: {notice}"))
 

@@ -6,6 +6,7 @@ Bounds of single settings are in the schema. That files exist is checked by `bur
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -37,6 +38,9 @@ _RENDERING = frozenset(
     ]
 )
 """Arguments of `apply_chat_template` that Burnish gives itself."""
+
+_LONGEST_NAME = 200
+"""Bytes; file systems allow 255, and names of files are made from it."""
 
 Constraint = tuple[str, str, str]
 """When the first holds, the second must hold; the third says why.
@@ -249,11 +253,13 @@ def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
 
 def _of_places(config: RunConfig) -> Iterator[BurnishError]:
     checkpoint, mirror = config.checkpoint, config.checkpoint.mirror
-    if config.name in ("", ".", "..") or any(each in config.name for each in "/\\\0"):
+    name = config.run_name
+    plain = name not in ("", ".", "..") and not any(each in name for each in "/\\\0")
+    if not plain or len(os.fsencode(name)) > _LONGEST_NAME:
         yield UsageError(
             "name cannot be used as a directory's name",
-            have=repr(config.name),
-            want="a plain name without slashes",
+            have=repr(name) if len(name) <= _LONGEST_NAME else f"{len(name)} characters",
+            want=f"a plain name without slashes, of at most {_LONGEST_NAME} bytes",
             do="set name, and output_dir for where it lies",
         )
     if mirror is not None and not is_remote(mirror):

@@ -1,22 +1,19 @@
-"""Read YAML text as plain values, with the line of every key, and write it.
+"""Write a configuration as YAML, and read it back.
 
-Unlike PyYAML's `safe_load`, a duplicate key is refused, and scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`,
-`1:30` and `2024-01-01` are texts. Numbers may have underscores.
+Scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`, `1:30` and `2024-01-01` are texts. Numbers may have underscores.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from burnish.config.schema import RunConfig, Section
-from burnish.errors import CorruptError, UsageError
+from burnish.errors import CorruptError
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
@@ -43,30 +40,14 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads plain data with the core schema's scalars, and every key once."""
+class CoreLoader(yaml.SafeLoader):
+    """Reads plain data with the core schema's scalars."""
 
     yaml_implicit_resolvers = _resolvers()
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that is given twice. Merged keys are added afterwards."""
-        lines: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise UsageError(
-                    f"{self.name}:{line} sets {key.value} a second time",
-                    have=f"{key.value} on lines {lines[key.value]} and {line}",
-                    want="every key once",
-                    do="remove one of them",
-                )
-            lines[key.value] = line
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
-
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes just what `_Loader` would otherwise read as something else."""
+    """Quotes just what `CoreLoader` would otherwise read as something else."""
 
     yaml_implicit_resolvers = _resolvers()
 
@@ -88,37 +69,6 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """What a YAML file says."""
-
-    values: Mapping[str, Any]
-    """Its top-level mapping; empty for an empty file."""
-    lines: Mapping[str, int]
-    """1-based line of every key and list item, by path (`rollout.n`, `reward.functions[0].weight`)."""
-
-
-def parse_document(text: str, source: str) -> Document:
-    """Read one YAML document whose top level is a mapping.
-
-    `source` names the text in errors. Raises `UsageError` with the line for broken YAML, a duplicate key, or anything but a mapping.
-    """
-    value, lines = _parse(text, source)
-    if not isinstance(value, dict | None):
-        raise UsageError(
-            f"{source} does not hold settings",
-            have=f"a {'list' if isinstance(value, list) else 'single value'} at the top level",
-            want="a mapping",
-            do="write `key: value` lines; `burnish config explain` lists the keys",
-        )
-    return Document(value or {}, lines)
-
-
-def parse_value(text: str, source: str) -> Any:
-    """Read the value of a command-line override. Raises `UsageError` naming `source`."""
-    return _parse(text, source)[0]
 
 
 def write_yaml(value: Any) -> str:
@@ -164,55 +114,11 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
 def recorded(path: Path) -> RunConfig:
     """Read a configuration as `dump_yaml` wrote it. Raises `CorruptError` for a file that was changed since."""
     try:
-        return RunConfig.model_validate(parse_document(path.read_text(), str(path)).values)
-    except (ValidationError, UsageError, UnicodeDecodeError) as error:
+        return RunConfig.model_validate(yaml.load(path.read_text(), CoreLoader))
+    except (OSError, yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
         raise CorruptError(
             f"{path} is not as the run wrote it",
             have=" ".join(str(error).split())[:300],
             want="the configuration that began the run",
             do="restore the file, or give the run another name",
         ) from error
-
-
-def _parse(text: str, source: str) -> tuple[Any, dict[str, int]]:
-    """Return the value, and the line of every path in it."""
-    try:
-        loader = _Loader(text)
-        loader.name = source
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        return loader.construct_object(node, deep=True), dict(_lines(node, ""))
-    except yaml.reader.ReaderError as error:
-        raise UsageError(
-            f"{source}:{text.count(chr(10), 0, error.position) + 1} holds a character that YAML does not allow",
-            have=f"the character {text[error.position]!r}",
-            want="printable text",
-            do="remove it",
-        ) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line if mark else 0
-        rows = text.splitlines() or [""]
-        raise UsageError(
-            f"{source}:{line + 1} is not YAML: {error.problem or error.context}",
-            have=rows[min(line, len(rows) - 1)].strip() or "the end of the text",
-            want="`key: value` lines, indented with spaces",
-            do=f"correct line {line + 1} or the one before it",
-        ) from error
-
-
-def _lines(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
-    """Yield every path below a constructed node, where merged keys are in place, with its 1-based line."""
-    if isinstance(node, yaml.MappingNode):
-        inner = [
-            (f"{path}.{key.value}" if path else str(key.value), key, value)
-            for key, value in node.value
-        ]
-    elif isinstance(node, yaml.SequenceNode):
-        inner = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
-    else:
-        inner = []
-    for name, first, value in inner:
-        yield name, first.start_mark.line + 1
-        yield from _lines(value, name)

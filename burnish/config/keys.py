@@ -36,6 +36,10 @@ class Key:
     """Names of the settings in a section; empty for a setting."""
     item: tuple[str, ...] = ()
     """Names of the settings in each item of a list, the required one first; empty for anything else."""
+    is_list: bool = False
+    """Whether it is a list of any length."""
+    is_text: bool = False
+    """Whether it, or each item of the list, is a text."""
 
 
 @cache
@@ -53,6 +57,9 @@ def plain_name(name: str) -> str:
 def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) -> Iterator[Key]:
     for field, found in schema["properties"].items():
         section = _referred(found, sections)
+        kinds = [each for each in found.get("anyOf", [found]) if each.get("type") != "null"]
+        is_list = kinds[0].get("type") == "array" and "prefixItems" not in kinds[0]
+        texts = [kinds[0]["items"]] if is_list else kinds
         item = _referred(found.get("items", {}), sections)
         key = Key(
             name=prefix + field,
@@ -63,6 +70,8 @@ def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) 
             may_change=may_change or MAY_CHANGE.items() <= found.items(),
             section=tuple(section.get("properties", ())),
             item=tuple(item.get("properties", ())),
+            is_list=is_list,
+            is_text=all(each.get("type") == "string" for each in texts),
         )
         yield key
         if section:

@@ -9,15 +9,15 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from burnish.config.document import Document, parse_document, parse_value
 from burnish.config.keys import Key, known_keys, plain_name
+from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import foreign_names, suggestion
 from burnish.errors import BurnishError, MissingError, UsageError, together
@@ -28,6 +28,8 @@ _COMMAND_LINE = "command line"
 _ARGUMENT = "argument"
 """The origin of a value that the Python API was given."""
 _LONGEST = 80
+_MOST_PROBLEMS = 20
+"""Problems that are told of; nobody mends more at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,13 @@ class Resolved:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resolved:
     """Read `path` (None: only defaults), then apply overrides `a.b=c` in order.
 
-    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). An override of a section (`rollout={n: 4}`) changes the keys
-    it names; a list is replaced. Keys inside a mapping `model.fresh` can be set one by one. Raises `MissingError` for an absent file and
-    `UsageError` for everything else: broken YAML, unknown keys with the nearest known one, wrong types, values out of bounds.
+    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one (`data.train=a.jsonl`), and
+    for a mapping with its main key (`reward.functions=numeric`); a text may look like a number. An override of a section
+    (`rollout={n: 4}`) changes the keys it names; a list is replaced. Keys inside a mapping `model.fresh` can be set one by one. Raises
+    `MissingError` for an absent file and `UsageError` for everything else: broken YAML, unknown keys with the nearest known one, wrong
+    types, values out of bounds.
     """
-    draft, subject = _Draft({}, {}, []), "the command line"
+    draft, subject = _Draft(), "the command line"
     if path is not None:
         draft.take(read_document(path), str(path))
         subject = f"{path} and the command line" if overrides else str(path)
@@ -69,7 +73,7 @@ def load_settings(
 
     `settings` are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
     """
-    draft = _Draft({}, {}, [])
+    draft = _Draft()
     if isinstance(source, str | os.PathLike):
         draft.take(read_document(source), str(source))
     else:
@@ -92,13 +96,13 @@ def _plain(value: Any) -> Any:
 class _Draft:
     """Values and their origins on the way to a `RunConfig`, with the problems so far."""
 
-    values: dict[str, Any]
-    origins: dict[str, str]
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     """By path; a path inside a value that was set as a whole has none."""
-    problems: list[BurnishError]
+    problems: list[BurnishError] = field(default_factory=list)
 
     def take(self, document: Document, source: str) -> None:
-        self.values = _plain(document.values)
+        self.values = _fitted("", _plain(document.values), document.written)
         self.origins = {name: f"{source}:{line}" for name, line in document.lines.items()}
 
     def override(self, text: str) -> None:
@@ -116,12 +120,13 @@ class _Draft:
             )
             return
         try:
-            self.set(name, parse_value(written, name), _COMMAND_LINE)
+            found = parse_value(written, name, name)
+            self.set(name, _fitted(name, found.values, found.written), _COMMAND_LINE)
         except UsageError:
             self.problems.append(
                 UsageError(
                     f"the value of {name} on the command line is not YAML",
-                    have=written,
+                    have=_shown(written),
                     want="a YAML value",
                     do="quote it: once for YAML and once for the shell",
                 )
@@ -129,7 +134,7 @@ class _Draft:
 
     def set_all(self, values: Mapping[Any, Any], origin: str) -> None:
         for name, value in values.items():
-            self.set(str(name), value, origin)
+            self.set(str(name), _fitted(str(name), value, {}), origin)
 
     def set(self, name: str, value: Any, origin: str) -> None:
         """Set a key; of a section, those of its keys that `value` has."""
@@ -172,6 +177,8 @@ class _Draft:
             elif name not in noted:
                 self._note_misfit(name, "has a value that does not fit", self._value_of(name))
             noted.add(name)
+            if len(self.problems) >= _MOST_PROBLEMS:
+                return
 
     def _note_no_mapping(self, above: str, found: Any, name: str, value: Any) -> None:
         """Note that `name` cannot be set, because the value above it is no mapping."""
@@ -190,7 +197,7 @@ class _Draft:
                 f"{name} {fault} ({origin})",
                 have=value if fault == "is not set" else _shown(value),
                 want=key.values if key.name == plain else f"each item in {key.values}",
-                do=do or _advice(name, key, value, origin),
+                do=do or _advice(name, key, origin),
             )
         )
 
@@ -212,6 +219,30 @@ class _Draft:
         for part in re.findall(r"[^.\[\]]+", name):
             value = value[int(part)] if isinstance(value, list) else value[part]
         return value
+
+
+def _fitted(name: str, value: Any, written: Mapping[str, str]) -> Any:
+    """Return a value as its setting has it: one item as a list, a main value as a mapping, a number as its text.
+
+    `written` says how numbers and truth values are written, by path.
+    """
+    key = known_keys().get(plain_name(name))
+    if isinstance(value, dict) and (key is None or key.section):
+        paths = {part: f"{name}.{part}" if name else str(part) for part in value}
+        return {part: _fitted(paths[part], each, written) for part, each in value.items()}
+    if key is None or value is None:
+        return value
+    if not key.is_list:
+        return written.get(name, value) if key.is_text else value
+    if not isinstance(value, list):
+        written = {path.replace(name, f"{name}[0]", 1): text for path, text in written.items()}
+        value = [value]
+    items = [(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    if key.item:
+        main = key.item[0]
+        items = [(path, {main: each} if isinstance(each, str) else each) for path, each in items]
+        return [_fitted(path, each, written) for path, each in items]
+    return [written.get(path, each) if key.is_text else each for path, each in items]
 
 
 def _is_section(name: str) -> bool:
@@ -249,21 +280,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
-def _advice(name: str, key: Key, value: Any, origin: str) -> str:
-    """Return the exact thing to write where it can be guessed from the value."""
-    in_shell = origin == _COMMAND_LINE
-    colon, quote = ("=", "'") if in_shell else (": ", "")
-    if key.section and in_shell:
+def _advice(name: str, key: Key, origin: str) -> str:
+    if key.section and origin == _COMMAND_LINE:
         return f"set its keys: {name}.KEY=value"
-    if key.item and isinstance(value, str):
-        item = f"{{{key.item[0]}: {value}}}"
-        if name.endswith("]"):
-            return f"write it as a mapping: {item}"
-        return f"write it as a list of mappings: {name}{colon}{quote}[{item}]{quote}"
-    if key.values.startswith("a list") and isinstance(value, str):
-        return f"write it as a list: {name}{colon}[{value}]"
-    if key.values in ("text", "text, or null") and isinstance(value, int | float):
-        return f'quote it, so that YAML reads a text: {name}{colon}{quote}"{value}"{quote}'
     return f"see `burnish config explain {key.name}`"
 
 
@@ -273,20 +292,31 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     Raises `MissingError` for an absent file and `UsageError` for anything but YAML.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        if Path(path).exists() and not Path(path).is_file():
+            is_directory = Path(path).is_dir()
+            raise UsageError(
+                f"{path} is no file",
+                have="a directory" if is_directory else "a pipe or a device",
+                want="a YAML file",
+                do=f"give a file in it, as {Path(path) / 'config.yaml'}"
+                if is_directory
+                else "write its content to a file",
+            )
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise MissingError(
             f"there is no configuration file {path}",
             have=f"nothing at {Path(path).absolute()}",
             want="a YAML file",
-            do="give the file first, then key=value overrides",
+            do=_meant(str(path)),
         ) from None
-    except IsADirectoryError:
+    except OSError as error:
         raise UsageError(
-            f"{path} is a directory",
-            have="a directory",
+            f"{path} cannot be read",
+            have=error.strerror,
             want="a YAML file",
-            do=f"give a file in it, as {Path(path) / 'config.yaml'}",
+            do="give another file, or change who may read it",
         ) from None
     except UnicodeDecodeError as error:
         raise UsageError(
@@ -296,3 +326,12 @@ def read_document(path: str | os.PathLike[str]) -> Document:
             do="give the configuration file",
         ) from None
     return parse_document(text, str(path))
+
+
+def _meant(path: str) -> str:
+    """Return what to type where something else stands in the place of the configuration file."""
+    if path.endswith((".jsonl", ".json", ".parquet")):
+        return f"data are data.train={path}"
+    if not path.endswith((".yaml", ".yml")) and path.count("/") == 1:
+        return f"a model is model.path={path}"
+    return "give the file first, then key=value overrides"

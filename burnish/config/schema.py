@@ -7,6 +7,7 @@ neither torch nor transformers.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -539,8 +540,8 @@ class DistributedConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    name: MayChange[str] = "run"
-    """Name of the run's directory."""
+    name: MayChange[str | None] = None
+    """Name of the run's directory. Default: the model's name and -rl, or -sft if there is no reward."""
     output_dir: MayChange[str] = "runs"
     """Where run directories lie. A URL: they lie in runs/ and are copied below the URL, as with checkpoint.mirror."""
     seed: int = Field(0, ge=0)
@@ -586,13 +587,25 @@ class RunConfig(Section):
     @property
     def directory(self) -> Path:
         """The run's directory, on this machine."""
-        return Path("runs" if is_remote(self.output_dir) else self.output_dir) / self.name
+        return Path("runs" if is_remote(self.output_dir) else self.output_dir) / self.run_name
+
+    @property
+    def run_name(self) -> str:
+        """The run's name; if none is given, that of the model, or of the run that made it, and the kind of training."""
+        if self.name is not None:
+            return self.name
+        fresh, path = self.model.fresh, self.model.path or ""
+        if fresh:
+            path = str(fresh.get("model_type", "")) if isinstance(fresh, dict) else fresh
+        source = path.partition("/checkpoints/")[0].partition("@")[0].rstrip("/").rpartition("/")[2]
+        plain = re.sub(r"[^\w.-]", "-", source).strip(".-") or "model"
+        return f"{plain}-{'rl' if self.reward.given else 'sft'}"
 
     @property
     def mirror_url(self) -> str | None:
         """The URL of the copy of the run's directory; None if there is none."""
         remote = self.output_dir if is_remote(self.output_dir) else self.checkpoint.mirror
-        return None if remote is None else f"{remote.rstrip('/')}/{self.name}"
+        return None if remote is None else f"{remote.rstrip('/')}/{self.run_name}"
 
     @property
     def longest_completed(self) -> int:

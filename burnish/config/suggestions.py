@@ -15,6 +15,9 @@ import yaml
 
 from burnish.config.keys import known_keys, plain_name
 
+_LONGEST = 100
+"""Characters of a name that could be a misspelt key."""
+
 
 class ForeignNames(NamedTuple):
     """Names of settings in verl, TRL and OpenRLHF."""
@@ -64,6 +67,8 @@ def nearest(name: str) -> str | None:
     A key counts as alike by its last part or as a whole, whichever is more alike. A name as another framework spells it
     counts by its last part.
     """
+    if len(name) > _LONGEST:
+        return None
     last = name.rpartition(".")[2]
     scores = {
         key: max(_likeness(name, key), 0.92 * _likeness(last, key.rpartition(".")[2]))

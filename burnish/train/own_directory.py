@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from burnish.checkpoint.steps import step_paths
@@ -41,12 +42,17 @@ def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
 
 def committed_steps(directory: Path) -> list[Path]:
     """Return the checkpoints in a run's directory, oldest first. Raises `UsageError` if a file stands in its place."""
-    for parent in (directory, *directory.parents):
-        if parent.is_file():
-            raise UsageError(
-                f"{directory} cannot be a run's directory",
-                have=f"{parent}, which is a file",
-                want="a directory, or a name that is free",
-                do="set output_dir and name to others",
-            )
-    return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
+    parents = (directory, *directory.parents)
+    file = next((each for each in parents if os.path.lexists(each) and not each.is_dir()), None)
+    have = None if file is None else f"{file}, which is no directory"
+    try:
+        if have is None:
+            return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
+    except OSError as error:
+        have = f"{error.filename}: {error.strerror}"
+    raise UsageError(
+        f"{directory} cannot be a run's directory",
+        have=have,
+        want="a directory that may be read, or a name that is free",
+        do="set output_dir and name to others",
+    )

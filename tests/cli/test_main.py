@@ -34,7 +34,7 @@ def test_help_begins_with_what_it_is_and_the_commands(capsys: pytest.CaptureFixt
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Burnish post-trains language models")
-    assert lines[2].split()[:3] == ["burnish", "sft", "CONFIG"]
+    assert lines[2].split()[:3] == ["burnish", "sft", "[CONFIG]"]
     assert all(len(line) <= 105 for line in lines)
 
 
@@ -77,7 +77,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["rl", "c.yaml", "--resume"], ["--resume", "resume=VALUE"]),
         (["rl", "c.yaml", "--fast"], ["--fast", "burnish config explain"]),
         (["rl", "c.yaml", "--num-generations", "8"], ["--num-generations", "rollout.n"]),
-        (["rl", "rollout.n=4"], ["rollout.n=4"]),
+        (["rl", "rollout.n=4"], ["model.path", "data.train", "reward"]),
+        (["rl", "--lr", "1", "--model_name_or_path=x"], ["optim.lr", "model.path"]),
         (["config", "explain", "seed", "steps"], ["steps"]),
     ],
 )
@@ -148,6 +149,19 @@ def test_an_unexpected_error_keeps_its_traceback(
     assert "ZeroDivisionError: by nothing" in written
 
 
+def test_a_place_that_the_system_refuses_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        Path("/dev/null/x").mkdir()
+
+    monkeypatch.setattr(command, "run", fail)
+    assert main(["rl", "c.yaml"]) == 1
+    written = capsys.readouterr().err
+    assert written.startswith("error: /dev/null/x ")
+    assert "Traceback" not in written
+
+
 def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
@@ -157,7 +171,12 @@ def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.Monk
     monkeypatch.setattr(command, "run", remember)
     assert main(["sft", "c.yaml", "a=1", "--dry-run", "b=-2"]) == 0
     assert main(["sft", "--dry-run", "c.yaml"]) == 0
-    assert seen == [("sft", "c.yaml", ["a=1", "b=-2"], True), ("sft", "c.yaml", [], True)]
+    assert main(["sft", "a=1", "--dry-run", "b=2"]) == 0
+    assert seen == [
+        ("sft", "c.yaml", ["a=1", "b=-2"], True),
+        ("sft", "c.yaml", [], True),
+        ("sft", None, ["a=1", "b=2"], True),
+    ]
 
 
 def be_rank(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,8 +364,9 @@ def test_each_command_starts_its_trainer(
     assert (evaluated.model, given[0]) == (model, step)
 
 
-@pytest.mark.parametrize("directory", ["file", "file/run"])
+@pytest.mark.parametrize("directory", ["file", "file/run", "loop/run", "/dev/null/x"])
 def test_a_file_where_a_runs_directory_should_be_is_named(tmp_path: Path, directory: str) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UsageError, match="output_dir"):
         committed_steps(tmp_path / directory)

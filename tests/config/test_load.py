@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from configurations import sections
 from hypothesis import given, settings
 
 from burnish.config.document import dump_yaml
-from burnish.config.load import Resolved, load_config
+from burnish.config.load import Resolved, load_config, load_settings
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError
 
@@ -113,16 +114,15 @@ def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
         ("optim: {betas: [0.9, 1.5]}\n", [], ["optim.betas", "[0.9, 1.5]", "2 numbers"]),
         ("steps:\n  a: 1\n", [], ["steps", '{"a": 1}', "null"]),
         ("model: {fresh: 3}\n", [], ["model.fresh", "have: 3", "null"]),
-        ("name: 12\n", [], ["name", 'name: "12"']),
-        ("", ["name=12"], ["name", """name='"12"'"""]),
-        ("data: {train: a.jsonl}\n", [], ["data.train", "data.train: [a.jsonl]"]),
-        ("", ["data.train=a.jsonl"], ["data.train ", "data.train=[a.jsonl]"]),
+        ("name: [12]\n", [], ["name", "have: [12]"]),
+        ("data: {train: {a: b}}\n", [], ["data.train ", '[{"a": "b"}]']),
+        ("rollout: {stop_token_ids: x}\n", [], ["rollout.stop_token_ids ", '["x"]']),
+        ("", ["x" * 5000 + "=1"], ["config explain"]),
         ("rollout: 3\n", [], ["rollout ", "have: 3"]),
         ("rollout: 3\n", ["rollout.n=4"], ["rollout ", "(c.yaml:1)", "have: 3"]),
         ("", ["rollout=3"], ["rollout", "have: 3", "rollout.KEY=value"]),
-        ("reward: {functions: [numeric]}\n", [], ["reward.functions[0] ", '"numeric"', "{function: numeric}"]),
-        ("reward: {functions: f.py:g}\n", [], ["reward.functions: [{function: f.py:g}]"]),
-        ("", ["reward.models=DIR"], ["reward.models='[{path: DIR}]'"]),
+        ("reward: {functions: [3]}\n", [], ["reward.functions[0] ", "have: 3"]),
+        ("reward: {functions: {weight: 2}}\n", [], ["reward.functions[0].function ", "(c.yaml:1)"]),
         ("reward:\n  functions:\n  - weight: 1\n", [], ["reward.functions[0].function ", "(c.yaml:3)"]),
         ("", ["reward.functions=[{weight: 1}]"], ["reward.functions[0].function "]),
         ("", ["rollout.n"], ["'rollout.n'", "key=value"]),
@@ -139,6 +139,45 @@ def test_bad_input_is_named(
         assert fact in message
     for part in ("have:", "want:", "do:"):
         assert message.count(part) == 1, message
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (
+            "name: 007\nmodel: {path: 12}\ndata: {train: a.jsonl}\nrollout: {stop: 1_0, stop_token_ids: 5}\n"
+            "reward:\n  functions: f.py:g\n  models: [M, {path: 3, name: 1e3}]\n",
+            [],
+        ),
+        (
+            "",
+            ["name=007", "model.path=12", "data={train: a.jsonl}", "rollout.stop=1_0", "rollout.stop_token_ids=5",
+             "reward.functions=f.py:g", "reward.models=[M, {path: 3, name: 1e3}]"],
+        ),
+    ],
+    ids=["file", "command"],
+)  # fmt: skip
+def test_short_forms(tmp_path: Path, text: str, overrides: list[str]) -> None:
+    config = load(tmp_path, text, *overrides).config
+    assert (config.name, config.model.path, config.data.train) == ("007", "12", ["a.jsonl"])
+    assert (config.rollout.stop, config.rollout.stop_token_ids) == (["1_0"], [5])
+    assert [each.function for each in config.reward.functions] == ["f.py:g"]
+    assert [(each.path, each.name) for each in config.reward.models] == [("M", None), ("3", "1e3")]
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_yaml(config))
+    assert load_config(again).config == config
+
+
+def test_short_forms_from_python() -> None:
+    settings = {"data": {"train": "a.jsonl"}, "reward.functions": {"function": "numeric"}}
+    config = load_settings({}, settings)
+    assert config.data.train == ["a.jsonl"]
+    assert config.reward.functions[0].function == "numeric"
+
+
+def test_many_mistakes_are_not_all_told(tmp_path: Path) -> None:
+    message = refused(tmp_path, "".join(f"k{number}: 1\n" for number in range(2000)))
+    assert message.startswith("20 problems")
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
@@ -162,6 +201,31 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.yaml"):
         load_config(tmp_path, [])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "c.yaml").write_text("seed: 1")
+    names = ["pipe", "loop", "c.yaml/x", "n" * 300, "large"]
+    (tmp_path / "large").write_text("# \n" * 100_000)
+    for place in (*(tmp_path / name for name in names), Path("/dev/zero")):
+        with pytest.raises(UsageError):
+            load_config(place, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "do"),
+    [
+        ("Qwen/Qwen3-0.6B", "model.path=Qwen/Qwen3-0.6B"),
+        ("chats.jsonl", "data.train=chats.jsonl"),
+        ("dir/a.yaml", "key=value"),
+    ],
+)
+def test_a_model_or_data_in_place_of_a_file(path: str, do: str) -> None:
+    with pytest.raises(MissingError) as caught:
+        load_config(path)
+    assert do in str(caught.value.do)
 
 
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
@@ -192,7 +256,7 @@ def test_what_is_dumped_loads_equal(
 def test_the_dump_is_whole_and_keeps_the_order_of_the_schema() -> None:
     text = dump_yaml(RunConfig(), {"seed": "default", "rollout.n": "command line"})
     lines = text.splitlines()
-    assert lines[0] == "name: run"
+    assert lines[0] == "name: null"
     assert "  n: 8   # command line" in lines
     assert "seed: 0  # default" in lines
     assert "  betas: [0.9, 0.999]" in lines

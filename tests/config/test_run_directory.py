@@ -28,8 +28,27 @@ def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | No
 
 
 @pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["model.path=models/Qwen3-0.6B/"], "Qwen3-0.6B-sft"),
+        (["model.path=Qwen/Qwen3-0.6B@main", "reward.functions=numeric"], "Qwen3-0.6B-rl"),
+        (["model.path=runs/a/checkpoints/step-00000002/model"], "a-sft"),
+        (["model.path=s3://bucket/deep/m"], "m-sft"),
+        (["model.path=."], "model-sft"),
+        (["model.path=null", "model.fresh.model_type=qwen3"], "qwen3-sft"),
+        (["model.path=null", "model.fresh=dir/my config.json"], "my-config.json-sft"),
+    ],
+)
+def test_a_run_without_a_name_has_its_models(overrides: list[str], name: str) -> None:
+    config = load_config(None, ["model.path=m", *overrides]).config
+    assert config.directory == Path("runs") / name
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["name=" + "x" * 300], "200 bytes"),
+        (["name=" + "ä" * 101], "200 bytes"),
         (["checkpoint.mirror=/mnt/far"], "checkpoint.mirror=file:///mnt/far"),
         (["checkpoint.mirror=s3://b", "output_dir=s3://b"], "output_dir"),
         (["checkpoint.mirror_keep_last=2"], "checkpoint.mirror_keep_last"),

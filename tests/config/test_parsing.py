@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from burnish.config.document import parse_document, parse_value, write_yaml
+from burnish.config.document import write_yaml
+from burnish.config.parsing import parse_document, parse_value
 from burnish.errors import UsageError
 
 
@@ -34,8 +35,14 @@ from burnish.errors import UsageError
     ],
 )
 def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
-    assert parse_value(text, "x") == value
-    assert type(parse_value(text, "x")) is type(value)
+    found = parse_value(text, "x").values
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_numbers_are_kept_as_they_are_written() -> None:
+    found = parse_value("{a: [1_0, x], b: 1e3, c: true, d: null}", "x", "s")
+    assert found.written == {"s.a[0]": "1_0", "s.b": "1e3", "s.c": "true"}
 
 
 def test_lines_of_keys_and_items() -> None:
@@ -79,9 +86,18 @@ def test_an_empty_document_has_no_values(text: str) -> None:
         ("a:\n  b: 1\n  c: 2\n  b: 3\n", ["f.yaml:4", " b ", "2 and 4"]),
         ("a: 1\na: 1\n", ["f.yaml:2", " a ", "1 and 2"]),
         ("a: [{b: 1, b: 2}]", ["f.yaml:1", " b "]),
-        ("a: &x\n  b: *x\n", ["f.yaml:1"]),
+        ("a: &x\n  b: *x\n", ["f.yaml:2", "alias"]),
         ("- a\n", ["f.yaml"]),
         ("hello", ["f.yaml"]),
+        ("a: 1\nb: !!int abc", ["f.yaml:2", "int"]),
+        ("a: !!bool abc", ["f.yaml:1", "bool"]),
+        ("a: !!float abc", ["f.yaml:1", "float"]),
+        ("a: !!timestamp 2020-01-01", ["f.yaml:1", "timestamp"]),
+        ("a: !!set {b}", ["f.yaml:1", "set"]),
+        ("a: " + "1" * 6000, ["f.yaml:1", "int"]),
+        ("a: 9223372036854775808", ["f.yaml:1", "int"]),
+        ("a: &x [*x]", ["f.yaml:1", "alias"]),
+        ("a: &x {<<: *x}", ["f.yaml:1", "alias"]),
     ],
 )
 def test_broken_documents_name_the_line(text: str, facts: list[str]) -> None:
@@ -89,6 +105,35 @@ def test_broken_documents_name_the_line(text: str, facts: list[str]) -> None:
         parse_document(text, "f.yaml")
     for fact in facts:
         assert fact in str(caught.value)
+
+
+def bomb(line: str) -> str:
+    """Nine lines, each of which names the one before nine times."""
+    lines = [line.format(key="a", last="")]
+    lines += [
+        line.format(key=chr(98 + n), last=", ".join(["*" + chr(97 + n)] * 9)) for n in range(9)
+    ]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("{key}: &{key} [{last}]"),
+        bomb("{key}: &{key} {{{key}: x, <<: [{last}]}}"),
+        "a: " + "x" * 10_000_000,
+        "a: [" + "1," * 50_000 + "]",
+        "[" * 3000 + "]" * 3000,
+        "{a: " * 3000,
+        "- " * 3000,
+        "? " * 3000,
+    ],
+    ids=["aliases", "merges", "long", "items", "lists", "mappings", "dashes", "keys"],
+)
+def test_hostile_text_is_refused_before_it_grows(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_document(text, "f.yaml")
+    assert len(str(caught.value)) < 500
 
 
 def test_written_texts_stay_on_one_line() -> None:

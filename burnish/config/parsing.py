@@ -1,0 +1,192 @@
+"""Read YAML text as plain values, with the line of every key.
+
+Unlike PyYAML's `safe_load`, a duplicate key is refused, and scalars follow YAML 1.2's core schema. Length, depth, the number of values
+and the size of numbers are bounded, so hostile text is refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from burnish.config.document import CoreLoader
+from burnish.errors import UsageError
+
+MOST_CHARACTERS = 200_000
+"""Characters of a text that is read."""
+_MOST_VALUES = 10_000
+"""Values in a text; those of an alias count wherever it stands."""
+_DEEPEST = 100
+_LARGEST = 1 << 63
+"""Whole numbers are smaller than this."""
+_LONGEST_SHOWN = 80
+
+
+def _constructors() -> dict[str | None, Any]:
+    """Return PyYAML's constructors of plain data, and the one that refuses every other tag."""
+    plain = {
+        f"tag:yaml.org,2002:{tag}" for tag in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+    known = yaml.SafeLoader.yaml_constructors
+    return {tag: known[tag] for tag in (None, *plain)}
+
+
+class _Loader(CoreLoader):
+    """Reads plain data of bounded size with the core schema's scalars, and every key once."""
+
+    yaml_constructors = _constructors()
+
+    def __init__(self, text: str, source: str) -> None:
+        super().__init__(text)
+        self.name = source
+        self._depth = self._composed = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse what is too deep, or too large with every alias written out."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        mark = self.current_event.start_mark
+        self._depth += 1
+        self._composed += 1
+        if self._depth > _DEEPEST or self._composed > _MOST_VALUES:
+            raise self._too_large(mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._sizes:
+            problem = "an alias inside its own value"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if node is not None and node not in self._sizes:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in parts for part in pair]
+            self._sizes[node] = 1 + sum(self._sizes[part] for part in parts)
+            if self._sizes[node] > _MOST_VALUES:
+                raise self._too_large(mark)
+        return node
+
+    def _too_large(self, mark: yaml.Mark) -> UsageError:
+        return UsageError(
+            f"{self.name}:{mark.line + 1} holds more than settings do",
+            have=f"more than {_MOST_VALUES} values, or more than {_DEEPEST} levels",
+            want="fewer, with every alias written out",
+            do="give the configuration file",
+        )
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Refuse a text that is not of its tag, and a whole number of more than 64 bits."""
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, KeyError):  # `!!int abc`, `!!bool abc`, more digits than `int` takes
+            value = _LARGEST
+        if isinstance(value, int) and abs(value) >= _LARGEST:
+            problem = f"no {node.tag.rpartition(':')[2]}, or one of more than 64 bits"
+            mark: Any = node.start_mark
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is given twice. Merged keys are added afterwards."""
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise UsageError(
+                    f"{self.name}:{line} sets {key.value} a second time",
+                    have=f"{key.value} on lines {lines[key.value]} and {line}",
+                    want="every key once",
+                    do="remove one of them",
+                )
+            lines[key.value] = line
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a YAML text says."""
+
+    values: Any
+    """Its plain value."""
+    lines: Mapping[str, int]
+    """1-based line of every key and list item, by path (`rollout.n`, `reward.functions[0].weight`)."""
+    written: Mapping[str, str]
+    """How numbers and truth values are written, by path."""
+
+
+def parse_document(text: str, source: str) -> Document:
+    """Read one YAML document whose top level is a mapping.
+
+    `source` names the text in errors. Raises `UsageError` with the line for broken YAML, a duplicate key, or anything but a mapping.
+    """
+    found = parse_value(text, source)
+    if not isinstance(found.values, dict | None):
+        raise UsageError(
+            f"{source} does not hold settings",
+            have=f"a {'list' if isinstance(found.values, list) else 'single value'} at the top level",
+            want="a mapping",
+            do="write `key: value` lines; `burnish config explain` lists the keys",
+        )
+    return replace(found, values=found.values or {})
+
+
+def parse_value(text: str, source: str, path: str = "") -> Document:
+    """Read any one value, such as that of an override of `path`. Raises `UsageError` naming `source`."""
+    if len(text) > MOST_CHARACTERS:
+        raise UsageError(
+            f"{source} is too long for settings",
+            have=f"more than {MOST_CHARACTERS} characters",
+            want="fewer",
+            do="give the configuration file",
+        )
+    try:
+        loader = _Loader(text, source)
+        node = loader.get_single_node()
+        if node is None:
+            return Document(None, {}, {})
+        value = loader.construct_object(node, deep=True)
+        below = list(_below(node, path))
+        return Document(
+            value,
+            {name: first.start_mark.line + 1 for name, first, _ in below},
+            {
+                name: each.value
+                for name, _, each in [(path, node, node), *below]
+                if isinstance(each, yaml.ScalarNode) and not each.tag.endswith((":str", ":null"))
+            },
+        )
+    except yaml.reader.ReaderError as error:
+        raise UsageError(
+            f"{source}:{text.count(chr(10), 0, error.position) + 1} holds a character that YAML does not allow",
+            have=f"the character {text[error.position]!r}",
+            want="printable text",
+            do="remove it",
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line if mark else 0
+        rows = text.splitlines() or [""]
+        raise UsageError(
+            f"{source}:{line + 1} is not YAML: {error.problem or error.context}",
+            have=rows[min(line, len(rows) - 1)].strip()[:_LONGEST_SHOWN] or "the end of the text",
+            want="`key: value` lines, indented with spaces",
+            do=f"correct line {line + 1} or the one before it",
+        ) from error
+
+
+def _below(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Yield the path, the first node and the value of all below a constructed node, where merged keys are in place."""
+    if isinstance(node, yaml.MappingNode):
+        inner = [
+            (f"{path}.{key.value}" if path else str(key.value), key, value)
+            for key, value in node.value
+        ]
+    elif isinstance(node, yaml.SequenceNode):
+        inner = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
+    else:
+        inner = []
+    for name, first, value in inner:
+        yield name, first, value
+        yield from _below(value, name)
