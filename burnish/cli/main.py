@@ -74,9 +74,10 @@ def _set_up_logging() -> None:
             want=f"one of {', '.join(LOG_LEVELS)}",
             do="set it to one of them, or unset it",
         )
-    logging.basicConfig(
-        format=f"%(asctime)s {_rank()}%(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
+    form = logging.Formatter(f"%(asctime)s {_rank()}%(levelname)s %(message)s", "%H:%M:%S")
+    handler = _StandardErrorHandler()
+    handler.setFormatter(form)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("burnish").setLevel(level.upper())
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -92,6 +93,16 @@ def _is_ours_to_say(error: BurnishError) -> bool:
     from burnish.distributed.processes import is_first
 
     return is_first(_OTHERS_NAME.sub("", str(error)))
+
+
+class _StandardErrorHandler(logging.Handler):
+    """Writes to what is `sys.stderr` at that moment: progress bars stand in its place to keep below the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except OSError:  # the terminal may be gone
+            self.handleError(record)
 
 
 def _rank() -> str:

@@ -118,7 +118,8 @@ def _output_rows(
     checkpoint: CheckpointConfig, directory: Path, mirror: str | None
 ) -> Iterator[_Row]:
     interval, best = checkpoint.save_every, checkpoint.keep_best
-    parts = [f"every {count_text(interval, 'step')} and at the end" if interval else "at the end"]
+    often = "about every 30 minutes" if interval == "auto" else f"every {interval} steps"
+    parts = [f"{often} and at the end" if interval else "at the end"]
     parts.append(f"the last {checkpoint.keep_last}")
     parts += [f"every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
     parts += [f"the best {best.count} by {best.metric}"] if best.metric else []

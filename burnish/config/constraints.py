@@ -283,8 +283,9 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
             want="checkpoint.mirror, or an output_dir that is a URL",
             do="set checkpoint.mirror, or remove checkpoint.mirror_keep_last",
         )
-    if checkpoint.save_every and checkpoint.keep_every % checkpoint.save_every:
-        next_saved = -(-checkpoint.keep_every // checkpoint.save_every) * checkpoint.save_every
+    interval = checkpoint.save_every
+    if interval != "auto" and interval and checkpoint.keep_every % interval:
+        next_saved = -(-checkpoint.keep_every // interval) * interval
         yield UsageError(
             "checkpoint.keep_every keeps steps that are not saved",
             have=_have(config, "checkpoint.keep_every", "checkpoint.save_every"),

@@ -489,8 +489,8 @@ class KeepBestConfig(Section):
 class CheckpointConfig(Section):
     """When to save and what to keep. A step is deleted if no setting keeps it and it is not pinned."""
 
-    save_every: int = Field(0, ge=0)
-    """Steps between checkpoints. 0: save only at the end and when stopped."""
+    save_every: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """Steps between checkpoints. auto: save about every 30 minutes, and the steps that keep_every or keep_best asks for. 0: save only at the end. A run that a signal stops is saved in any case."""
     keep_last: int = Field(2, ge=1)
     """Number of newest committed steps to keep."""
     keep_every: int = Field(0, ge=0)
@@ -522,8 +522,10 @@ class TrackingConfig(Section):
     """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
     trackers: list[FunctionName] = []
     """Your own trackers: classes with the methods of `burnish.Tracker`, as file.py:Class or module:Class. Each is called with the run's directory."""
+    console_every: int = Field(1, ge=1)
+    """Steps between lines on the console. The first and the last step and every validation have theirs in any case."""
     report: bool = True
-    """Write report.html at the end and at every checkpoint."""
+    """Write report.html about once a minute, at every checkpoint and at the end, whatever ends the run."""
     progress: bool = True
     """Show progress bars if the terminal can."""
     allocations: bool = False

@@ -1,7 +1,6 @@
 """Print one line per step on the terminal or in a log file.
 
-Names are short and lines at most `width` columns; the least watched numbers go first.
-`metrics.jsonl` has everything.
+Names are short. If a line is too long, the least watched numbers go first. `metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from rich.text import Text
 
 from burnish.tracking.progress import Screen
 
+_WIDTH = 120
+# Columns of a line in a file.
 _ETA_STEPS = 20
 # The time left is judged by the mean of this many steps.
 
@@ -58,7 +59,7 @@ _FIELDS = (
     ("tok/s", ("perf/tokens_per_s",), _compact, 5),
     ("", ("timing_s/step",), _seconds, 6),
 )
-_DROPPED_FIRST = ("val/reward", "ent", "ppo_kl", "kl", "len", "lr", "tok/s", "eta", "grad")
+_DROPPED_FIRST = ("ent", "ppo_kl", "kl", "len", "lr", "tok/s", "eta", "grad")
 # Labels in the order in which they go if the line is too long.
 
 
@@ -75,27 +76,40 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleTracker:
-    """Print a line per step, in colour on a terminal.
+    """Print a line for every `every`-th step, the first and the last, in colour on a terminal.
 
-    `total_steps` adds `step/total` and the time left. `stream` is standard output by default.
+    A validation has a line of its own. `total_steps` adds `step/total` and the time left. `stream` is standard output by default;
+    `width` that of the terminal, or 120.
     """
 
     def __init__(
         self,
         *,
         total_steps: int | None = None,
+        every: int = 1,
         stream: TextIO | None = None,
-        width: int = 120,
+        width: int | None = None,
     ) -> None:
-        self._total = total_steps
+        self._total, self._every, self._width = total_steps, every, width
+        self._stream = stream
         self._console = Console(file=cast(TextIO, Screen(stream or sys.stdout)), highlight=False)
-        self._width = width
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the step's line."""
-        self._console.print(self._line(step, values), soft_wrap=True)
-        self._console.file.flush()
+        """Print the step's line and that of its validation."""
+        if "timing_s/step" in values:
+            self._recent.append(values["timing_s/step"])
+        is_due = step % self._every == 0 or step in (1, self._total)
+        # A validation's numbers, without lengths and those of single sources: val/mean@4 0.81.
+        measured = {
+            name: _labelled(name, _compact(value), "bold green")
+            for name, value in values.items()
+            if name.startswith("val/") and name.count("/") == 1
+        }
+        if is_due and (step or not measured):
+            self._print(step, self._parts(step, values))
+        if measured:
+            self._print(step, measured)
 
     def sync(self) -> None:
         """Do nothing: nothing is recorded."""
@@ -103,11 +117,9 @@ class ConsoleTracker:
     def close(self) -> None:
         """Do nothing: nothing is held."""
 
-    def _line(self, step: int, values: Mapping[str, float]) -> Text:
-        place = (
-            f"{step}" if self._total is None else f"{step:>{len(str(self._total))}}/{self._total}"
-        )
-        parts = {"step": _labelled("step", place, "bold cyan")}
+    def _parts(self, step: int, values: Mapping[str, float]) -> dict[str, Text]:
+        """Return the numbers of a step's training by label."""
+        parts = {}
         for label, names, form, columns in _FIELDS:
             value = next((values[name] for name in names if name in values), None)
             if value is None or (label == "errors" and not value):
@@ -115,22 +127,30 @@ class ConsoleTracker:
             bad = label == "errors" or not math.isfinite(value)
             style = "bold red" if bad else "green" if label == "reward" else ""
             parts[label] = _labelled(label, f"{form(value):>{columns}}", style)
-        if "timing_s/step" in values:
-            self._recent.append(values["timing_s/step"])
         if self._total is not None and self._recent:
             left = fmean(self._recent) * max(0, self._total - step)
             parts["eta"] = _labelled("eta", f"{duration(left):<6}")
-        # A validation's numbers, without lengths and those of single sources: val/mean@4 0.81.
-        for name, value in values.items():
-            if name.startswith("val/") and name.count("/") == 1:
-                parts[name] = _labelled(name, _compact(value), "bold green")
+        return parts
+
+    def _print(self, step: int, parts: Mapping[str, Text]) -> None:
+        place = (
+            f"{step}" if self._total is None else f"{step:>{len(str(self._total))}}/{self._total}"
+        )
+        shown = {"step": _labelled("step", place, "bold cyan"), **parts}
+        is_terminal = self._console.is_terminal
+        width = self._width or (self._console.width if is_terminal else _WIDTH)
         for label in _DROPPED_FIRST:
-            if sum(part.cell_len + 2 for part in parts.values()) - 2 > self._width:
-                parts.pop(label, None)
-        line = Text("  ").join(parts.values())
+            if sum(part.cell_len + 2 for part in shown.values()) - 2 > width:
+                shown.pop(label, None)
+        line = Text("  ").join(shown.values())
         line.rstrip()
-        line.truncate(self._width, overflow="ellipsis")
-        return line
+        line.truncate(width, overflow="ellipsis")
+        with self._console.capture() as captured:
+            self._console.print(line, soft_wrap=True)
+        # A `Console` would write past what keeps progress bars below the lines.
+        screen = Screen(self._stream or sys.stdout)
+        screen.write(captured.get())
+        screen.flush()
 
 
 def _labelled(label: str, text: str, style: str = "") -> Text:

@@ -1,7 +1,8 @@
-"""Show progress of a run's phases: setup, rollout, update.
+"""Show progress of a run and of its phases: setup, rollout, update.
 
-On a terminal, bars vanish when their phase ends. Elsewhere a long phase prints a plain line, so
-that a hang shows. `advance` draws, at most ten times a second; there is no thread.
+On a terminal, bars stand below the lines that are printed, and vanish when their phase ends. A
+thread draws them, so that their clocks go on. Elsewhere a long phase prints a plain line, so that
+a hang shows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
 
-_DRAW_SECONDS = 0.1
+_DRAWS_A_SECOND = 5
 _LINE_SECONDS = 30.0
+_SPEED_SECONDS = 3600.0
+# The time left is judged by the speed over this time.
 
 
 def leave_lost_terminal() -> None:
@@ -63,7 +72,7 @@ def _surviving_the_terminal() -> Iterator[None]:
 
 
 class Bar:
-    """One phase under way. `show` gets its count and its age, every `seconds`."""
+    """One phase under way. `show` gets its count and its age, at most every `seconds`."""
 
     def __init__(
         self, show: Callable[[float, float], None], seconds: float, clock: Callable[[], float]
@@ -98,36 +107,45 @@ class Progress:
             BarColumn(bar_width=32),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("left", style="dim"),
+            TimeRemainingColumn(compact=True),
             console=self._console,
             transient=True,
-            auto_refresh=False,
+            refresh_per_second=_DRAWS_A_SECOND,
+            speed_estimate_period=_SPEED_SECONDS,
+            # Else lines for a file would go to the terminal.
+            redirect_stdout=sys.stdout.isatty(),
         )
 
     @contextmanager
-    def phase(self, name: str, total: float | None = None) -> Iterator[Bar]:
-        """Show `name` with a bar up to `total` (None: unknown) while the block runs.
+    def phase(
+        self, name: str, total: float | None = None, *, done: float = 0, lines: bool = True
+    ) -> Iterator[Bar]:
+        """Show `name` with a bar from `done` up to `total` (None: unknown) while the block runs.
 
-        Call `bar.advance(k)` from the block's thread only.
+        Without `lines` it is shown on a terminal only. Call `bar.advance(k)` from the block's
+        thread only.
         """
         if not self._console.is_terminal or self._console.quiet:
             of_total = "" if total is None else f"/{total:g}"
 
-            def line(done: float, seconds: float) -> None:
-                said = f"{name} {done:g}{of_total} after {seconds:.0f}s"
-                self._console.print(said, soft_wrap=True, highlight=False, markup=False)
+            def line(counted: float, seconds: float) -> None:
+                if lines:
+                    said = f"{name} {done + counted:g}{of_total} after {seconds:.0f}s"
+                    self._console.print(said, soft_wrap=True, highlight=False, markup=False)
 
             yield Bar(line, _LINE_SECONDS, self._clock)
             return
-        task = self._bars.add_task(name, total=total)
+        task = self._bars.add_task(name, total=total, completed=int(done))
         self._bars.start()
-        self._bars.refresh()
         try:
             yield Bar(
-                lambda done, _: self._bars.update(task, completed=done, refresh=True),
-                _DRAW_SECONDS,
+                lambda counted, _: self._bars.update(task, completed=done + counted),
+                0.0,
                 self._clock,
             )
         finally:
+            self._bars.refresh()
             self._bars.remove_task(task)
             if not self._bars.tasks:
                 self._bars.stop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -20,6 +21,9 @@ from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError
 from burnish.functions import load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
+
+_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
+# Least time between reports, and most of the time that they may take.
 
 
 class Tracker(Protocol):
@@ -63,13 +67,14 @@ class Observers:
         console = import_module("burnish.tracking.console").ConsoleTracker
         resumed = (step if is_logged else step - 1) if step else None
         self._trackers: list[Tracker] = [
-            console(total_steps=total_steps),
+            console(total_steps=total_steps, every=settings.console_every),
             JsonlTracker(directory.metrics, resume_step=resumed),
         ]
         if settings.tensorboard:
             self._trackers.append(TensorBoardTracker(directory.tensorboard, resume_step=resumed))
         for name in settings.trackers:
             self._trackers.append(load_function(name, "tracking.trackers")(directory.root))
+        self._next_report = time.monotonic() + _REPORT_SECONDS
 
     def rollouts_scored(
         self, step: int, rollouts: Sequence[Any], advantages: Sequence[float] | None
@@ -83,15 +88,20 @@ class Observers:
             self._rollouts.write_rollouts(self._directory.rollouts, step, rollouts, advantages)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a step's line, in order to every tracker."""
+        """Log a step's line, in order to every tracker; write the report once a minute."""
         for tracker in self._trackers:
             tracker.log(step, values)
+        if time.monotonic() >= self._next_report:
+            self.report("running")
 
-    def step_committed(self, state: str) -> None:
-        """Write the report of a run that is `running`, `finished` or `stopped`."""
+    def report(self, state: str) -> None:
+        """Write the report of a run that is `running`, `finished`, `stopped` or `failed`."""
         if self._settings.report:
+            begun = time.monotonic()
             write_report = import_module("burnish.tracking.report").write_report
             write_report(self._directory.root, state)
+            took = time.monotonic() - begun
+            self._next_report = begun + max(_REPORT_SECONDS, took / _REPORT_SHARE)
 
     def sync(self) -> None:
         """Make each tracker's record survive a power loss."""

@@ -29,7 +29,7 @@ from burnish.train.critic import CRITIC, Critic
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import Session, open_run
 from burnish.train.policy_update import PolicyUpdate, policy_stats
-from burnish.train.run import Run, Validation
+from burnish.train.run import Run, Validation, counted
 from burnish.train.setup import (
     Foundation,
     Learner,
@@ -91,16 +91,16 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                         batches = update.with_logprobs(batches, step)
                 session.stopper.check_all()
                 stats, updates = credit.stats, update.in_epochs(batches, step)
-                with spans("update"), progress.phase("update", len(updates)) as bar:
+                count = sum(len(batch.microbatches) for batch in updates) if learning else None
+                with spans("update"), progress.phase("update", count) as bar:
                     for batch in updates:
                         if critic is not None:
                             stats = stats.merge(critic.update(batch, step))
                         if learning:
                             lr = learning_rate(step - waiting, total - waiting, config.optim)
-                            learned = policy.forward_backward(batch, loss)
+                            learned = policy.forward_backward(batch, counted(loss, bar))
                             learned = learned.merge(policy.optim_step(lr))
                             stats = stats.merge(policy_stats(learned))
-                        bar.advance()
                 if learning:
                     with spans("publish"):
                         collector.generator.load_weights(policy.published(), step + 1)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
+
+from torch import Tensor
 
 from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
@@ -20,12 +23,13 @@ from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed, step_name
 from burnish.config.resume import digest
-from burnish.distributed.collectives import agree, same_on_all_ranks
+from burnish.distributed.collectives import agree, any_rank, same_on_all_ranks
 from burnish.distributed.device import peak_flops
-from burnish.engines.base import Part, compute_dtype
+from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
-from burnish.records import Batch, Rollout
+from burnish.records import Batch, MicroBatch, Rollout, TokenOutputs
+from burnish.tracking.progress import Bar
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import Observers, json_numbers, logged_values, numbers
 from burnish.train.fingerprints import Inputs
@@ -36,6 +40,8 @@ from burnish.train.trainer_state import Position, Updates, counts, state_of, tak
 
 _GRACE_SECONDS = 10.0
 # How long a run that was told to stop waits for its mirror: what counts then is the step on its disk.
+_SAVE_SECONDS = 1800.0
+# Time between checkpoints with save_every auto.
 
 log = logging.getLogger("burnish")
 
@@ -71,6 +77,7 @@ class Run:
         self._observers: Observers | None = None
         self._validate: Validation | None = None
         self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
         self._finite_loss = True
         given = json.dumps(inputs.as_state())
         same_on_all_ranks(given, "what data.train and the tokenizer hold", self._layout)
@@ -110,14 +117,21 @@ class Run:
             self._complete()
         except StopRequested as request:
             raise self._stopped(request) from None
+        except Exception:
+            if self.position.step < self._total_steps:
+                self._report_failure()
+            raise
         finally:
             self._close()
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, 0-based. A signal on any rank ends them. Collective."""
-        for step in range(self.position.step, self._total_steps):
-            self._session.stopper.check_all()
-            yield step
+        done, total = self.position.step, self._total_steps
+        with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
+            for step in range(done, total):
+                self._session.stopper.check_all()
+                yield step
+                bar.advance()
 
     def finish(
         self,
@@ -150,12 +164,12 @@ class Run:
             self._tell(lambda each: each.rollouts_scored(step, rollouts, advantages))
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
-        save = self._is_due(self._config.checkpoint.save_every)
-        last = self.position.step == self._total_steps
         due = self._is_due(self._config.evaluation.every)
+        save = self._save_is_due(validated=due)
+        last = self.position.step == self._total_steps
         self._record(values, validate=due, save=save or last)
         if save:
-            self._tell(lambda each: each.step_committed("running"))
+            self._tell(lambda each: each.report("running"))
 
     def _begin(self) -> None:
         """Open the observers, and log or validate what is left of the step that the run goes on from."""
@@ -246,7 +260,8 @@ class Run:
 
         A save in the background that fails warns loudly and stops nothing.
         """
-        with self._session.spans("save"):
+        self._saved_at = time.monotonic()
+        with self._session.spans("save"), self._session.progress.phase("save", lines=False):
             self._hear_of_saving(wait=True)
             if self._saved_step == self.position.step:
                 return
@@ -309,7 +324,7 @@ class Run:
         session = self._session
         session.stopper.check_all()
         self._save()
-        self._tell(lambda each: each.step_committed("finished"))
+        self._tell(lambda each: each.report("finished"))
         left = self._settle_mirror(self._config.checkpoint.mirror_patience_seconds)
         if self._layout.is_main:
             name = step_name(self.position.step)
@@ -329,7 +344,7 @@ class Run:
     def _stopped(self, request: StopRequested) -> StoppedError:
         """Commit the current position and return the error to raise."""
         self._save()
-        self._tell(lambda each: each.step_committed("stopped"))
+        self._tell(lambda each: each.report("stopped"))
         session, step = self._session, self.position.step
         place, patience = str(session.directory.root), _GRACE_SECONDS
         meets = session.checkpoints.meets_on_mirror and session.mirror is not None
@@ -347,6 +362,14 @@ class Run:
         if meets and left is not None:
             said = f"STEP {step} IS NOT COMMITTED; the same command continues from an older one. {left}"
         return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
+
+    def _report_failure(self) -> None:
+        """Write the report of a run that an error ends. The error matters more than a report that cannot be written."""
+        if self._observers is not None:
+            try:
+                self._observers.report("failed")
+            except OSError as error:
+                log.warning("report.html is not written: %s", error)
 
     def _settle_mirror(self, seconds: float) -> BurnishError | None:
         """Wait this long for the mirror, or until a signal; return why it lacks some of the run. Collective."""
@@ -377,6 +400,26 @@ class Run:
         if self._observers is not None:
             self._observers.close()
 
+    def _save_is_due(self, *, validated: bool) -> bool:
+        """Return whether the step has to be saved, of which a validation may be due. Collective."""
+        settings, step = self._config.checkpoint, self.position.step
+        if settings.save_every != "auto":
+            return self._is_due(settings.save_every)
+        is_kept = settings.keep_every > 0 and step % settings.keep_every == 0
+        is_rated = validated and settings.keep_best.metric is not None
+        is_late = time.monotonic() - self._saved_at >= _SAVE_SECONDS
+        return is_kept or is_rated or any_rank(is_late, self._layout)
+
     def _is_due(self, every: int) -> bool:
         step = self.position.step
         return every > 0 and (step % every == 0 or step == self._total_steps)
+
+
+def counted(loss: LossFn, bar: Bar) -> LossFn:
+    """Return the loss, which counts each micro-batch on the bar."""
+
+    def counting(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        bar.advance()
+        return loss(outputs, micro)
+
+    return counting

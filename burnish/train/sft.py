@@ -15,7 +15,7 @@ from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
-from burnish.train.run import Run, Validation
+from burnish.train.run import Run, Validation, counted
 from burnish.train.setup import (
     Learner,
     example_dataset,
@@ -58,7 +58,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 with spans("data"):
                     examples = [dataset[index] for index in loader.take(size)]
                     batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
-                with spans("update"), session.progress.phase("update"):
-                    stats = engine.forward_backward(batch, sft_loss)
+                count = len(batch.microbatches)
+                with spans("update"), session.progress.phase("update", count) as bar:
+                    stats = engine.forward_backward(batch, counted(sft_loss, bar))
                     stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
                 run.finish(stats.prefixed("train/"), cursor=loader.cursor, batches=[batch])

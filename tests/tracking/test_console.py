@@ -1,5 +1,6 @@
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,19 @@ def test_the_last_line_has_the_fields_of_the_others() -> None:
     others, last = (line.partition("  eta ")[0] for line in shown)
     assert last == others.replace("499/500", "500/500")
     assert shown[1].endswith("  eta 0s")
-    validated = lines({499: RL | {"val/x": 0.5}, 500: RL | {"val/x": 0.5}}, total_steps=500)
-    assert validated[0].index("val/x") == validated[1].index("val/x")
+
+
+def test_a_validation_has_a_line_of_its_own() -> None:
+    shown = lines({0: {"val/x": 0.25, "timing_s/step": 1.0}, 7: RL | {"val/x": 0.5}})
+    assert shown[0] == "step 0  val/x 0.250"
+    assert shown[1].startswith("step 7  reward  0.812")
+    assert shown[2:] == ["step 7  val/x 0.500"]
+
+
+def test_lines_of_every_third_step() -> None:
+    steps = {step: {"train/loss": 2.0} for step in range(1, 9)} | {5: {"val/loss": 1.0}}
+    shown = lines(steps, total_steps=8, every=3)
+    assert [line[:8] for line in shown] == [f"step {n}/8" for n in (1, 3, 5, 6, 8)]
 
 
 def test_errors_of_reward_functions_are_shown_where_there_are_any() -> None:
@@ -80,9 +92,21 @@ def test_a_step_shows_what_it_has() -> None:
 @pytest.mark.parametrize("width", [40, 80, 100, 120])
 def test_a_line_is_never_longer_than_its_width(width: int) -> None:
     values = RL | {f"val/{name}@4": 0.5 for name in ("mean", "pass", "maj")}
-    (line,) = lines({123456: values}, total_steps=1_000_000, width=width)
-    assert len(line) <= width
-    assert line.startswith("step  123456/1000000")
+    shown = lines({123456: values}, total_steps=1_000_000, width=width)
+    assert len(shown) == 2
+    for line in shown:
+        assert len(line) <= width
+        assert line.startswith("step  123456/1000000")
+
+
+def test_a_line_is_as_wide_as_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        ConsoleTracker(stream=stream).log(1, RL)
+    shown = re.sub(r"\x1b\[\d+m", "", terminal.getvalue())
+    assert len(shown.rstrip("\n")) <= 60 < len(file.getvalue())
 
 
 def test_the_time_left_is_that_of_recent_steps() -> None:

@@ -60,7 +60,7 @@ def test_all_hear_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     run, told = observers(tmp_path)
     told.step_finished(1, {"train/loss": 2.0})
     told.sync()
-    told.step_committed("finished")
+    told.report("finished")
     told.close()
     assert capsys.readouterr().out == "step 1/7  loss   2.000\n"
     assert read_metrics(run.metrics) == [{"step": 1, "train/loss": 2.0}]

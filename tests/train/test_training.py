@@ -12,9 +12,12 @@ import torch
 from training_files import At, burnish, done, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from burnish import sft
 from burnish.checkpoint.steps import committed
 from burnish.tracking.rollouts import read_rollouts, rollouts_path
+from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import read_metrics
+from burnish.train.run import Run
 
 
 def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
@@ -55,21 +58,45 @@ def test_what_a_run_leaves_behind(work):
         assert list((run / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("save_every", [0, 2])
-def test_a_step_is_logged_with_the_time_of_its_own_validation_and_save(work, save_every):
+@pytest.mark.parametrize(
+    ("save_every", "kept", "at"),
+    [(0, [], [5]), (2, [], [2, 4, 5]), ("auto", ["keep_every=4", "keep_best.metric=val/loss", "keep_best.mode=min"], [3, 4, 5])],
+)  # fmt: skip
+def test_a_step_is_logged_with_the_time_of_its_own_validation_and_save(work, save_every, kept, at):
     run = done(
         work, "sft", "sft.yaml", f"name=timed_{save_every}", "steps=5", "evaluation.every=3",
-        f"checkpoint.save_every={save_every}",
+        f"checkpoint.save_every={save_every}", *(f"checkpoint.{each}" for each in kept),
     )  # fmt: skip
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(6))
     validated = [row["step"] for row in rows if "timing_s/validate" in row]
     assert validated == [row["step"] for row in rows if "val/loss" in row] == [0, 3, 5]
     saved = [row["step"] for row in rows if "timing_s/save" in row]
-    assert saved == ([2, 4, 5] if save_every else [5])
+    assert saved == at
     for row in rows:
         parts = [row.get(f"timing_s/{part}", 0.0) for part in ("update", "validate", "save")]
         assert sum(parts) <= row["timing_s/step"]
+
+
+def test_steps_are_saved_from_time_to_time_and_a_run_that_fails_has_its_report(work, monkeypatch):
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("burnish.train.run._SAVE_SECONDS", 0.0)
+
+    def fail(run: Run, stats: Stats, **_: object) -> None:
+        if run.position.step == 2:
+            raise ValueError("as planned")
+        finish(run, stats, **_)
+
+    finish = Run.finish
+    monkeypatch.setattr(Run, "finish", fail)
+    with pytest.raises(ValueError, match="as planned"):
+        sft("sft.yaml", name="late", steps=5)
+    run = work / "runs/late"
+    assert [step.path.name for step in committed(run / "checkpoints")] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert "failed" in (run / "report.html").read_text()
 
 
 def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(work):
