@@ -21,14 +21,20 @@ from typing import Any
 import audit
 
 from burnish.distributed import device
+from burnish.tracking import report
 
 PRELOAD = (
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
-    "datasets",
+    "datasets.io.json",
+    "peft",
     "transformers.models.qwen3.modeling_qwen3",
+    "burnish.checkpoint.destinations.run_mirror",
+    "burnish.checkpoint.subprocess",
     "burnish.cli.main",
+    "burnish.cli.run",
     "burnish.engines.megatron.megatron_engine",
+    "burnish.models.lora.experts",
     "burnish.train.rl",
     "burnish.train.sft",
     "burnish.train.evaluate",
@@ -108,6 +114,7 @@ def serve(listening: socket.socket) -> None:
     """Import, and serve who connects, until standard input is closed."""
     for name in PRELOAD:
         importlib.import_module(name)
+    report._template()  # compiles it, once
     device._MEASURE_SECONDS = 0.0  # a run measures its processor, which no run of a test is about
     with Server(listening.getsockname(), Handler, bind_and_activate=False) as server:
         server.socket.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -109,6 +110,7 @@ def write_report(run_dir: Path, state: State = "unknown") -> Path:
     return run.report
 
 
+@cache
 def _template() -> Any:
     environment = Environment(
         loader=PackageLoader("burnish.tracking", ""),
@@ -124,7 +126,7 @@ def _template() -> Any:
 def _parsed(config_text: str) -> dict[str, Any]:
     """Return the configuration, empty unless it is YAML: the page shows its text anyway."""
     try:
-        config = yaml.safe_load(config_text)
+        config = yaml.load(config_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
         return {}
     return config if isinstance(config, dict) else {}
