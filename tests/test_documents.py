@@ -61,7 +61,14 @@ def place(tmp_path: Path, _model: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", RUN)
+BY_NIGHT = ("docs/guides/from-trl.md",)
+"""Pages whose blocks take long."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(each, marks=pytest.mark.nightly if each in BY_NIGHT else ()) for each in RUN],
+)
 def test_every_code_block_runs_as_it_stands(page: str, place: Path) -> None:
     text = (ROOT / page).read_text()
     blocks = BLOCK.findall(text)

@@ -140,7 +140,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_files(tmp_path_factory.mktemp("check"))
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_right_layouts_pass(root: Path, world: int) -> None:
     for found in checked(world, *(Case(config_of(root, each)) for each in (SFT, RL, COOL))):
         assert found.refusal == ""
@@ -188,11 +188,16 @@ def sharing(root: Path, degrees: dict[str, int]) -> RunConfig:
     return config_of(root, SFT, engine={"precision": "fp32", "max_grad_norm": 0.01} | degrees)
 
 
-def test_planted_faults_are_found_and_named_at_every_layout(root: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts", [DEGREES[:1], pytest.param(DEGREES[1:], marks=pytest.mark.nightly)], ids=len
+)
+def test_planted_faults_are_found_and_named_at_every_layout(
+    root: Path, layouts: Sequence[dict[str, int]]
+) -> None:
     missing = {True: "WithoutSync", False: "WithoutTensorSum"}  # by what a layout does not have
     cases = [
         Case(sharing(root, degrees), fault)
-        for degrees in DEGREES
+        for degrees in layouts
         for fault in FAULTS
         if fault != missing["tensor_parallel" in degrees]
     ]
@@ -342,14 +347,17 @@ CRITICS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_critic_is_compared(root: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts", [CRITICS[:1], pytest.param(CRITICS[1:], marks=pytest.mark.nightly)], ids=len
+)
+def test_a_critic_is_compared(root: Path, layouts: list[dict[str, Any]]) -> None:
     gae = {"advantage": "gae"}
     configs = [
-        config_of(root, RL, algorithm=gae, engine=RL["engine"] | layout) for layout in CRITICS
+        config_of(root, RL, algorithm=gae, engine=RL["engine"] | layout) for layout in layouts
     ]
     cases = [Case(config, critic=True) for config in configs]
     *right, wrong = checked(2, *cases, Case(configs[0], "OffByOne", critic=True))
-    assert [found.refusal for found in right] == [""] * len(CRITICS)
+    assert [found.refusal for found in right] == [""] * len(layouts)
     assert "loss differs" in wrong.refusal
     for found in (*right, wrong):
         assert {"gradient of score.weight", "weight score.bias"} <= set(found.compared)

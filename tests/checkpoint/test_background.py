@@ -81,7 +81,7 @@ def save_changing(layout, root):
     return finished.step, finished.error
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_files_are_those_of_a_plain_save_though_training_goes_on(tmp_path, saved, world):
     assert run_ranks(save_changing, world, str(tmp_path)) == [(1, None)] * world
     [step] = committed(tmp_path)
@@ -163,6 +163,7 @@ def test_an_error_of_the_disk_is_told_and_the_next_save_works(tmp_path):
     assert steps_in(tmp_path) == [1, 3]
 
 
+@pytest.mark.nightly
 def test_what_the_disk_does_not_let_go_of_is_told_and_the_step_is_committed(tmp_path):
     with opened(tmp_path, storage=StubbornStorage(), keep_last=1) as checkpoints:
         checkpoints.begin_save(1, contents_of(*make_state(1)))
@@ -235,7 +236,11 @@ def lose_a_writer(layout, root, how, victim):
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [("kill", 1), ("full", 0), pytest.param("hang", 1, marks=pytest.mark.nightly)],
+    [
+        ("kill", 1),
+        pytest.param("full", 0, marks=pytest.mark.nightly),
+        pytest.param("hang", 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_what_fails_on_one_rank_has_failed_on_all(tmp_path, how, victim):
     told = run_ranks(lose_a_writer, 2, str(tmp_path), how, victim)

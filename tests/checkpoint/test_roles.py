@@ -98,7 +98,11 @@ def test_every_model_has_its_own_directories(root):
 
 @pytest.mark.parametrize(
     ("writers", "readers", "dim", "background"),
-    [(2, 1, 0, False), (1, 3, 1, True), (2, 2, 1, True)],
+    [
+        (2, 1, 0, False),
+        pytest.param(1, 3, 1, True, marks=pytest.mark.nightly),
+        (2, 2, 1, True),
+    ],
 )
 def test_any_layout_in_and_any_out(tmp_path, root, writers, readers, dim, background):
     run_ranks(save_on_ranks, writers, str(tmp_path), background)

@@ -45,10 +45,8 @@ def children(pid):
     return []
 
 
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [RUNS[0], *(pytest.param(*run, marks=pytest.mark.nightly) for run in RUNS[1:])],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "world"), RUNS)
 def test_killed_at_random_moments(work, in_peace, kind, world):
     run = killed(work, kind, world, 3 - world, f"random_{kind}_{world}")
     assert outcome(run) == in_peace(kind, world)
@@ -70,6 +68,7 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
     assert outcome(done(work, *argv)) == in_peace(kind, 1)
 
 
+@pytest.mark.nightly
 def test_stopped_by_a_signal(work, in_peace):
     number = signal.SIGTERM
     argv = [*KINDS["sft"], "name=stopped", *SAVING]
@@ -122,6 +121,7 @@ def test_a_writer_that_is_killed_again_and_again_stops_nothing(work, in_peace):
     assert outcome(work / "runs/writers") == peace
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_said_and_training_goes_on_to_where_it_has_to_be_saved(work):
     argv = [*KINDS["sft"], "name=full", *SAVING, "checkpoint.reserve_gb=1e9"]
     code, output = burnish(work, *argv)

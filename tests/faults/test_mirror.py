@@ -27,11 +27,11 @@ HASTY = RetryPolicy(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, 
 
 SAMPLE = [
     ("upload, mid-object", "kill"),
-    ("upload, data without COMMIT", "kill"),
+    pytest.param("upload, data without COMMIT", "kill", marks=pytest.mark.nightly),
     ("upload, COMMIT not read back", "kill"),
-    ("mirror, the old step's COMMIT is gone", "kill"),
+    pytest.param("mirror, the old step's COMMIT is gone", "kill", marks=pytest.mark.nightly),
     ("upload, mid-object", "EIO"),
-    ("upload, data without COMMIT", "ENOSPC"),
+    pytest.param("upload, data without COMMIT", "ENOSPC", marks=pytest.mark.nightly),
     ("upload, mid-object", "hang"),
 ]
 # The others: make faults.
@@ -81,6 +81,7 @@ def test_s3_that_fails_for_a_while(s3_server, tmp_path, name):
     check(mirror, 1)
 
 
+@pytest.mark.nightly
 def test_s3_that_stays_away_leaves_nothing_that_is_listed(s3_server, tmp_path):
     url = s3_server.make_bucket(f"mirror-{next(number)}")
     hasty = RetryPolicy(tries=2, seconds=1, first_pause=0.01)

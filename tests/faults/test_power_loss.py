@@ -18,10 +18,9 @@ SAMPLE = 160
     "scene",
     [
         "saving",
-        "2 processes",
         *(
             pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("2 + writers", "restarting", "quarantine")
+            for each in ("2 processes", "2 + writers", "restarting", "quarantine")
         ),
     ],
 )

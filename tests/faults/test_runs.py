@@ -51,7 +51,8 @@ def test_the_runs_have_something_to_lose(work, in_peace):
 
 
 @pytest.mark.parametrize(
-    "kind", ["sft", pytest.param("rl", marks=pytest.mark.nightly), "rl_everything"]
+    "kind",
+    [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("sft", "rl")), "rl_everything"],
 )
 def test_killed_at_random_moments(work, in_peace, kind):
     moments, codes = random.Random(kind), set()
@@ -70,7 +71,7 @@ def test_killed_at_random_moments(work, in_peace, kind):
     assert codes in ({-signal.SIGKILL}, {-signal.SIGKILL, 0})
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.nightly)])
 def test_killed_at_chosen_moments(work, in_peace, kind):
     places = [
         ("burnish.tracking.report:write_report", 1),
@@ -152,7 +153,9 @@ def letters(completions, **columns):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
+)
 def test_stopped_while_a_reward_function_hangs(tmp_path, in_peace, number):
     """Its deadline is beyond the test's patience, so it is the signal that ends the wait."""
     root = make_files(tmp_path)

@@ -30,7 +30,7 @@ def in_peace(work: Path) -> dict[str, Any]:
     [
         (signal.SIGINT, signal.SIGINT, "_lay_out"),
         (signal.SIGINT, signal.SIGTERM, "_commit"),
-        (signal.SIGTERM, signal.SIGTERM, "_lay_out"),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, "_lay_out", marks=pytest.mark.nightly),
     ],
 )
 def test_a_second_signal_during_the_last_save(

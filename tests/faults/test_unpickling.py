@@ -54,7 +54,13 @@ def work(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", WAYS)
+BY_DAY = ("sft in the background", "lora", "from a mirror")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in WAYS],
+)
 def test_the_whole_path_of_resuming(work, name):
     way, called = WAYS[name], name.replace(" ", "-")
     run = where = work / "runs" / called

@@ -93,6 +93,7 @@ def test_s3_faults_that_pass_are_waited_out(
         assert remote.names() == ["file"]
 
 
+@pytest.mark.nightly
 def test_s3_every_call_is_tried_again(s3_server: S3Server, bucket: str) -> None:
     remote = Remote(bucket, QUICK)
     calls: dict[str, Callable[[], Any]] = {

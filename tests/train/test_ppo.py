@@ -108,6 +108,7 @@ def test_interrupted_equals_uninterrupted(work: Path, in_peace: Path, saving: li
     assert any("critic/" in name for name in outcome(run))
 
 
+@pytest.mark.nightly
 def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
     work: Path, in_peace: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_two_processes_do_what_one_does(work, of_one, kind):
         assert_same(done(work, *argv, name, world=second), one)
 
 
+@pytest.mark.nightly
 def test_three_processes_go_on_from_two(work, of_one):
     done(work, "sft", "sft.yaml", "name=by_three", "steps=3", world=2)
     assert_same(done(work, "sft", "sft.yaml", "name=by_three", world=3), of_one("sft"))
@@ -75,6 +76,7 @@ def test_two_processes_evaluate_what_one_trained(work):
     assert float(said) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_torchrun(work):
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [

@@ -273,6 +273,7 @@ def save_where_one_fails(layout, disks):
         return left, errors, sorted(portion_paths(checkpoints._root, LOCAL).values())
 
 
+@pytest.mark.nightly
 def test_a_save_that_fails_on_one_disk_leaves_nothing_on_any(tmp_path):
     for left, errors, steps in run_ranks(save_where_one_fails, 2, where(tmp_path, 0, 1)):
         assert left == []

@@ -48,6 +48,7 @@ with partial_directory(Path(sys.argv[1]), LocalStorage()) as path:
 """
 
 
+@pytest.mark.nightly
 def test_a_writer_that_was_killed(tmp_path: Path) -> None:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     argv = [sys.executable, "-c", KILLED, tmp_path / "out"]
