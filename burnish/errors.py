@@ -119,6 +119,13 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+def bytes_text(size: float) -> str:
+    """Return bytes in the unit that leaves one to three digits before the point: "12.3 MB"."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min((len(str(int(size))) - 1) // 3, len(units) - 1)
+    return f"{size / 1000**power:.{1 if power else 0}f} {units[power]}"
+
+
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
     """Yield aligned lines of `rows`; the first `right` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -67,7 +67,7 @@ from burnish.checkpoint.steps import (
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, CorruptError, few
+from burnish.errors import BurnishError, CorruptError, bytes_text, few
 from burnish.files.durable import (
     NotRemovedError,
     Removals,
@@ -441,7 +441,7 @@ class Saver:
         free = self.storage.free_bytes(self.root)
         if free >= needed + self.reserve_bytes:
             return
-        have = f"{free / 1e9:.3f} GB free where {self.root} lies"
+        have = f"{bytes_text(free)} free where {self.root} lies"
         do = "free some space, or set checkpoint.keep_last or checkpoint.reserve_gb lower"
         if self.retention and (steps := self.retention.waiting(self.root, self.storage)):
             mirror = self.retention.mirror
@@ -450,7 +450,7 @@ class Saver:
         raise BurnishError(
             f"the disk has no room for step {step}",
             have=have,
-            want=f"{needed / 1e9:.3f} GB for the step and {self.reserve_bytes / 1e9:.3f} GB in reserve",
+            want=f"{bytes_text(needed)} for the step and {bytes_text(self.reserve_bytes)} in reserve",
             do=do,
         )
 

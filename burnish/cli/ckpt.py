@@ -37,7 +37,7 @@ from burnish.checkpoint.steps import (
 )
 from burnish.checkpoint.tools.verify import verify, verify_quickly
 from burnish.cli.arguments import DIFFERS, function_of
-from burnish.cli.output import bytes_text, count_text, print_text
+from burnish.cli.output import count_text, print_text
 from burnish.config.load import load_config
 from burnish.errors import (
     BurnishError,
@@ -45,6 +45,7 @@ from burnish.errors import (
     IncompatibleError,
     MissingError,
     UsageError,
+    bytes_text,
     few,
     table,
 )

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.cli.output import bytes_text, count_text, print_text
+from burnish.cli.output import count_text, print_text
 from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
-from burnish.errors import BurnishError, MissingError, UsageError, table
+from burnish.errors import BurnishError, MissingError, UsageError, bytes_text, table
 from burnish.families import ModelShape
 from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from burnish.cli.output import bytes_text, count_text
+from burnish.cli.output import count_text
 from burnish.config.constraints import Command
 from burnish.config.schema import (
     AlgorithmConfig,
@@ -21,7 +21,7 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from burnish.errors import table
+from burnish.errors import bytes_text, table
 from burnish.train.own_directory import committed_steps
 from burnish.train.preflight import data_sizes
 

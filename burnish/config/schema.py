@@ -328,7 +328,7 @@ class RewardConfig(Section):
     on_error: float = 0.0
     """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
     max_failed_rounds: MayChange[int] = Field(3, ge=1)
-    """Stop the run when functions fail for every completion of this many rounds in a row. A round is what is scored at once, in training or validation."""
+    """Stop the run when functions fail for every completion of this many rounds in a row. A round is what is scored at once, in training or validation. Where all of the first round fail in one way, the run stops at once."""
 
     @property
     def part_names(self) -> list[str]:

@@ -197,6 +197,11 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def first_row(self) -> str:
+        """The row of the first item, for an error message."""
+        return self.rows.where(int(self._kept[0]))
+
     @overload
     def __getitem__(self, index: int) -> Item: ...
 

@@ -16,42 +16,69 @@ log = logging.getLogger("burnish")
 
 
 class Complaints:
-    """Warn once of each kind of failure of reward functions.
-
-    End the run if all rollouts fail, round after round.
-    """
+    """Warn once of each kind of failure of reward functions, and end a run that has no rewards."""
 
     def __init__(self, most_rounds: int) -> None:
         """`most_rounds`: that fail wholly, one after the other, are not borne."""
         self._heard: set[str] = set()
         self._most_rounds = most_rounds
         self._lost_in_a_row = 0
+        self._is_answered = False
+        self._last: Rollout | None = None
 
     def hear(self, rollouts: Sequence[Rollout]) -> None:
         """Warn of new kinds of failures in this round.
 
-        Raises `BurnishError` if all rollouts failed, as in the rounds before.
+        Raises `BurnishError` if all rollouts failed as in the rounds before, or if all of the first
+        round failed in one way.
         """
-        failed = [rollout.reward_error for rollout in rollouts if rollout.reward_error is not None]
-        for error in failed:
-            kind = ":".join(error.split(":", 2)[:2])
-            if kind not in self._heard:
-                self._heard.add(kind)
-                log.warning(
-                    "reward functions failed for %d of %d completions, which count as reward.on_error: %s",
-                    len(failed),
-                    len(rollouts),
-                    error,
-                )
-        self._lost_in_a_row = self._lost_in_a_row + 1 if 0 < len(failed) == len(rollouts) else 0
-        if self._lost_in_a_row >= self._most_rounds:
-            raise BurnishError(
-                f"reward functions failed for every completion of {self._lost_in_a_row} rounds in a row",
-                have=failed[-1],
-                want="an answer for some completions at least",
-                do="mend the function and start the run again, which goes on from its latest checkpoint; "
-                "reward.max_failed_rounds sets how many such rounds are borne",
+        failed = [rollout for rollout in rollouts if rollout.reward_error is not None]
+        kinds: dict[str, str] = {}
+        for rollout in failed:
+            error = str(rollout.reward_error)
+            kinds.setdefault(":".join(error.split(":", 2)[:2]), error)
+        for kind in [kind for kind in kinds if kind not in self._heard]:
+            self._heard.add(kind)
+            log.warning(
+                "reward functions failed for %d of %d completions, which count as reward.on_error: %s",
+                len(failed),
+                len(rollouts),
+                kinds[kind],
             )
+        is_first = self._last is None and not self._is_answered
+        if len(failed) < len(rollouts):
+            self._lost_in_a_row, self._is_answered = 0, True
+        elif failed:
+            self._lost_in_a_row, self._last = self._lost_in_a_row + 1, failed[-1]
+            if is_first and len(kinds) == 1:
+                raise _no_rewards(failed[-1], "of the first round")
+            if self._lost_in_a_row >= self._most_rounds:
+                raise _no_rewards(failed[-1], f"of {self._lost_in_a_row} rounds in a row")
+
+    def require_answer(self) -> None:
+        """Raise `BurnishError` at the end of a run in which every completion failed."""
+        if self._last is not None and not self._is_answered:
+            raise _no_rewards(self._last, "of the run")
+
+
+def _no_rewards(rollout: Rollout, when: str) -> BurnishError:
+    return BurnishError(
+        f"reward functions failed for every completion {when}",
+        have=rollout.reward_error,
+        want="an answer for some completions at least",
+        do=f"mend the function{message_hint(rollout)}; then start the run again, which goes on from its latest "
+        "checkpoint. reward.max_failed_rounds sets how many such rounds are borne after the first",
+    )
+
+
+def message_hint(rollout: Rollout) -> str:
+    """Return how to read a completion, where an error is about a list and the prompt is a conversation."""
+    if not rollout.prompt.messages or "list" not in str(rollout.reward_error):
+        return ""
+    return (
+        ": completions are lists of messages here, because prompts are conversations. "
+        'The text of one is completion[-1]["content"]'
+    )
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:

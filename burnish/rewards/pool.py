@@ -22,12 +22,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from burnish.config.schema import RewardConfig
 from burnish.errors import BurnishError, MissingError, UsageError
-from burnish.records import Rollout
+from burnish.records import Completion, Prompt, Rollout
 from burnish.rewards.builtin import exact_match, numeric
+from burnish.rewards.overview import message_hint
 from burnish.rewards.signature import Answer, Signature, arguments, call, read_signature
 
 LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
@@ -35,7 +39,7 @@ LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeri
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 BORNE_TIMEOUTS = 8
-"""How many calls of one function may miss their deadline in a row, beside one per worker, before it is taken to hang."""
+"""How many calls of one function may miss their deadline or end their process in a row, beside one per worker, before it is given up."""
 _LATE_SECONDS = 5.0
 # How long after a deadline a worker may stay silent about async calls, before its event loop is taken to be blocked.
 _CLOSE_SECONDS = 1.0
@@ -90,6 +94,20 @@ class RewardPool:
                     want=column,
                     do="rename the parameter or the column, or give a value in the function's kwargs",
                 )
+
+    def require_answer(self, prompt: Prompt, name: str) -> None:
+        """Score a prompt's ground truth as its completion. Raises `UsageError` if a function fails."""
+        text = prompt.answer if isinstance(prompt.answer, str) else ""
+        no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+        completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
+        (rollout,) = self.score([Rollout(prompt, 0, completion, text)])
+        if rollout.reward_error is not None:
+            raise UsageError(
+                f"the reward fails for {name}",
+                have=rollout.reward_error,
+                want=f"a number for each completion, such as {text[:80]!r}",
+                do=f"correct the function in reward.functions{message_hint(rollout)}",
+            )
 
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
@@ -170,7 +188,7 @@ class Workers:
         """Return the answers to the calls, in their order. One thread waits for each worker.
 
         A missed deadline or a worker's death answers the call with an error. A function is given up
-        after `BORNE_TIMEOUTS` more missed deadlines in a row than there are workers. So it costs at
+        after `BORNE_TIMEOUTS` more lost calls in a row than there are workers. So it costs at
         most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an async
         function's calls, `concurrency` at a time. If one blocks the event loop, all its calls at
         that time are killed; another worker makes the rest. An exception of `check` kills all
@@ -188,7 +206,7 @@ class Workers:
                         each.result()
             except BaseException:
                 # Whoever interrupts this must not find late answers here at the next call.
-                todo.given_up.update(range(len(self.signatures)))
+                todo.given_up |= dict.fromkeys(range(len(self.signatures)), "the run stops")
                 while serving:
                     for worker in list(self._all):
                         worker.end(0)
@@ -246,14 +264,14 @@ class Workers:
                 number, answers = worker.receive(patience)
                 bundle.remove(number)
                 if answers is None:
-                    todo.late([number])
+                    todo.lose([number], todo.late)
                 else:
                     todo.answer(number, answers)
             at_once = 0
         except TimeoutError:
-            todo.late(bundle[:at_once])
+            todo.lose(bundle[:at_once], todo.late)
         except (EOFError, OSError):
-            todo.fail(bundle[:at_once], f"its process ended ({worker.status()})")
+            todo.lose(bundle[:at_once], f"its process ended ({worker.status()})")
         if bundle[at_once:]:
             todo.waiting.appendleft(bundle[at_once:])
         return not bundle
@@ -267,14 +285,14 @@ class _Todo:
     ) -> None:
         self.calls = calls
         self.answers: dict[int, list[Answer]] = {}
-        self.given_up: set[int] = set()
-        """Functions that hang."""
-        self._late = f"no answer within {config.timeout_seconds:g} s"
+        self.given_up: dict[int, str] = {}
+        """Functions whose calls are lost, and how."""
+        self.late = f"no answer within {config.timeout_seconds:g} s"
         borne = 1 + BORNE_TIMEOUTS / config.workers
         self._borne = [
             borne * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]
-        self._timeouts: Counter[int] = Counter()
+        self._lost: Counter[int] = Counter()
         self._lock = threading.Lock()
         bundles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for number, each in enumerate(calls):
@@ -291,30 +309,31 @@ class _Todo:
         with self._lock:
             while self.waiting:
                 bundle = self.waiting.popleft()
-                if self.calls[bundle[0]].function not in self.given_up:
+                error = self.given_up.get(self.calls[bundle[0]].function)
+                if error is None:
                     return bundle
-                self.fail(bundle, f"given up: call after call had {self._late}")
+                self._fail(bundle, f"given up: call after call: {error}")
         return None
 
     def answer(self, number: int, answers: list[Answer]) -> None:
-        """Note a call's answers; its function thus does not hang."""
+        """Note a call's answers; its function thus works."""
         self.answers[number] = answers
-        del self._timeouts[self.calls[number].function]
+        del self._lost[self.calls[number].function]
 
-    def fail(self, numbers: Sequence[int], error: str) -> None:
+    def _fail(self, numbers: Sequence[int], error: str) -> None:
         for number in numbers:
             count = self.calls[number].count
             text = error if count == 1 else f"{error} for {count} completions"
             self.answers[number] = [Answer(None, text)] * count
 
-    def late(self, numbers: Sequence[int]) -> None:
-        """Fail a function's calls that missed their deadlines; give it up after too many in a row."""
-        self.fail(numbers, self._late)
+    def lose(self, numbers: Sequence[int], error: str) -> None:
+        """Fail calls of a function that cost a worker or a deadline; give it up after too many in a row."""
+        self._fail(numbers, error)
         function = self.calls[numbers[0]].function
         with self._lock:
-            self._timeouts[function] += len(numbers)
-            if self._timeouts[function] >= self._borne[function]:
-                self.given_up.add(function)
+            self._lost[function] += len(numbers)
+            if self._lost[function] >= self._borne[function]:
+                self.given_up[function] = error
 
 
 class _Worker:
@@ -368,7 +387,10 @@ class _Worker:
         return self.connection.recv()
 
     def end(self, patience: float) -> int:
-        """Wait `patience` seconds for an exit, else kill; return the exit status."""
+        """End what it started, wait `patience` seconds for its exit, else kill; return the exit status."""
+        for pid in _descendants(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             return self._process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -381,3 +403,13 @@ class _Worker:
         if returncode < 0:
             return f"signal {signal.Signals(-returncode).name}"
         return f"exit status {returncode}"
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below one, also those with sessions of their own, as far as /proc tells."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found

@@ -26,6 +26,9 @@ from burnish.functions import did_you_mean
 if TYPE_CHECKING:  # it loads torch, which workers do without
     from burnish.records import Rollout
 
+_LONGEST = 500
+"""Characters of an error's text; rollouts and the terminal have it once per completion."""
+
 Style = Literal["trl", "verl"]
 """Whose signature a function has."""
 
@@ -221,7 +224,8 @@ def _answers(result: Any, style: Style, count: int) -> list[Answer]:
     """
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:
-            return [Answer(None, f"returned a mapping without 'score': {sorted(map(str, result))}")]
+            names = str(sorted(map(str, result)))[:_LONGEST]
+            return [Answer(None, f"returned a mapping without 'score': {names}")]
         answer = _number(result["score"])
         others = {str(name): _number(value).value for name, value in result.items()}
         extras = {name: x for name, x in others.items() if x is not None and name != "score"}
@@ -254,4 +258,4 @@ def _plain(value: Any) -> Any:
 def _text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {str(error)[:_LONGEST]}{place}"

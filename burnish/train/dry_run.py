@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from burnish.algorithms.advantages import load_advantage
 from burnish.algorithms.policy_loss import load_policy_loss
 from burnish.config.constraints import Command
@@ -21,7 +19,6 @@ from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import BurnishError, UsageError, together
 from burnish.files.urls import is_url
 from burnish.functions import load_function
-from burnish.records import Completion, Rollout
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
 from burnish.train.critic import critic_foundation
@@ -69,7 +66,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 with _noting(errors):
                     dataset = _first_rows(foundation, name, command, pool)
                     if name == names[0] and pool is not None and isinstance(dataset, PromptDataset):
-                        _require_reward(pool, dataset, f"data.{name}")
+                        pool.require_answer(dataset[0], dataset.first_row)
     if errors:
         raise together(errors, "the setup of this run")
 
@@ -111,19 +108,3 @@ def _first_rows(
         return make(foundation, paths, setting, first=_ROWS)
     except UsageError:  # perhaps only later rows can be used
         return make(foundation, paths, setting)
-
-
-def _require_reward(pool: RewardPool, dataset: PromptDataset, setting: str) -> None:
-    """Raise `UsageError` if the reward functions fail for the first prompt, with its ground truth as completion."""
-    prompt = dataset[0]
-    text = prompt.answer if isinstance(prompt.answer, str) else ""
-    no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-    completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
-    (rollout,) = pool.score([Rollout(prompt, 0, completion, text)])
-    if rollout.reward_error is not None:
-        raise UsageError(
-            f"the reward fails for {dataset.rows.where(prompt.index)} of {setting}",
-            have=rollout.reward_error,
-            want="a number for each completion",
-            do=f"correct the function in reward.functions; the completion was {text!r}",
-        )

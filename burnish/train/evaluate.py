@@ -171,11 +171,14 @@ def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> d
             return example_validation(foundation, engine, stopper.check_all, progress)()[0]
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
+            pool.require_answer(held_out[0], held_out.first_row)
             engine = load_frozen(foundation)
             judge = load_judge(foundation, engine)
             collector = make_collector(foundation, pool, stopper, progress, judge)
             collector.generator.load_weights(engine.published(), version=0)
-            return prompt_validation(foundation, collector, held_out)()[0]
+            measured = prompt_validation(foundation, collector, held_out)()[0]
+            collector.complaints.require_answer()
+            return measured
 
 
 def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, Committed]:

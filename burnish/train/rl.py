@@ -55,6 +55,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
             dataset = prompts(local.data.train, "data.train")
             held_out = local.data.validation and prompts(local.data.validation, "data.validation")
+            pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
             by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
             loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
@@ -117,6 +118,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     rollouts=rollouts,
                     advantages=credit.means,
                 )
+        collector.complaints.require_answer()
 
 
 def _models(

@@ -68,7 +68,29 @@ def test_functions_that_fail_for_all_end_the_run_when_they_do_it_again_and_again
     fine = make_rollout()
     broken = replace(fine, reward_error="judge: ValueError: out for lunch (judge.py:3)")
     complaints = Complaints(most_rounds=2)
-    for heard in ([broken, broken], [fine, broken], [broken, broken]):
+    for heard in ([fine, broken], [broken, broken], [fine, broken], [broken, broken]):
         complaints.hear(heard)
     with pytest.raises(BurnishError):
         complaints.hear([broken])
+    complaints.require_answer()
+
+
+def test_a_first_round_that_fails_in_one_way_ends_the_run(make_rollout) -> None:
+    chat = make_rollout(messages=[{"role": "user", "content": "2+2="}])
+    error = "mine: AttributeError: 'list' object has no attribute 'strip' (rewards.py:2)"
+    broken = replace(chat, reward_error=error)
+    with pytest.raises(BurnishError) as caught:
+        Complaints(most_rounds=9).hear([broken, broken])
+    assert caught.value.have == error
+    assert 'completion[-1]["content"]' in str(caught.value.do)
+
+
+def test_a_run_without_a_single_answer_ends_with_an_error(make_rollout) -> None:
+    one, other = (replace(make_rollout(), reward_error=f"mine: {each}") for each in ("a:", "b:"))
+    complaints = Complaints(most_rounds=9)
+    complaints.require_answer()
+    complaints.hear([one, other])
+    with pytest.raises(BurnishError):
+        complaints.require_answer()
+    complaints.hear([make_rollout()])
+    complaints.require_answer()

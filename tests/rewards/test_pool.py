@@ -40,6 +40,17 @@ def temper(solution_str):
         return float("nan")
     return 1.0
 
+def talkative(solution_str):
+    raise RuntimeError("word " * 10_000)
+
+def strips(completions):
+    return [float(len(text.strip())) for text in completions]
+
+def leaves_a_session(solution_str, pid_file):
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open(pid_file, "w").write(str(child.pid))
+    return 1.0
+
 def all_raise(completions):
     raise RuntimeError("the judge is out")
 
@@ -265,13 +276,46 @@ def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monke
     errors = [rollout.reward_error for rollout in scored]
     late = errors.count("temper: no answer within 1 s")
     assert 4 <= late <= 5  # two may be late at once
-    given_up = "temper: given up: call after call had no answer within 1 s"
+    given_up = "temper: given up: call after call: no answer within 1 s"
     assert errors.count(given_up) == 40 - late
     assert {rollout.reward_parts["temper"] for rollout in scored} == {-1.0}
     assert {rollout.reward_parts["score"] for rollout in scored} == {
         0.0
     }  # the other function goes on
     assert [r.reward_error for r in pool.score(texts("fine"))] == [None]  # and it is tried again
+
+
+def test_a_function_that_ends_its_process_on_everything_is_given_up(
+    make_pool, texts, monkeypatch
+) -> None:
+    monkeypatch.setattr("burnish.rewards.pool.BORNE_TIMEOUTS", 1)
+    pool = make_pool("temper", workers=1, timeout_seconds=100.0)
+    errors = [rollout.reward_error for rollout in pool.score(texts(*["die"] * 9))]
+    assert sum("given up" in error for error in errors) == 7
+
+
+def test_the_text_of_an_error_is_clipped(make_pool, texts) -> None:
+    (rollout,) = make_pool("talkative").score(texts("x"))
+    assert 100 < len(rollout.reward_error) < 1000
+
+
+def test_a_function_is_tried_on_a_ground_truth(make_pool, make_rollout) -> None:
+    chat = make_rollout(messages=[{"role": "user", "content": "2+2="}]).prompt
+    make_pool("score").require_answer(chat, "row 0")
+    with pytest.raises(UsageError, match="row 0") as caught:
+        make_pool("strips").require_answer(chat, "row 0")
+    assert 'completion[-1]["content"]' in str(caught.value.do)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_program_with_a_session_of_its_own_ends_with_the_worker(
+    make_pool, texts, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    pool = make_pool("leaves_a_session", kwargs={"pid_file": str(pid_file)}, timeout_seconds=30.0)
+    pool.score(texts("x"))
+    pool.close()
+    wait_until_gone(int(pid_file.read_text()))
 
 
 def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
@@ -369,7 +413,7 @@ def test_an_async_function_that_always_hangs_is_given_up(make_pool, texts, monke
     pool = make_pool("async_temper", concurrency=8, workers=2, timeout_seconds=0.5)
     errors = [rollout.reward_error for rollout in pool.score(texts(*["hang"] * 400))]
     late = errors.count("async_temper: no answer within 0.5 s")
-    given_up = "async_temper: given up: call after call had no answer within 0.5 s"
+    given_up = "async_temper: given up: call after call: no answer within 0.5 s"
     assert (late >= 16, errors.count(given_up)) == (True, 400 - late)
     assert errors.count(given_up) > 0
 

@@ -111,29 +111,48 @@ def test_overlong_prompts_are_dropped_and_counted(work):
     assert "2 of 4" in output
 
 
-@pytest.mark.parametrize("function", ["raises", "hangs", "nan", "short"])
-def test_errors_of_rewards_are_recorded_and_counted(work, function):
-    name = f"reward_{function}"
+TEMPERS = """\
+import time
+
+def of(kind, solution_str, ground_truth, extra_info):
+    if solution_str == ground_truth or extra_info["prompt"][0] in "135":
+        return 1.0
+    if kind == "raises":
+        raise RuntimeError("no reward today")
+    time.sleep(600 if kind == "hangs" else 0)
+    return float("nan")
+"""
+
+
+@pytest.mark.parametrize("kind", ["raises", "hangs", "nan"])
+def test_errors_of_rewards_are_recorded_and_counted(work, kind):
+    (work / "tempers.py").write_text(TEMPERS)
+    function = f"{{function: 'tempers.py:of', kwargs: {{kind: {kind}}}}}"
     run = done(
-        work, "rl", "rl.yaml", f"name={name}", "steps=2", "evaluation.every=0", "evaluation.before=false", "reward.timeout_seconds=1",
-        f"reward.functions=[{{function: 'rewards.py:{function}'}}, {{function: 'rewards.py:letters'}}]",
+        work, "rl", "rl.yaml", f"name=reward_{kind}", "steps=2", "evaluation.every=0", "evaluation.before=false",
+        "reward.timeout_seconds=1", "batch.prompts=8", f"reward.functions=[{function}]",
     )  # fmt: skip
-    assert [row["reward/errors"] for row in metrics(run)] == [16, 16]
-    assert all(row["reward/mean"] >= 0 for row in metrics(run))
-    row = json.loads((run / "rollouts/step-00000001.jsonl").read_text().splitlines()[0])
-    assert row["reward_error"]
+    found = metrics(run)
+    assert all(0 < row["reward/errors"] < 32 for row in found)
+    assert all(row["reward/errors"] / 32 + row["reward/mean"] == 1 for row in found)
+    rows = (run / "rollouts/step-00000001.jsonl").read_text().splitlines()
+    assert any(json.loads(row)["reward_error"] for row in rows)
 
 
 def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mended(work):
     argv = ["rl", "rl.yaml", "name=all_fail", "evaluation.every=0", "evaluation.before=false", "checkpoint.save_every=1",
         "reward.functions=[{function: 'mended.py:score'}]"]  # fmt: skip
     function = work / "mended.py"
-    function.write_text("def score(data_source, solution_str, ground_truth):\n    return answer\n")
-    code, output = burnish(work, *argv, "steps=3", "reward.max_failed_rounds=2")
-    assert code == 1, output
-    assert " 2 rounds" in output
-    assert "NameError" in output
-    assert [step.step for step in committed(work / "runs/all_fail/checkpoints")] == [1]
-    function.write_text("def score(data_source, solution_str, ground_truth):\n    return 1.0\n")
+    head = "def score(data_source, solution_str, ground_truth):\n    "
+    for body, expected in (
+        ("return answer", 2),
+        ("return solution_str == ground_truth or answer", 1),
+    ):
+        function.write_text(f"{head}{body}\n")
+        code, output = burnish(work, *argv, "steps=3")
+        assert code == expected, output
+        assert "NameError" in output
+        assert committed(work / "runs/all_fail/checkpoints") == []
+    function.write_text(f"{head}return 1.0\n")
     run = done(work, *argv, "steps=3")
-    assert [row["reward/errors"] for row in metrics(run)] == [16, 0, 0]
+    assert [row["reward/errors"] for row in metrics(run)] == [0, 0, 0]
