@@ -22,6 +22,7 @@ MOST_LINES_OF_A_FILE = 900
 OPTIONAL = (
     "burnish.plan",
     "burnish.engines.megatron",
+    "burnish.data.kept_lengths",
     "burnish.tracking.report",
     "burnish.checkpoint.tools",
     "burnish.models.lora",

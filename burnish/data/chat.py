@@ -85,7 +85,7 @@ class ChatEncoder:
         self._template_kwargs = dict(template_kwargs or {})
         self._limit = limit
         self._longest = 0 if limit is None else max(map(len, tokenizer.get_vocab()))
-        self.unwritten: str | None = None
+        self.unwritten = ""
         """The first message of an assistant that the template leaves out."""
         _require_read(tokenizer, self._template_kwargs)
         self._marked = has_generation_marks(tokenizer)

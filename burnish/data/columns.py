@@ -55,11 +55,11 @@ def is_data(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExampleFormat:
-    """Ways to read an example: messages, prompt and completion, Alpaca's columns, or plain text."""
+    """Ways to read an example: messages, prompt and completion, or plain text."""
 
-    kind: Literal["chat", "pair", "alpaca", "text"]
+    kind: Literal["chat", "pair", "text"]
     columns: Mapping[str, str]
-    """The column of the messages; of prompt and completion; of instruction and output; of the text."""
+    """The column of the messages; of prompt and completion; of the text."""
 
 
 def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
@@ -69,20 +69,20 @@ def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
     `MissingError` for missing columns.
     """
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
+    completion = "output" if prompt == INSTRUCTION_COLUMN else "completion"
     pair = ExampleFormat(
-        "pair", {"prompt": prompt, "completion": data.completion_column or "completion"}
+        "pair", {"prompt": prompt, "completion": data.completion_column or completion}
     )
     messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
     chat = ExampleFormat("chat", {"messages": messages})
     text = ExampleFormat("text", {"text": data.text_column or "text"})
-    alpaca = ExampleFormat("alpaca", {"prompt": INSTRUCTION_COLUMN, "completion": "output"})
     named = [
         (pair, data.prompt_column or data.completion_column),
         (chat, data.messages_column),
         (text, data.text_column),
     ]
     chosen = [each for each, name in named if name is not None]
-    for each in chosen or (chat, pair, alpaca, text):
+    for each in chosen or (chat, pair, text):
         if all(map(rows.has, each.columns.values())):
             return each
     if not chosen and not rows.has(prompt):
@@ -135,11 +135,12 @@ def value_at(row: Row, name: str) -> Any:
     return value
 
 
-def instruction_of(row: Row) -> str:
-    """Return Alpaca's prompt: the instruction and, below it, the input."""
-    return "\n\n".join(
-        str(part) for name in (INSTRUCTION_COLUMN, "input") if (part := row.get(name))
-    )
+def prompt_at(row: Row, name: str) -> Any:
+    """Return the row's prompt, in a column. Alpaca's instruction and input are a user's message."""
+    value, input_ = value_at(row, name), row.get("input")
+    if name != INSTRUCTION_COLUMN or not isinstance(value, str):
+        return value
+    return [{"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}]
 
 
 def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -19,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
-    INSTRUCTION_COLUMN,
     TOOLS_COLUMN,
     Message,
     Row,
@@ -27,14 +27,13 @@ from burnish.data.columns import (
     answer_column,
     example_format,
     holds_chats,
-    instruction_of,
     messages_of,
+    prompt_at,
     prompt_column,
     text_of,
     tools_of,
     value_at,
 )
-from burnish.data.lengths import Lengths, lengths_key, read_lengths, write_lengths
 from burnish.data.sources import Rows
 from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds
@@ -43,6 +42,8 @@ from burnish.tracking.progress import Bar, Progress
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
+Lengths = tuple[npt.NDArray[np.int64], str, str]
+"""Tokens of each row, 0 without anything to train on; a digest of those that are kept; the first message that the chat template leaves out, or ""."""
 
 _SPAN = 512
 """Rows tokenized together."""
@@ -83,13 +84,12 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     def _scan(self, setting: str, progress: Progress | None) -> None:
         """Measure all rows; keep those neither empty nor over the limit."""
         total, limit = len(self.rows), self._limit
-        found = self._lengths(progress or Progress(enabled=False))
-        if found.unwritten is not None:
+        lengths, self.digest, unwritten = self._lengths(progress or Progress(enabled=False))
+        if unwritten:
             logger.warning(
                 "the chat template leaves out what the assistant says in %s, and perhaps in others",
-                found.unwritten,
+                unwritten,
             )
-        self.digest, lengths = found.digest, found.tokens
         over = np.zeros(total, dtype=np.bool_) if limit is None else lengths > limit
         if over.any() and self._data.overlong == "error":
             raise self._overlong(int(np.flatnonzero(over)[0]), lengths, limit, setting)
@@ -103,13 +103,14 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         """Tokenize all rows, unless an earlier start did."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
         named = (rows.digest, len(rows), rows.texts, type(self).__name__, self._limit, data)
-        key = lengths_key(self._tokenizer, *named) if rows.digest else None
-        found = read_lengths(key) if key else None
+        kept = import_module("burnish.data.kept_lengths")
+        key = kept.key_of(self._tokenizer, named)
+        found: Lengths | None = kept.read(key)
         if found is None:
             with progress.phase("tokenizing", len(rows)) as bar:
                 found = self._tokenized(bar)
-            if key and found.tokens.sum() >= WORTH_KEEPING:
-                write_lengths(key, found)
+            if found[0].sum() >= WORTH_KEEPING:
+                kept.write(key, found)
         return found
 
     def _tokenized(self, bar: Bar) -> Lengths:
@@ -125,7 +126,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
                 if length > 0 and (self._limit is None or length <= self._limit):
                     digest.update(b"%d " % len(content) + content)
             bar.advance(len(span))
-        return Lengths(lengths, digest.hexdigest(), self._encoder.unwritten)
+        return lengths, digest.hexdigest(), self._encoder.unwritten
 
     def _overlong(
         self, index: int, lengths: npt.NDArray[np.int64], limit: int | None, setting: str
@@ -245,8 +246,7 @@ class PromptDataset(_Items[Prompt]):
         self._notice_tools()
         self._column = prompt_column(data, rows)
         self._answer = answer_column(data, rows)
-        self._is_alpaca = self._column == INSTRUCTION_COLUMN and data.prompt_column is None
-        if isinstance(value_at(rows[0], self._column), str) and not self._is_alpaca:
+        if isinstance(prompt_at(rows[0], self._column), str):
             self._notice_raw(self._column)
         self._scan(setting, progress)
 
@@ -292,10 +292,8 @@ class PromptDataset(_Items[Prompt]):
         return None if self._answer is None else value_at(row, self._answer)
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
-        value, name = value_at(row, self._column), self.rows.where(index)
-        if self._is_alpaca:
-            value = instruction_of(row)
-        elif isinstance(value, str) and self._data.string_prompts == "raw":
+        value, name = prompt_at(row, self._column), self.rows.where(index)
+        if isinstance(value, str) and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             return value, None
         messages = messages_of(value, f"the prompt of {name}", "user")
@@ -334,13 +332,11 @@ class ExampleDataset(_Items[Example]):
         if format_.kind != "text":
             self._notice_tools()
         if format_.kind == "pair" and all(
-            isinstance(value_at(rows[0], name), str) for name in self._columns
+            isinstance(prompt_at(rows[0], name), str) for name in self._columns
         ):
             self._notice_raw(self._columns[0])
-        read = {"chat": self._chat, "text": self._text}
-        self._is_alpaca = format_.kind == "alpaca"
-        self._read: Callable[[int, Row], Conversation | Text]
-        self._read = read.get(format_.kind, self._completion)
+        read = {"chat": self._chat, "pair": self._completion, "text": self._text}
+        self._read: Callable[[int, Row], Conversation | Text] = read[format_.kind]
         self._scan("data.max_length", progress)
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
@@ -349,12 +345,10 @@ class ExampleDataset(_Items[Example]):
         return Conversation(self._opened(messages), name, tools=self._tools(row, name))
 
     def _completion(self, index: int, row: Row) -> Conversation | Text:
-        prompt, completion = (value_at(row, name) for name in self._columns)
+        prompt, completion = (prompt_at(row, name) for name in self._columns)
         name = self.rows.where(index)
         strings = isinstance(prompt, str) and isinstance(completion, str)
-        if self._is_alpaca:
-            prompt = instruction_of(row)
-        elif strings and self._data.string_prompts == "raw":
+        if strings and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             return Text(completion, prompt)
         before = messages_of(prompt, f"the prompt of {name}", "user")

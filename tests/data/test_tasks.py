@@ -493,7 +493,7 @@ def test_rows_are_tokenized_once_for_all_starts(rows_of, tmp_path, monkeypatch, 
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert made()[1]
     assert made()[0].lengths.tolist() == first.lengths.tolist()
-    monkeypatch.setattr("burnish.data.lengths.MOST_BYTES", 1)
+    monkeypatch.setattr("burnish.data.kept_lengths.MOST_BYTES", 1)
     assert made(limit=82)[1]
     assert kept_lengths(tmp_path) == []
 

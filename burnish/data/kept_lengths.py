@@ -1,4 +1,4 @@
-"""Keep the lengths of tokenized rows between runs, so that the next start does not tokenize again.
+"""Keep the lengths of tokenized rows, so that the next start does not tokenize again.
 
 A file's name is a digest of all that its content follows from: the rows, the tokenizer, the
 settings, and the code that reads them. It appears by one rename, and its own digest is checked. So
@@ -13,15 +13,15 @@ import logging
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 from transformers import PreTrainedTokenizerBase
+
+from burnish.data.tasks import Lengths
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +31,7 @@ _HEAD = 32
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
-    """The result of tokenizing all rows once."""
-
-    tokens: npt.NDArray[np.int64]
-    """Of each row; 0 without anything to train on."""
-    digest: str
-    """Of the tokens of the rows that are kept."""
-    unwritten: str | None
-    """The first message that the chat template leaves out."""
-
-
-def lengths_key(tokenizer: PreTrainedTokenizerBase, *others: object) -> str | None:
+def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
     """Return the name of the lengths that follow from a tokenizer and `others`, whose repr counts.
 
     None for a tokenizer in Python, whose rules cannot be read.
@@ -52,36 +40,37 @@ def lengths_key(tokenizer: PreTrainedTokenizerBase, *others: object) -> str | No
         return None
     template = str(tokenizer.chat_template)
     code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    found = (
-        *(tokenizer.backend_tokenizer.to_str(), template, tokenizer.special_tokens_map),
-        *(sorted(tokenizer.init_kwargs.items(), key=str), type(tokenizer).__name__),
-        *(xxhash.xxh3_128_hexdigest(b"".join(code)), [version(name) for name in _PACKAGES]),
-        date.today() if "strftime_now" in template else None,
-        *others,
-    )
+    today = date.today() if "strftime_now" in template else None
+    rules = [tokenizer.backend_tokenizer.to_str(), template, type(tokenizer).__name__]
+    settings = [tokenizer.special_tokens_map, sorted(tokenizer.init_kwargs.items(), key=str)]
+    found = (rules, settings, code, [version(name) for name in _PACKAGES], today, others)
     return xxhash.xxh3_128_hexdigest(repr(found).encode())
 
 
-def read_lengths(key: str) -> Lengths | None:
+def read(key: str | None) -> Lengths | None:
     """Return the lengths of this name; None if they are not there, or not whole."""
+    if key is None:
+        return None
     file = _directory() / key
     try:
         content = file.read_bytes()
         os.utime(file)
     except OSError:
         return None
-    head, body = content[:_HEAD], content[_HEAD:]
-    if xxhash.xxh3_128_hexdigest(body).encode() != head:
+    body = content[_HEAD:]
+    if xxhash.xxh3_128_hexdigest(body).encode() != content[:_HEAD]:
         return None
     line, _, tokens = body.partition(b"\n")
     digest, unwritten = json.loads(line)
-    return Lengths(np.frombuffer(tokens, np.int64), digest, unwritten)
+    return np.frombuffer(tokens, np.int64), digest, unwritten
 
 
-def write_lengths(key: str, lengths: Lengths) -> None:
+def write(key: str | None, lengths: Lengths) -> None:
     """Write the lengths under this name. Without room, only warn."""
-    line = json.dumps([lengths.digest, lengths.unwritten]).encode()
-    body = line + b"\n" + lengths.tokens.tobytes()
+    if key is None:
+        return
+    tokens, *others = lengths
+    body = json.dumps(others).encode() + b"\n" + tokens.tobytes()
     directory = _directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
