@@ -24,6 +24,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
   burnish config show [CONFIG] [key=value ...]    every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
+  burnish config translate FILE|ARGUMENTS         verl's or TRL's arguments as a configuration
   burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
 
 CONFIG is a YAML file; key=value sets one setting, as optim.lr=1e-6 or rollout.n=8. Either is enough:
@@ -58,7 +59,7 @@ _COMMANDS = {
         "CONFIG key=value --processes",
         "Compare one step at a layout with one plain process, on a small model of the same family.",
     ),
-    "config": ("", "", "Check, show or explain settings."),
+    "config": ("", "", "Check, show, explain or translate settings."),
     "config check": (
         "settings:check_file",
         "CONFIG key=value",
@@ -66,10 +67,20 @@ _COMMANDS = {
     ),
     "config show": (
         "settings:show",
-        "CONFIG key=value",
+        "CONFIG|RUN_DIR key=value",
         "Print every setting and where its value came from.",
     ),
     "config explain": ("settings:explain", "KEY", "Say what a setting means."),
+    "config translate": (
+        "settings:translate",
+        "FILE|ARGUMENTS",
+        "Turn arguments of verl, TRL or OpenRLHF into a configuration, on standard output. What has no counterpart is a comment.",
+    ),
+    "config schema": (
+        "settings:schema",
+        "",
+        "Print the JSON Schema of a configuration, for editors.",
+    ),
     "ckpt": ("", "", "Look at checkpoints, check and keep them."),
     "ckpt ls": ("ckpt:list_steps", "RUN --json", "List the steps of a run."),
     "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Say what is in a step."),
@@ -128,6 +139,10 @@ _POSITIONAL = {
     "key=value": (
         "overrides",
         _argument("settings, in place of the file's", nargs="*", default=[]),
+    ),
+    "FILE|ARGUMENTS": (
+        "words",
+        _argument("a YAML file, a shell script, or key=value and --flag value", nargs="*"),
     ),
     "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
     "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
@@ -225,6 +240,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     """Return what was typed; overrides may stand before and after options. Raises `UsageError` for what is not known."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
+    if hasattr(arguments, "words"):  # which may look like options
+        arguments.words = list(argv)[2:]
+        return arguments
     if options := [each for each in rest if each.startswith("-")]:
         unknown = [_unknown_option(option, arguments) for option in options[:_MOST_OPTIONS]]
         raise together(unknown, "the command line")

@@ -1,21 +1,27 @@
-"""`burnish config check`, `show` and `explain`: whether settings fit, where they come from, and what they mean."""
+"""`burnish config check`, `show`, `explain`, `translate` and `schema`: about settings, without a run."""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from burnish.cli.output import print_text
 from burnish.config.constraints import Command, check, notices
 from burnish.config.document import dump_yaml, write_yaml
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, load_config
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import suggestion
+from burnish.config.translate import translated
 from burnish.errors import UsageError
+from burnish.train.own_directory import recorded_config
 
 
 def check_file(given: Namespace) -> None:
@@ -34,7 +40,10 @@ def check_file(given: Namespace) -> None:
 
 def show(given: Namespace) -> None:
     """Print the whole resolved configuration, YAML with each value's origin as a comment."""
-    resolved = load_config(given.config, given.overrides)
+    file = given.config
+    if file and Path(file).is_dir():
+        file = recorded_config(Path(file))
+    resolved = load_config(file, given.overrides)
     console = Console(highlight=False, soft_wrap=True)
     for line in dump_yaml(resolved.config, resolved.origin).splitlines():
         setting, mark, origin = line.rpartition("  # ")
@@ -68,6 +77,30 @@ def explain(given: Namespace) -> None:
         _list(console, below)
 
 
+def translate(given: Namespace) -> None:
+    """Print a configuration that says what arguments of another framework say."""
+    print_text(translated(given.words).rstrip())
+
+
+def schema(given: Namespace) -> None:
+    """Print the JSON Schema of a configuration; one item may stand for a list, and an item's main value for the item."""
+    print_text(json.dumps(_with_short_forms(RunConfig.model_json_schema()), indent=2))
+
+
+def _with_short_forms(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_with_short_forms(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    found = {name: _with_short_forms(each) for name, each in part.items()}
+    if found.get("type") != "array" or "prefixItems" in found:
+        return found
+    item = found["items"]
+    item = {"anyOf": [item, {"type": "string"}]} if "$ref" in item else item
+    kept = {name: found.pop(name) for name in ("description", "default") if name in found}
+    return {**kept, "anyOf": [{**found, "items": item}, item]}
+
+
 def _facts(console: Console, key: Key) -> None:
     table = Table.grid(padding=(0, 2))
     default = "none: it has to be given" if key.required else _plain(key.default)
@@ -86,11 +119,12 @@ def _facts(console: Console, key: Key) -> None:
 def _list(console: Console, keys: Sequence[Key]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("key", style="bold", no_wrap=True)
-    table.add_column("default", no_wrap=True)
     table.add_column("meaning")
     for key in keys:
-        default = "" if key.section or key.required else _plain(key.default)
-        table.add_row(Text(key.name), Text(default), Text(key.doc))
+        lines = [key.doc]
+        lines += [key.values] if key.values.startswith("one of ") else []
+        lines += [] if key.default in (None, [], {}) else [f"default: {_plain(key.default)}"]
+        table.add_row(Text(key.name), Text("\n".join(lines)))
     console.print(table)
 
 

@@ -124,7 +124,7 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
         problems += _of_rl(config, shares)
     files = "data.validation" if command == "eval" else "data.train"
     if not _given(config, files):
-        do = f"set {files}=[FILE]"
+        do = f"set {files}=FILE"
         purpose = "evaluate" if command == "eval" else "train"
         what = f"there is nothing to {purpose} on"
         problems.append(UsageError(what, have=f"{files}: []", want="at least one file", do=do))
@@ -371,7 +371,7 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
             "there is no reward to learn from",
             have="reward.functions: []",
             want="at least one reward function or reward model",
-            do="set reward.functions='[{function: numeric}]', or module:function of your own",
+            do="set reward.functions=numeric, or file.py:function of your own",
         )
     if config.algorithm.overlong.buffer > config.rollout.max_response_length:
         yield UsageError(

@@ -207,7 +207,7 @@ class _Draft:
             for part, inner in value.items():
                 self._note_unknown(f"{name}.{part}", inner)
             return
-        want, do = suggestion(name)
+        want, do = suggestion(name, value)
         origin = _origin(self.origins, name)
         have = f"{name}: {_shown(value)}"
         self.problems.append(

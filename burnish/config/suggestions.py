@@ -5,11 +5,12 @@ Names of other frameworks (`foreign_names.yaml`) get the setting to write. A sim
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -30,28 +31,67 @@ class ForeignNames(NamedTuple):
     """The nearest keys, a colon, and the difference."""
     absent: dict[str, str]
     """Why the setting is not needed, or not there."""
+    values: dict[str, dict[str, dict[str, Any]]]
+    """By name and value, in small letters or "*" for any: the settings that say the same here."""
 
 
 @cache
 def foreign_names() -> ForeignNames:
     """Return the table, which is read once."""
-    return ForeignNames(
-        **yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
-    )
+    tables = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
+    values = {
+        name: {str(value).lower(): settings for value, settings in found.items()}
+        for name, found in tables.pop("values").items()
+    }
+    return ForeignNames(**tables, values=values)
 
 
-def suggestion(name: str) -> tuple[str, str]:
-    """Return `want` and `do` of the error for a key that does not exist (`trainer.save_freq`, `rolout.n`)."""
+def counterpart(name: str, value: Any) -> dict[str, Any] | None:
+    """Return the settings that say here what `name: value` says elsewhere; None if only a person can tell."""
+    known, foreign = known_keys(), foreign_names()
+    for end in _ends(name):
+        if found := foreign.values.get(end):
+            settings = found.get(str(value).lower(), found.get("*"))
+            return settings and {
+                key: value if each == "*" else each for key, each in settings.items()
+            }
+        if end in foreign.different or end in foreign.absent:
+            return None
+        is_known = end in known and not known[end].section and ("." in end or end == name)
+        if key := foreign.renamed.get(end) or (end if is_known else None):
+            return {key: value}
+    return None
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Return whether a setting has this value if nothing is set."""
+    key = known_keys().get(name)
+    return key is not None and key.default == value
+
+
+def suggestion(name: str, value: Any = None) -> tuple[str, str]:
+    """Return `want` and `do` of the error for a key that does not exist (`trainer.save_freq`, `rolout.n`), with its value if known."""
     name, known, foreign = plain_name(name), known_keys(), foreign_names()
+    same = None if value is None else counterpart(name, value)
+    if same is not None and all(is_default(*each) for each in same.items()):
+        return "nothing: that is how it is here", "leave it out"
+    plain = {
+        key: each if isinstance(each, str) else json.dumps(each)
+        for key, each in (same or {}).items()
+    }
+    write = f"write {' '.join(f'{key}={each}' for key, each in plain.items())}" if plain else ""
     for end in _ends(name):
         if key := foreign.renamed.get(end):
-            return f"{key}, which is called {end} elsewhere", f"write {key}"
+            return f"{key}, which is called {end} elsewhere", write or f"write {key}"
         if text := foreign.different.get(end):
-            return text, f"set {text.partition(':')[0]}"
+            return text, write or f"set {text.partition(':')[0]}"
         if text := foreign.absent.get(end):
             return f"nothing in its place: {text}", "leave it out"
         if "." in end and end in known:
             return "a known key", f"did you mean {end}?"
+    namesakes = [key for key in known if key.rpartition(".")[2] == name]
+    if len(namesakes) > 1 and name not in known:
+        return "a known key", f"did you mean {' or '.join(namesakes)}?"
     if near := nearest(name):
         return "a known key", f"did you mean {near}?"
     section = known.get(name.rpartition(".")[0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,51 @@ def test_every_key_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_key_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", "rollout.temprature"]) == 2
     assert " rollout.temperature?" in capsys.readouterr().err
+
+
+def test_explain_a_section_lists_values_and_hides_empty_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "explain", "optim"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one of constant, linear, cosine, wsd" in text
+    assert "default: constant" in text
+    assert main(["config", "explain", "data"]) == 0
+    assert "default: []" not in capsys.readouterr().out
+
+
+def test_a_name_that_several_settings_have_is_answered_with_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "explain", "lr"]) == 2
+    written = capsys.readouterr().err
+    assert "optim.lr" in written
+    assert "critic.lr" in written
+
+
+def test_show_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("rollout: {n: 4}\n")
+    assert main(["config", "show", str(tmp_path)]) == 0
+    assert "n: 4" in capsys.readouterr().out
+    (tmp_path / "config.yaml").unlink()
+    assert main(["config", "show", str(tmp_path)]) == 5
+
+
+def test_translate_reads_options_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["config", "translate", "--learning_rate", "3e-5", "--num-generations=4", "seed=3"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for part in ("lr: 3.0e-05", "n: 4", "seed: 3"):
+        assert part in text
+    assert main(["config", "translate"]) == 2
+
+
+def test_the_schema_is_json_and_knows_short_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    sections = json.loads(capsys.readouterr().out)["$defs"]
+    train = sections["DataConfig"]["properties"]["train"]
+    assert {"type": "string"} in train["anyOf"]
+    assert train["description"]
+    functions = sections["RewardConfig"]["properties"]["functions"]["anyOf"]
+    assert {"type": "string"} in functions[1]["anyOf"]
+    assert sections["OptimConfig"]["properties"]["betas"]["type"] == "array"

@@ -150,7 +150,7 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.997]"], ["optim.betas: [0.9, 0.997]", "at most 0.996", "optim.betas=[0.9,0.95]"]),
     ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.95]", "optim.kind=muon"], ["optim.kind: muon", "change optim.moments"]),
     ("sft", ["model.lora.path=a", "model.lora.rank=4"], ["model.lora.path: a, and model.lora.rank", "remove model.lora.rank"]),
-    ("sft", ["data.train=[]"], ["data.train: []", "data.train=[FILE]"]),
+    ("sft", ["data.train=[]"], ["data.train: []", "data.train=FILE"]),
     ("rl", ["data.train=[]"], ["data.train: []"]),
     ("eval", [], ["data.validation: []"]),
     ("rl", ["reward.functions=[]"], ["reward.functions: []"]),

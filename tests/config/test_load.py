@@ -94,7 +94,7 @@ def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
     [
         ("rolout:\n  n: 3\n", [], [" rolout (c.yaml:1)", " rollout?"]),
         ("rollout:\n  nn: 3\n", [], [" rollout.nn (c.yaml:2)", " rollout.n?"]),
-        ("seed: 1\nn: 3\n", [], [" n (c.yaml:2)", " rollout.n?"]),
+        ("seed: 1\nn: 3\n", [], [" n (c.yaml:2)", " rollout.n "]),
         ("5: 3\n", [], [" 5 (c.yaml:1)"]),
         ("", ["learning_rate=1e-5"], [" learning_rate (", " optim.lr"]),
         ("packing: true\n", [], [" packing (c.yaml:1)"]),

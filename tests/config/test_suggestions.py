@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from burnish.config.keys import known_keys
+from burnish.config.keys import known_keys, plain_name
+from burnish.config.load import load_settings
 from burnish.config.suggestions import foreign_names, nearest, suggestion
 
-SECTIONS, RENAMED, DIFFERENT, ABSENT = foreign_names()
+SECTIONS, RENAMED, DIFFERENT, ABSENT, VALUES = foreign_names()
 
 KEYS = known_keys()
 
@@ -81,6 +82,41 @@ def test_what_is_said_of_a_name_from_elsewhere() -> None:
     assert "lora_r" in suggestion("lora_r")[0]
     assert "batch.minibatches" in suggestion("ppo_mini_batch_size")[0]
     assert suggestion("packing")[0] != suggestion("rolout.n")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "do"),
+    [
+        ("param_offload", False, "leave it out"),
+        ("param_offload", True, "write engine.park=true"),
+        ("trainer.val_before_train", True, "leave it out"),
+        ("beta", 0.0, "leave it out"),
+        ("beta", 0.04, "write algorithm.kl.coef=0.04"),
+        ("clip_ratio", 0.3, "write algorithm.clip_low=0.3 algorithm.clip_high=0.3"),
+        ("loss_agg_mode", "token-mean", "leave it out"),
+        ("loss_agg_mode", "seq-mean-token-sum", "write algorithm.aggregation=sequence_sum"),
+        ("loss_agg_mode", "of my own", "set algorithm.aggregation"),
+        ("learning_rate", 1e-5, "write optim.lr=1e-05"),
+        ("model.revision", "main", "set model.path"),
+        ("data.dataset_config", "main", "set data.train"),
+        ("split", "train", "set data.train"),
+        ("hub_token", "x", "leave it out"),
+        ("lr", 1, "did you mean optim.lr or critic.lr?"),
+    ],
+)
+def test_an_answer_has_the_value_and_none_is_a_default(name: str, value: object, do: str) -> None:
+    assert suggestion(name, value)[1] == do
+
+
+def test_every_value_of_a_name_from_elsewhere_fits() -> None:
+    assert [name for name in VALUES if name not in {**RENAMED, **DIFFERENT}] == []
+    assert list(VALUES) == sorted(VALUES)
+    for settings in [settings for values in VALUES.values() for settings in values.values()]:
+        plain = {key: value for key, value in settings.items() if value != "*"}
+        load_settings({}, plain)
+        assert [key for key in settings if plain_name(key) not in KEYS] == [] or "kwargs" in str(
+            settings
+        )
 
 
 def test_names_from_elsewhere_are_answered_once_and_are_no_keys() -> None:

@@ -1,0 +1,256 @@
+"""Turn arguments of verl, TRL and OpenRLHF into a configuration, with the help of `foreign_names.yaml`.
+
+Arguments are `key=value`, `--flag value`, YAML, or the lines of a shell script that have them. What has no counterpart becomes a comment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from burnish.config.constraints import Command, check
+from burnish.config.document import write_yaml
+from burnish.config.keys import known_keys
+from burnish.config.load import load_settings, read_document
+from burnish.config.parsing import parse_value
+from burnish.config.suggestions import counterpart, is_default, suggestion
+from burnish.errors import UsageError
+
+_NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
+_ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
+_OF_RL = ("algorithm.", "critic.", "reward.", "rollout.")
+_YAML = (".yaml", ".yml")
+
+_NUMBERS = (
+    "train_batch_size", "ppo_mini_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "num_generations", "generation_batch_size", "steps_per_generation", "num_processes", "nproc_per_node",
+    "adam_beta1", "adam_beta2", "warmup_ratio", "max_steps", "epsilon_high",
+)  # fmt: skip
+Names = dict[str, Any]
+"""Values by name, as another framework calls it."""
+
+
+def translated(words: Sequence[str]) -> str:
+    """Return a configuration as YAML, with comments. `words` are a file's name or arguments. Raises `UsageError` if they set nothing."""
+    given = _of_words(words) if len(words) != 1 or "=" in words[0] else _of_file(words[0])
+    if not given:
+        raise UsageError(
+            "there is nothing to translate",
+            have=shlex.join(words),
+            want="key=value, --flag value, a YAML file or a shell script",
+            do="give the arguments of verl or TRL as they are typed",
+        )
+    names, remarks = dict(given), list[str]()
+    _require_numbers(names)
+    settings = _of_several(names)
+    for name, value in names.items():
+        want, do = suggestion(name)
+        is_known = want != "a known key" and not want.startswith("one of ")
+        found = counterpart(name, value)
+        if found is None and not is_known and (key := _same_last_part(name)):
+            found = {key: value}
+        refused = "" if found is None else _refusal(found)
+        if found is None or refused:
+            remark = want if is_known else do if do.startswith("did you mean") else "not known here"
+            remarks.append(f"{name}={_line(value)}: {refused or remark}")
+            continue
+        for key, each in found.items():
+            if settings.setdefault(key, each) != each:
+                remarks.append(f"{name}={_line(value)}: {key} is {_line(settings[key])} already")
+    command: Command = "rl" if any(key.startswith(_OF_RL) for key in settings) else "sft"
+    if command == "sft" and "batch.prompts" in settings:
+        settings["batch.examples"] = settings.pop("batch.prompts")
+    lines, tree, order = [f"# for burnish {command}"], dict[str, Any](), list(known_keys())
+    for key in sorted(
+        settings, key=lambda each: order.index(each) if each in order else len(order)
+    ):
+        if not is_default(key, settings[key]):
+            *sections, last = key.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = settings[key]
+    lines += write_yaml(tree).splitlines() if tree else []
+    lines += ["", "# Left out:", *(f"#   {remark}" for remark in remarks)] if remarks else []
+    try:
+        check(load_settings(tree, {}), command, None)
+    except UsageError as error:
+        lines += ["", "# Still to do:", *(f"#   {line}" for line in str(error).splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def _of_file(name: str) -> Names:
+    if name.endswith(_YAML):
+        return dict(_flat(read_document(name).values, ""))
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{name} cannot be read",
+            have=error,
+            want="a YAML file, a shell script, or arguments",
+            do="give the arguments themselves",
+        ) from None
+    text = re.sub(r"`#.*?`", "", text).replace("\\\n", " ")
+    assigned = re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", text, re.M)
+    for variable, value in reversed(assigned):
+        text = Template(text).safe_substitute({variable: value.strip("\"'")})
+    text = os.path.expandvars(text)
+    text = re.sub(r"^\s*(?:export\s+)?[A-Za-z_]\w*=\S*\s*$", "", text, flags=re.M)
+    try:
+        return _of_words(shlex.split(text, comments=True))
+    except ValueError as error:
+        raise UsageError(
+            f"{name} is no shell script", have=error, do="give the arguments themselves"
+        ) from None
+
+
+def _of_words(words: Sequence[str]) -> Names:
+    """Read `key=value` and `--flag value`; what is neither, such as the name of a program, is left out."""
+    given: Names = {}
+    flag = ""
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            name = name.replace("-", "_")
+        if equals and _NAME.fullmatch(name):
+            given[name.lstrip("+")], flag = _value(text), ""
+        elif word.startswith("--"):
+            flag = name
+            given[flag] = True
+        elif word in _ENDS_OF_A_COMMAND or word.endswith(".py"):
+            flag = ""
+        elif flag:
+            before = [] if given[flag] is True else [given[flag]]
+            before = before[0] if before and isinstance(before[0], list) else before
+            given[flag] = [*before, _value(word)] if before else _value(word)
+    if str(given.get("config", "")).endswith(_YAML):
+        given = {**_of_file(given.pop("config")), **given}
+    return given
+
+
+def _flat(values: Names, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse_value(text, "value").values
+    except UsageError:
+        return text
+
+
+def _require_numbers(names: Names) -> None:
+    for name, value in names.items():
+        if name.rpartition(".")[2] in _NUMBERS and not isinstance(value, int | float | None):
+            raise UsageError(
+                f"{name} is no number", have=_line(value), want="a number", do=f"correct {name}"
+            )
+
+
+def _take(names: Names, *ends: str) -> list[Any]:
+    """Remove the first name that ends in each of `ends`; return their values, None for those that are missing."""
+    found = [next((name for name in names if f".{name}".endswith(f".{end}")), "") for end in ends]
+    return [names.pop(name, None) for name in found]
+
+
+def _of_several(names: Names) -> Names:
+    """Translate what depends on several arguments, and remove those from `names`."""
+    settings: Names = {}
+    path, function = _take(names, "custom_reward_function.path", "custom_reward_function.name")
+    if path:
+        settings["reward.functions"] = f"{path}:{function or 'compute_score'}"
+    functions, weights = _take(names, "reward_funcs", "reward_weights")
+    if functions:
+        listed = functions if isinstance(functions, list) else [functions]
+        given = weights if isinstance(weights, list) else [weights or 1.0] * len(listed)
+        settings["reward.functions"] = [
+            {"function": _function(str(each)), "weight": float(weight)}
+            for each, weight in zip(listed, given, strict=False)
+        ]
+    for switch, coefficient in (("use_kl_loss", "kl_loss_coef"), ("use_kl_in_reward", "kl_coef")):
+        if not any(name.endswith(switch) and value for name, value in names.items()):
+            _take(names, switch, coefficient)
+    betas = _take(names, "adam_beta1", "adam_beta2")
+    if betas != [None, None]:
+        settings["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
+    for key, main, parts in (
+        ("model.path", ("model_name_or_path", "model.path"), ("model_revision",)),
+        ("data.train", ("dataset_name",), ("dataset_config", "dataset_train_split")),
+    ):
+        suffixes = [part for part in _take(names, *parts) if part]
+        place = next((each for each in _take(names, *main) if each), None)
+        if place:
+            mark = "@" if key == "model.path" else ":"
+            settings[key] = place + ((suffixes and mark + "/".join(map(str, suffixes))) or "")
+    settings |= _batch(names)
+    ratio, steps = _take(names, "warmup_ratio", "max_steps")
+    settings |= {} if steps in (None, -1) else {"steps": steps}
+    if ratio and steps:
+        settings["optim.warmup_steps"] = round(ratio * steps)
+    elif ratio:
+        names["warmup_ratio"] = ratio
+    if names.get("loss_type") == "cispo" and names.get("epsilon_high"):
+        settings["algorithm.clip_high"] = names.pop("epsilon_high") - 1
+    return settings
+
+
+def _batch(names: Names) -> Names:
+    """Translate the sizes of a step: verl's mini-batches, and TRL's sequences of a device."""
+    whole = next(
+        (value for name, value in names.items() if name.endswith("train_batch_size")), None
+    )
+    (mini,) = _take(names, "ppo_mini_batch_size")
+    if mini and whole:
+        return {"batch.minibatches": max(1, whole // mini)}
+    each, pieces, generations, generated, ratio, *processes = _take(
+        names, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
+        "generation_batch_size", "steps_per_generation", "num_processes", "nproc_per_node",
+    )  # fmt: skip
+    settings: Names = {"rollout.n": generations} if generations else {}
+    if each or generated:
+        devices = next((count for count in processes if count), 1)
+        pieces = pieces or 1
+        sequences = generated or each * devices * (ratio or pieces)
+        settings["batch.prompts"] = max(1, sequences // (generations or 1))
+        settings |= {"batch.minibatches": max(1, ratio // pieces)} if ratio else {}
+    return settings
+
+
+def _function(name: str) -> str:
+    """Return the name of a function here: TRL's own have a plain name, others a dotted one."""
+    if ":" in name:
+        return name
+    module, _, function = name.rpartition(".")
+    return f"{module or 'trl.rewards'}:{function}"
+
+
+def _same_last_part(name: str) -> str | None:
+    """Return the one key that ends as a name does; of rollout's and evaluation's, rollout's."""
+    keys = [key for key in known_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    keys = [key for key in keys if not known_keys()[key].section and "[" not in key]
+    if len(keys) > 1:
+        keys = [key for key in keys if key.startswith("rollout.")]
+    return keys[0] if len(keys) == 1 else None
+
+
+def _refusal(settings: Names) -> str:
+    """Return why values do not fit, or ""."""
+    try:
+        load_settings({}, settings)
+    except UsageError as error:
+        return f"{', '.join(settings)} is {error.want}"
+    return ""
+
+
+def _line(value: Any) -> str:
+    return write_yaml({"": value}).partition(": ")[2].strip()
