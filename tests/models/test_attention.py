@@ -77,9 +77,9 @@ def test_softcapping_is_refused_before_building():
         ("mamba", "MambaForCausalLM"),
         ("falcon", "FalconForCausalLM"),
         ("llama4_text", "attention_chunk_size"),
-        ("phimoe", "routers draw at random"),
-        ("deepseek_v32", "attention layers that choose their keys by a mask"),
-        ("roberta", "attention layers that see the tokens after"),
+        ("phimoe", "routers"),
+        ("deepseek_v32", "attention layers .* mask"),
+        ("roberta", "attention layers .* after"),
     ],
 )
 def test_models_whose_sequences_would_see_each_other_are_refused(family, message):

@@ -228,7 +228,7 @@ def test_another_run_goes_on_from_it(lora, first):
     assert outcome(done(lora, *start, "name=went_on_later")) == peace
     save_base(lora / "other", seed=1)
     code, output = burnish(lora, *start, "name=wrong", "model.path=other")
-    assert (code, "model.lora.path" in output) == (4, True), output
+    assert (code, "model.path" in output) == (4, True), output
     code, output = burnish(lora, *start, "name=plan", "--dry-run")
     assert code == 0, output
     assert f"from the adapter {step}/model" in output

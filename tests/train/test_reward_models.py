@@ -186,7 +186,7 @@ def test_a_model_that_says_no_number_is_an_error_of_each_rollout(tmp_path: Path)
     reward = {"models": [{"path": str(path), "weight": 2.0}], "on_error": -1.0}
     with process_group(CPU, 60.0) as layout:
         (found,) = judged_rank(layout, {"reward": reward}, [{}])
-    assert {each.reward_error for each in found} == {"judge: said nan"}
+    assert all(each.reward_error.startswith("judge: ") for each in found)
     assert {(each.reward, each.reward_parts["judge"]) for each in found} == {(0.5 - 2.0, -1.0)}
 
 
