@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -126,6 +126,20 @@ def block_hash(data: Bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def block_hashes(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
+    """Yield the hash of each block of the bytes that follow each other in `pieces`."""
+    digest, left = xxhash.xxh3_128(), block_bytes
+    for piece in pieces:
+        while len(piece) >= left:
+            digest.update(piece[:left])
+            yield digest.hexdigest()
+            piece, digest, left = piece[left:], xxhash.xxh3_128(), block_bytes
+        digest.update(piece)
+        left -= len(piece)
+    if left < block_bytes:
+        yield digest.hexdigest()
+
+
 def sha256(data: bytes) -> str:
     """Return the hexadecimal SHA-256."""
     return hashlib.sha256(data).hexdigest()
@@ -133,9 +147,7 @@ def sha256(data: bytes) -> str:
 
 def record_of(data: bytes, block_bytes: int = BLOCK_BYTES) -> FileRecord:
     """Return the record of a small file's content."""
-    view = memoryview(data)
-    starts = range(0, len(data), block_bytes)
-    hashes = tuple(block_hash(view[start : start + block_bytes]) for start in starts)
+    hashes = tuple(block_hashes([memoryview(data)], block_bytes))
     return FileRecord(len(data), block_bytes, hashes)
 
 

@@ -1,8 +1,8 @@
 """Write one step and commit it.
 
 Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Consecutive blocks form a
-span. A rank assembles a few spans at a time from local tensors and other ranks' messages. Meanwhile one thread hashes and
-writes, and another syncs.
+span. A rank assembles a few spans at a time from local tensors and other ranks' messages; large tensors stay where they are.
+Meanwhile one thread hashes and writes, and others sync.
 
 Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
 gets a partial checkpoint of its own files.
@@ -36,6 +36,7 @@ from burnish.checkpoint.layout import (
     PlannedFile,
     Span,
     WritePlan,
+    copy,
     prefix_of,
     residual,
     rounded,
@@ -50,7 +51,7 @@ from burnish.checkpoint.manifest import (
     Commit,
     FileRecord,
     Manifest,
-    block_hash,
+    block_hashes,
     record_of,
     sha256,
 )
@@ -83,8 +84,10 @@ from burnish.files.strict_json import encode_json
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_SYNC_BYTES = 32 << 20
-# The disk is asked to begin whenever so much has been written.
+_SYNC_BYTES, _SYNCS = 32 << 20, 4
+# A file is synced whenever so much of it has been written, and at its end; so many syncs at one time.
+_DIRECT_BYTES = 64 << 10
+# Smaller pieces of tensors are copied: a system call costs more.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,10 +169,6 @@ class Assets:
             path.write_bytes(data)
 
 
-def _copy(elements: Tensor, into: Tensor) -> None:
-    into.copy_(elements)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredShard:
     """A shard as stored."""
@@ -178,7 +177,7 @@ class StoredShard:
     key: str
     """Names the stored tensor among all of the step."""
     dtype: torch.dtype
-    convert: Callable[[Tensor, Tensor], None] = _copy
+    convert: Callable[[Tensor, Tensor], None] = copy
     """Writes elements (first) as they are stored (second)."""
 
     @property
@@ -190,7 +189,7 @@ class StoredShard:
 class BlockWriter:
     """Writes this rank's blocks of a plan's files once, from the shards that it was planned for.
 
-    Assembles blocks in `arena`; messages between ranks meet on `device`.
+    Assembles spans in `arena`; messages between ranks meet on `device`.
     """
 
     def __init__(
@@ -206,8 +205,9 @@ class BlockWriter:
         self._layout = layout
         self._arena = arena
         self._exchange = Exchange(layout, device, arena)
+        self._last = {span.file: span for share in plan.share for span in share}
         self._files: dict[int, LocalFile] = {}
-        self._unsynced: dict[int, int] = {}
+        self._unsynced = dict.fromkeys(self._last, 0)
         self._syncs: list[Future[None]] = []
 
     def write(self, directory: Path, storage: LocalStorage, what: str) -> BlockHashes:
@@ -222,11 +222,11 @@ class BlockWriter:
         with ExitStack() as opened:
             with agree(self._layout), naming_failures(what):
                 memory = [self._arena.take(size) for _ in range(2)]
-                for index in sorted({span.file for share in plan.share for span in share}):
+                for index in self._last:
                     path = directory / plan.files[index].path
                     self._files[index] = opened.enter_context(storage.open(path, write=True))
+            syncing = opened.enter_context(ThreadPoolExecutor(_SYNCS, "burnish-sync"))
             writing = opened.enter_context(ThreadPoolExecutor(1, "burnish-write"))
-            syncing = opened.enter_context(ThreadPoolExecutor(1, "burnish-sync"))
             for number, moves in enumerate(plan.moves):
                 wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
                 spans = self._filled(plan.share[number], moves, memory[number % 2])
@@ -236,37 +236,36 @@ class BlockWriter:
                     hashes |= written.result()
                 for sync in self._syncs:
                     sync.result()
-                for index, count in self._unsynced.items():
-                    if count:
-                        self._files[index].sync()
         return hashes
 
     def _write_spans(
-        self, spans: list[tuple[Span, Tensor]], syncing: ThreadPoolExecutor
+        self, spans: list[tuple[Span, list[memoryview]]], syncing: ThreadPoolExecutor
     ) -> BlockHashes:
         hashes: BlockHashes = {}
-        for span, memory in spans:
-            file, data = self._files[span.file], memoryview(memory.numpy().data)
-            for start in range(0, len(data), self.plan.block_bytes):
-                number = (span.start + start) // self.plan.block_bytes
-                hashes[span.file, number] = block_hash(data[start : start + self.plan.block_bytes])
-            file.pwrite(data, span.start)
-            unsynced = self._unsynced.get(span.file, 0) + len(data)
-            if unsynced >= _SYNC_BYTES:
-                unsynced = 0
+        for span, pieces in spans:
+            file, block_bytes, at = self._files[span.file], self.plan.block_bytes, span.start
+            for number, digest in enumerate(block_hashes(pieces, block_bytes), at // block_bytes):
+                hashes[span.file, number] = digest
+            for piece in pieces:
+                file.pwrite(piece, at)
+                at += len(piece)
+            self._unsynced[span.file] += at - span.start
+            if self._unsynced[span.file] >= _SYNC_BYTES or span is self._last[span.file]:
+                self._unsynced[span.file] = 0
                 self._syncs.append(syncing.submit(file.sync))
-            self._unsynced[span.file] = unsynced
         return hashes
 
     def _filled(
         self, share: Sequence[Span], moves: Group, memory: Tensor
-    ) -> list[tuple[Span, Tensor]]:
+    ) -> list[tuple[Span, list[memoryview]]]:
+        """Return the spans, each as pieces that follow each other: large tensors where they lie, else `memory`."""
         spans, start = list[Tensor](), 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
             start += _room(span)
             header = self.plan.files[span.file].header[span.start : span.stop]
             spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
+        direct: list[dict[int, Tensor]] = [{} for _ in share]
 
         def read(move: Move, into: Tensor) -> None:
             stored = self._shards[move.have]
@@ -280,10 +279,46 @@ class BlockWriter:
 
         with torch.no_grad():
             for move in moves.own:
-                read(move, into(move))
+                stored, target = self._shards[move.have], into(move)
+                elements = stored.shard.part(move.box)
+                if stored.convert is copy and _is_direct(elements, target):
+                    slot = self.plan.places[move.want].slot
+                    direct[slot][target.data_ptr() - spans[slot].data_ptr()] = elements
+                else:
+                    stored.convert(elements, target)
             for wave in moves.waves:
-                self._exchange.run(wave, read, lambda move, got: into(move).copy_(got))
-        return list(zip(share, spans, strict=True))
+                self._exchange.run(wave, read, lambda move, got: copy(got, into(move)))
+        return [
+            (span, list(_pieces(there, parts)))
+            for span, there, parts in zip(share, spans, direct, strict=True)
+        ]
+
+
+def _is_direct(elements: Tensor, target: Tensor) -> bool:
+    """Return whether elements lie in host memory as in the file, and are worth a system call."""
+    return (
+        elements.is_cpu
+        and elements.dtype == target.dtype
+        and elements.nbytes >= _DIRECT_BYTES
+        and elements.is_contiguous()
+        and target.is_contiguous()
+    )
+
+
+def _pieces(memory: Tensor, parts: Mapping[int, Tensor]) -> Iterator[memoryview]:
+    """Yield the parts in order, each at its first byte, and the memory between them."""
+    at = 0
+    for start, part in sorted(parts.items()):
+        if at < start:
+            yield _bytes_of(memory[at:start])
+        yield _bytes_of(part)
+        at = start + part.nbytes
+    if at < len(memory):
+        yield _bytes_of(memory[at:])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
 
 
 def _room(span: Span) -> int:
