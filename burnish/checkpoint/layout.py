@@ -508,7 +508,7 @@ def add_residual(x: Tensor, rest: Tensor) -> None:
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
+    if a.numel() > _CHUNK and a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
         flat = (torch.split(each.view(-1), _CHUNK) for each in (a, b))
         yield from zip(*flat, strict=True)
     else:

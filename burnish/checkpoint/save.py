@@ -4,8 +4,8 @@ Each rank writes the blocks of which it holds most; ties are broken so that all 
 span. A rank assembles a few spans at a time from local tensors and other ranks' messages; large tensors stay where they are.
 Meanwhile one thread hashes and writes, and others sync.
 
-Everything goes into a directory without a step's name. Manifest and COMMIT come last, then one rename. With several disks each
-gets a partial checkpoint of its own files.
+Everything goes into a directory without a step's name. Small files, manifest and COMMIT come last, then one rename. With
+several disks each gets a partial checkpoint of its own files.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from burnish.files.strict_json import encode_json
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_SYNC_BYTES, _SYNCS = 32 << 20, 4
+_SYNC_BYTES, _SYNCS = 16 << 20, 4
 # A file is synced whenever so much of it has been written, and at its end; so many syncs at one time.
 _DIRECT_BYTES = 64 << 10
 # Smaller pieces of tensors are copied: a system call costs more.
@@ -452,7 +452,7 @@ class Saver:
                 files = plan.files_on(self.disks.of_rank[layout.rank])
                 needed = sum(file.size for file in files) + sum(map(len, small.values()))
                 self._require_room(empty.step, needed)
-                _lay_out(inflight, files, small, self.storage)
+                _lay_out(inflight, files, small.keys(), self.storage)
         hashes = gather_objects(writer.write(inflight, self.storage, what), layout)
         sealed: dict[str, bytes] = {}
         with agree(layout):
@@ -467,7 +467,7 @@ class Saver:
                     self.token.check()
                 if fence is not None:
                     fence()
-                _commit(inflight, self.root / final, sealed, self.storage)
+                _commit(inflight, self.root / final, small | sealed, self.storage)
         return self.root / final
 
     def _require_room(self, step: int, needed: int) -> None:
@@ -577,7 +577,7 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
 
 
 def _lay_out(
-    inflight: Path, files: Sequence[PlannedFile], small: Mapping[str, bytes], storage: LocalStorage
+    inflight: Path, files: Sequence[PlannedFile], small: Iterable[str], storage: LocalStorage
 ) -> None:
     names = [*small, *(file.path for file in files)]
     for path in sorted({inflight, *((inflight / name).parent for name in names)}):
@@ -585,7 +585,6 @@ def _lay_out(
     for file in files:
         with storage.create(inflight / file.path, file.size):
             pass
-    write_new(storage, {inflight / name: data for name, data in small.items()})
 
 
 def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
@@ -641,10 +640,8 @@ def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]
     return {MANIFEST: encoded, seal: commit.encode()}
 
 
-def _commit(
-    inflight: Path, final: Path, sealed: Mapping[str, bytes], storage: LocalStorage
-) -> None:
-    write_new(storage, {inflight / name: data for name, data in sealed.items()})
+def _commit(inflight: Path, final: Path, small: Mapping[str, bytes], storage: LocalStorage) -> None:
+    write_new(storage, {inflight / name: data for name, data in small.items()})
     sync_dirs(storage, _directories(inflight, storage))
     storage.rename(inflight, final)
     storage.sync_dir(final.parent)

@@ -17,6 +17,8 @@ from burnish.checkpoint.manifest import (
     Commit,
     FileRecord,
     Manifest,
+    block_hash,
+    block_hashes,
     parse_commit,
     parse_manifest,
     record_of,
@@ -40,6 +42,13 @@ def test_round_trip():
     data, commit = sealed(MANIFEST)
     assert parse_commit(commit.encode(), "COMMIT") == commit
     assert parse_manifest(data, commit, "manifest") == MANIFEST
+
+
+@given(st.lists(st.binary(max_size=20)), st.integers(1, 30))
+def test_blocks_have_their_hashes_however_their_bytes_lie(pieces, size):
+    whole = b"".join(pieces)
+    blocks = [whole[start : start + size] for start in range(0, len(whole), size)]
+    assert list(block_hashes(map(memoryview, pieces), size)) == list(map(block_hash, blocks))
 
 
 @given(st.data())
