@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.checkpoint.steps import newest
 from burnish.config.constraints import Command, check, notices
@@ -21,12 +21,17 @@ from burnish.config.load import load_settings
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import die_with_agent, place_of
+from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.files.remote import Remote
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
+from burnish.train.commits import pin
 from burnish.train.own_directory import recorded_config, require_own_directory
 from burnish.train.preflight import require_inputs
+
+if TYPE_CHECKING:
+    import torch
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
@@ -105,7 +110,7 @@ def run_command(
     _refuse_inside_a_worker()
     die_with_agent(os.environ)
     layout = place_of(os.environ).layout
-    remarks = prepare(config, command, layout.world, run_dir)
+    config, remarks = prepare(config, command, layout.world, run_dir)
     if layout.is_main:
         subject = run_dir or config.model.path or "a new model"
         place = "" if command == "eval" else f" in {config.directory}"
@@ -114,40 +119,53 @@ def run_command(
         for remark in remarks:
             _log.warning("%s", remark)
     from burnish.distributed.processes import launch
-    from burnish.train.localize import with_local_inputs
+    from burnish.train.localize import local_inputs
 
     if command == "eval":
-        from burnish.train.evaluate import evaluate as measure
+        from burnish.train.evaluate import evaluate as validate
         from burnish.train.evaluate import newest_model
 
         step = None
         if run_dir is not None:
             model, step = newest_model(run_dir, config.model)
             config = config.model_copy(update={"model": model})
-        local = with_local_inputs(config, trains=False)
-        return launch(
-            lambda layout, device: measure(local, step, layout, device), config.distributed
-        )
+
+        def measure(layout: Layout, device: torch.device) -> dict[str, float]:
+            _, local = local_inputs(config, layout, trains=False)
+            return validate(local, step, layout, device)
+
+        return launch(measure, config.distributed)
     if command == "sft":
         from burnish.train.sft import train
     else:
         from burnish.train.rl import train
-    local = with_local_inputs(config)
-    launch(lambda layout, device: train(config, local, layout, device), config.distributed)
+    launch(
+        lambda layout, device: train(*local_inputs(config, layout), layout, device),
+        config.distributed,
+    )
     return {}
 
 
 def prepare(
     config: RunConfig, command: Command, world: int, run_dir: Path | None = None
-) -> list[str]:
-    """Refuse what cannot run on `world` processes, without torch; return remarks for people."""
+) -> tuple[RunConfig, list[str]]:
+    """Refuse what cannot run on `world` processes, without torch.
+
+    Return the configuration, of a lone process with ids of the hub at commits, and remarks for people.
+    """
     check(config, command, world)
+    remarks = list(notices(config, command))
+    values, record = config.model_dump(), (config.directory, config.mirror_url)
+    pin(values, *record, ask=False)
+    config = RunConfig.model_validate(values)
     require_inputs(config, command, run_dir)
+    pin(values, *record, ask=place_of(os.environ).layout.world == 1)
+    config = RunConfig.model_validate(values)
     if command != "eval":
         if config.mirror_url is not None:
             Remote(config.mirror_url).connect(write=True)
         require_own_directory(RunDirectory(config.directory), RunIdentity(command, config))
-    return list(notices(config, command))
+    return config, remarks
 
 
 def _with_reward(settings: Mapping[str, Any], reward: Rewards) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ Each says what was found (`have`), what was wanted (`want`) and what to do (`do`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 _SHOWN = 5
@@ -91,6 +92,16 @@ class StoppedError(BurnishError):
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the signal when the error crosses a process boundary."""
         return partial(StoppedError, self.problem, signal_number=self.signal_number), ()
+
+
+@contextmanager
+def of_setting(name: str) -> Iterator[None]:
+    """Put the name of a setting before errors of the block."""
+    try:
+        yield
+    except BurnishError as error:
+        problem = f"{name}: {error.problem}"
+        raise type(error)(problem, have=error.have, want=error.want, do=error.do) from error
 
 
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:

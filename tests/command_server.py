@@ -19,6 +19,7 @@ import threading
 from typing import Any
 
 import audit
+from huggingface_hub import constants
 
 from burnish.distributed import device
 from burnish.tracking import report
@@ -81,6 +82,8 @@ def run(request: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(request["environ"])
+    if "HF_HOME" in request["environ"]:
+        importlib.reload(constants)  # as if huggingface_hub were imported only now
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     if request["at"]:

@@ -17,6 +17,10 @@ from s3_server import S3Server, running_s3
 
 Server = TypeVar("Server", S3Server, GcsServer)
 
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # before huggingface_hub reads it: no test asks the hub
+
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says only what else the machine does
 

@@ -1,8 +1,9 @@
-"""A service on loopback that answers as the Hugging Face Hub does: repositories, trees, ranges of files."""
+"""A service on loopback that answers as the Hugging Face Hub does: repositories, revisions, trees, files, LFS."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,24 +11,59 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
-REVISION = "0" * 39 + "1"
+import pytest
+from huggingface_hub import constants
+
+Files = dict[str, bytes]
+TOKEN = "hf_good"
+_LARGE = (".safetensors", ".parquet")
+# Files that are stored by LFS, behind a redirect.
 
 
 class HubServer(ThreadingHTTPServer):
-    """Repositories by "models/OWNER/NAME", each with its files by path."""
+    """Repositories by "models/OWNER/NAME", each with the files of its branch main by path.
+
+    A change of them is a new commit. Commits that were asked for once are kept.
+    """
 
     daemon_threads = True
 
-    def __init__(self, repositories: Mapping[str, dict[str, bytes]], gated: str = "") -> None:
+    def __init__(self, repositories: Mapping[str, Files]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.repositories = repositories
-        self.gated = gated
-        self.asked: list[tuple[str, str]] = []
+        self.repositories = dict(repositories)
+        self.branches: dict[tuple[str, str], Files] = {}
+        """Files of further branches."""
+        self.commits: dict[tuple[str, str], Files] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.gated = ""
+        """A repository whose files are refused."""
+        self.private = ""
+        """A repository that only `TOKEN` sees."""
         self.failures = 0
+        """How many requests fail with 503."""
+        self.cuts = 0
+        """How many files are cut in the middle."""
+        self.wrong: dict[str, bytes] = {}
+        """Other contents of files than the tree says, by path."""
+        self.asked: list[tuple[str, str]] = []
+        """Method and path of every request."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def commit(self, key: str, revision: str = "main") -> str | None:
+        """The commit of a revision; None if there is none of that name."""
+        if (key, revision) in self.commits:
+            return revision
+        main = self.repositories.get(key)
+        files = main if revision == "main" else self.branches.get((key, revision))
+        if files is None:
+            return None
+        listed = sorted((name, _sha256(data)) for name, data in files.items())
+        commit = hashlib.sha1(json.dumps(listed).encode()).hexdigest()
+        self.commits[key, commit] = dict(files)
+        return commit
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -35,82 +71,118 @@ class _Handler(BaseHTTPRequestHandler):
     server: HubServer
 
     def do_GET(self) -> None:
-        path = unquote(self.path.partition("?")[0]).strip("/")
-        self.server.asked.append((path, self.headers.get("Range", "")))
+        path = self.path.partition("?")[0].strip("/")
+        if path == "api/agent-harnesses":  # is asked by huggingface_hub where an agent runs it
+            return self._answer(404)
+        self.server.asked.append((self.command, path))
         if self.server.failures:
             self.server.failures -= 1
-            self._answer(503, b"", {})
-            return
+            return self._answer(503)
+        if path.startswith("blobs/"):
+            _, digest, name = path.split("/")
+            return self._send(name, self.server.blobs[digest])
         api = path.startswith("api/")
         parts = path.removeprefix("api/").split("/")
         if not api:
             parts = parts if parts[0] == "datasets" else ["models", *parts]
         key, rest = "/".join(parts[:3]), parts[3:]
-        files = self.server.repositories.get(key)
+        known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if key not in self.server.repositories or (key == self.server.private and not known):
+            return self._refuse(401, "RepoNotFound")
         if key == self.server.gated and not api:
-            self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
-        elif files is None:
-            self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
-        elif rest and rest[1] not in ("main", REVISION):
-            self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        elif not api:
-            self._file(files.get("/".join(rest[2:])))
-        elif rest and rest[0] == "tree":
-            self._tree(files, "/".join(rest[2:]))
-        else:
-            info = {"id": key.partition("/")[2], "sha": REVISION, "siblings": [], "tags": []}
-            self._answer(200, json.dumps(info).encode(), {})
+            return self._refuse(403, "GatedRepo")
+        revision, below = unquote(rest[1]) if rest else "main", unquote("/".join(rest[2:]))
+        commit = self.server.commit(key, revision)
+        if commit is None:
+            return self._refuse(404, "RevisionNotFound")
+        files = self.server.commits[key, commit]
+        if not api:
+            return self._file(below, files.get(below), commit)
+        if rest and rest[0] == "tree":
+            return self._json([_entry(name, data) for name, data in sorted(files.items())])
+        return self._json({"id": key.partition("/")[2], "sha": commit, "siblings": [], "tags": []})
 
     do_HEAD = do_GET
 
-    def _tree(self, files: Mapping[str, bytes], below: str) -> None:
-        prefix, deep = f"{below}/" if below else "", "recursive=true" in self.path.lower()
-        found = {}
-        for name, data in files.items():
-            if name.startswith(prefix):
-                head, slash, _ = name.removeprefix(prefix).partition("/")
-                if slash:
-                    folder = prefix + head
-                    found[folder] = {"type": "directory", "path": folder, "size": 0, "oid": "0"}
-                if deep or not slash:
-                    oid = hashlib.sha1(data).hexdigest()
-                    found[name] = {"type": "file", "path": name, "size": len(data), "oid": oid}
-        if found or not below:
-            self._answer(200, json.dumps(list(found.values())).encode(), {})
-        else:
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-
-    def _file(self, data: bytes | None) -> None:
-        asked = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+    def _file(self, name: str, data: bytes | None, commit: str) -> None:
         if data is None:
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        elif not asked[1]:
-            self._answer(200, data, {})
-        elif int(asked[0]) >= len(data):
-            self._answer(416, b"", {})
-        else:
-            start, stop = int(asked[0]), min(int(asked[2]) + 1, len(data))
-            span = f"bytes {start}-{stop - 1}/{len(data)}"
-            self._answer(206, data[start:stop], {"Content-Range": span})
+            return self._refuse(404, "EntryNotFound")
+        entry, headers = _entry(name, data), {"X-Repo-Commit": commit}
+        if "lfs" not in entry:
+            return self._send(name, data, headers | {"ETag": f'"{entry["oid"]}"'})
+        digest = entry["lfs"]["oid"]
+        self.server.blobs[digest] = data
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
+        # Another host, as the hub's: a relative address is followed with the headers of the hub.
+        where = f"http://localhost:{self.server.server_address[1]}/blobs/{digest}/{name}"
+        return self._answer(302, b"", headers | {"Location": where})
 
-    def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, name: str, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+        headers = dict(headers or {})
+        if self.command == "HEAD":
+            return self._answer(200, data, headers)
+        data = self.server.wrong.get(name, data)
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if self.server.cuts:
+            self.server.cuts -= 1
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(len(data) - start))
+            self.end_headers()
+            self.wfile.write(data[start : start + (len(data) - start) // 2])
+            self.close_connection = True
+            return None
+        return self._answer(206 if start else 200, data[start:], headers)
+
+    def _json(self, value: object) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._answer(status, b"", {"X-Error-Code": code})
+
+    def _answer(
+        self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
         """Say nothing."""
 
 
+def _entry(path: str, data: bytes) -> dict[str, object]:
+    """One file as a tree lists it."""
+    oid = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+    entry = {"type": "file", "path": path, "size": len(data), "oid": oid}
+    if path.endswith(_LARGE):
+        entry["lfs"] = {"oid": _sha256(data), "size": len(data), "pointerSize": 100}
+    return entry
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 @contextmanager
-def running_hub(
-    repositories: Mapping[str, dict[str, bytes]], gated: str = ""
-) -> Iterator[HubServer]:
+def hub_variables(**variables: str) -> Iterator[None]:
+    """Set HF_ENDPOINT, HF_HOME and their like for huggingface_hub, which reads them when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        importlib.reload(constants)
+        yield
+    importlib.reload(constants)
+
+
+@contextmanager
+def running_hub(repositories: Mapping[str, Files]) -> Iterator[HubServer]:
     """A service that runs inside the block."""
-    with HubServer(repositories, gated) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with HubServer(repositories) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()

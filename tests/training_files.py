@@ -219,12 +219,14 @@ def ranks(
     world: int,
     at: At | None = None,
     audit: tuple[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Command]:
     """Start a command in `world` processes that find each other as ranks started by hand do; each in a `root` of its own where so many are given, `at` for the first."""
     roots = [root] * world if isinstance(root, Path) else root
     if world == 1:
         return [Command(roots[0], argv, at=at, audit=audit)]
     shared = {
+        **(environ or {}),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),

@@ -38,7 +38,7 @@ from burnish.models.value_head import has_value_head
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
 from burnish.train.critic import critic_foundation
-from burnish.train.localize import with_local_inputs
+from burnish.train.localize import local_inputs
 from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
 
 SEQUENCES, LONGEST, LR = 12, 64, 1e-3
@@ -117,8 +117,11 @@ class BatchOutcome:
 
 def check_layout(config: RunConfig) -> None:
     """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
-    local = with_local_inputs(config)
-    launch(lambda layout, device: _check(lay_foundation(local), layout, device), config.distributed)
+
+    def run(layout: Layout, device: torch.device) -> None:
+        _check(lay_foundation(local_inputs(config, layout)[1]), layout, device)
+
+    launch(run, config.distributed)
 
 
 def _check(foundation: Foundation, layout: Layout, device: torch.device) -> None:

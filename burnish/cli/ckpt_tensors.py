@@ -21,9 +21,9 @@ from burnish.cli.ckpt import Outcome, Say, is_step, one_step, source_of
 from burnish.cli.output import count_text
 from burnish.errors import UsageError, bytes_text
 from burnish.files.cache import copied, select
+from burnish.files.hub import is_elsewhere
 from burnish.files.remote import Remote
 from burnish.files.safetensors import SUFFIX
-from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.train.localize import local_directory
@@ -134,7 +134,7 @@ def _exportable(step: Committed, *, role: str, merged: bool, base: Path | None) 
     if base is None:
         recorded = adapter_of(step)["base"]
         phase = Progress(True).phase
-        base = local_directory(recorded, phase) if is_url(recorded) else Path(recorded)
+        base = local_directory(recorded, phase) if is_elsewhere(recorded) else Path(recorded)
     return MergedModel(step, base, source)
 
 

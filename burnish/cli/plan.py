@@ -20,6 +20,7 @@ from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, MissingError, UsageError, bytes_text, table
 from burnish.families import ModelShape
+from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
@@ -99,7 +100,7 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
     from burnish.plan.layouts import Planner
 
     if (adapter := config.model.lora.path) is not None:
-        model = with_adapter(config.model, _content(f"{adapter.rstrip('/')}/{ADAPTER_CONFIG}"))
+        model = with_adapter(config.model, _content(adapter, ADAPTER_CONFIG))
         config = config.model_copy(update={"model": model})
     judges = config.reward.models if command == "rl" else ()
     shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
@@ -111,11 +112,11 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
     """The content of the model's config.json. Raises `MissingError` or `UsageError` where there is none."""
     if isinstance(model.fresh, dict):
         return model.fresh
-    place = model.fresh or (model.path and f"{model.path.rstrip('/')}/config.json")
+    place = model.fresh or model.path
     if not place:
         raise UsageError("no model is given", do="set model.path or model.fresh")
     try:
-        fields = json.loads(_content(place))
+        fields = json.loads(_content(place, "" if model.fresh else "config.json"))
     except ValueError as error:
         raise UsageError(f"{place} is not JSON", have=error, do="correct the file") from error
     if not isinstance(fields, dict):
@@ -123,8 +124,11 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _content(place: str) -> bytes:
-    """A small file, here or behind a URL."""
+def _content(place: str, name: str) -> bytes:
+    """Return a small file of a directory, or for "" the file itself: here, behind a URL or on the hub."""
+    if hub := HubPlace.of(place, "model"):
+        return hub.file(name).read_bytes()
+    place = f"{place.rstrip('/')}/{name}" if name else place
     if is_url(place):
         remote = Remote(place)
         return remote.parent().read(remote.url.name, _CONFIG_LIMIT)
@@ -133,7 +137,7 @@ def _content(place: str) -> bytes:
         raise MissingError(
             f"there is no file {path}",
             want=f"a file {path.name}; weights are not needed",
-            do="set model.path, model.lora.path and reward.models to directories that have theirs, or model.fresh to the file",
+            do="set model.path, model.lora.path and reward.models to directories that have theirs, or to ids of the hub, or model.fresh to the file",
         )
     return path.read_bytes()
 

@@ -54,7 +54,7 @@ def run(given: Namespace) -> None:
         return
     target = devices_of(devices)
     world = layout.world if target is None else target.count
-    said = prepare(config, command, world, run_dir)
+    config, said = prepare(config, command, world, run_dir)
     from burnish.train.dry_run import set_up
 
     set_up(config, command, run_dir)

@@ -43,14 +43,18 @@ def summary(
         ("engine", f"{engine.kind}, {engine.precision}, {processes}"),
     ]
     if command == "eval":
-        rows.append(("validate on", _files(data.validation)))
+        rows.append(("validate on", _files(data.validation, "data.validation")))
         measures = "loss per token of held-out examples (there are no reward.functions)"
         sampled = f"{evaluation.n} per prompt, {_sampling(evaluation)}"
         rows.append(("completions", sampled) if config.reward.given else ("measures", measures))
     else:
         rows += [("layout", _layout(engine, world))] if world > 1 else []
-        rows.append(("train on", _files(data.train)))
-        rows += [("validate on", _files(data.validation))] if evaluation.every else []
+        rows.append(("train on", _files(data.train, "data.train")))
+        rows += (
+            [("validate on", _files(data.validation, "data.validation"))]
+            if evaluation.every
+            else []
+        )
     if command == "sft":
         rows.append(("step", count_text(config.batch.examples, "example")))
     if command == "rl":
@@ -154,6 +158,6 @@ def _sampling(sampling: SamplingConfig) -> str:
     return ", ".join(parts)
 
 
-def _files(paths: Sequence[str]) -> str:
-    sizes = [size for path in paths for size in data_sizes(path)]
+def _files(paths: Sequence[str], setting: str) -> str:
+    sizes = [size for path in paths for size in data_sizes(path, setting)]
     return f"{', '.join(paths)} ({count_text(len(sizes), 'file')}, {bytes_text(sum(sizes))})"

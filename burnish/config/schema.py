@@ -77,7 +77,7 @@ class LoraConfig(Section):
     """Train a low-rank adapter (arXiv 2106.09685) on linear layers or experts, instead of the whole model."""
 
     path: str | None = None
-    """An adapter to continue from: a directory that PEFT wrote, such as step/model of an earlier run; a path or a URL. It brings rank, alpha, layers and scale. Resuming reads it again; `burnish eval` does not."""
+    """An adapter to continue from: a directory that PEFT wrote, such as step/model of an earlier run; a path, a hub's id or a URL. It brings rank, alpha, layers and scale. Resuming reads it again; `burnish eval` does not."""
     rank: int = Field(0, ge=0)
     """Width of a new adapter. 0: none, the whole model is trained."""
     alpha: float = Field(32.0, gt=0)
@@ -94,11 +94,11 @@ class ModelConfig(Section):
     """Which model is trained."""
 
     path: MayChange[str | None] = None
-    """A Hugging Face model directory to start from. Like all inputs, it is a path or a URL: s3://, gs://, hdfs://, file://."""
+    """The model to start from: a Hugging Face directory, or an id of the Hugging Face Hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. What exists on this machine is a path. Like all inputs, it may also be a URL: hf://, s3://, gs://, hdfs://, file://."""
     fresh: str | dict[str, Any] | None = None
     """Instead of `path`: a config.json, as a file or a mapping. The run starts from a new model with random weights."""
     tokenizer: MayChange[str | None] = None
-    """Directory of the tokenizer. Default: the model's own."""
+    """Directory or hub's id of the tokenizer. Default: the model's own."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's own chat template."""
     trust_remote_code: MayChange[bool] = False
@@ -208,12 +208,12 @@ class OptimConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on and validated on: JSON Lines or Parquet files."""
+    """What is trained on and validated on: JSON Lines or Parquet files, or data sets of the Hugging Face Hub."""
 
     train: MayChange[list[str]] = []
-    """Files, directories or glob patterns on this machine, or URLs."""
+    """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, OWNER/NAME:SUBSET/SPLIT, or one of the two after the colon; before it @REVISION. Default: the data set's own subset, and its split train."""
     validation: MayChange[list[str]] = []
-    """The same, for validation."""
+    """The same, for validation. Default split: validation, or else test."""
     prompt_column: str | None = None
     """RL, and prompt/completion data: the column of the prompt, which is text or messages. Default: one of the usual names."""
     completion_column: str | None = None
@@ -300,7 +300,7 @@ class RewardModelConfig(Section):
     """One model that judges completions."""
 
     path: str
-    """A directory, as a path or a URL, of a sequence or token classification model with one label, and its tokenizer."""
+    """A directory, as a path, a hub's id or a URL, of a sequence or token classification model with one label, and its tokenizer."""
     weight: float = 1.0
     """Factor on its value in the sum."""
     name: str | None = None
@@ -308,8 +308,8 @@ class RewardModelConfig(Section):
 
     @property
     def part_name(self) -> str:
-        """Its name, or the last part of its path."""
-        return self.name or self.path.rstrip("/").rpartition("/")[2]
+        """Its name, or the last part of its path without a revision."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2].partition("@")[0]
 
 
 class RewardConfig(Section):
@@ -447,7 +447,7 @@ class CriticConfig(Section):
     """PPO's critic, for `algorithm.advantage` gae: a second model that learns values. It uses the policy's optimizer and layout."""
 
     path: str | None = None
-    """A directory to start it from: a token classification model with one label, or a language model, which gets a new head. Default: the policy's model."""
+    """A directory or hub's id to start it from: a token classification model with one label, or a language model, which gets a new head. Default: the policy's model."""
     lr: float = Field(1e-5, ge=0)
     """Its peak learning rate. All else is as `optim` says."""
     warmup_steps: int = Field(0, ge=0)

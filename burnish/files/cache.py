@@ -94,7 +94,7 @@ def _select_pattern(remote: Remote) -> Selected:
     for _ in pattern:
         above = above.parent()
     found = above.files(deep=len(pattern) > 1 or pattern == ["**"])
-    files = tuple(file for file in found if _matches(file.name.split("/"), pattern))
+    files = tuple(file for file in found if matches(file.name.split("/"), pattern))
     if not files:
         raise MissingError(
             f"nothing matches the pattern {remote.url}",
@@ -105,19 +105,20 @@ def _select_pattern(remote: Remote) -> Selected:
     return Selected(above, files)
 
 
-def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a name match those of a pattern, as `glob` has them."""
     if not pattern:
         return not parts
     if not parts:
         return False
     hidden = parts[0].startswith(".")
     if pattern[0] == "**":
-        here = len(pattern) > 1 and _matches(parts, pattern[1:])
+        here = len(pattern) > 1 and matches(parts, pattern[1:])
         last = len(pattern) == len(parts) == 1
-        return here or (not hidden and (last or _matches(parts[1:], pattern)))
+        return here or (not hidden and (last or matches(parts[1:], pattern)))
     if hidden and not pattern[0].startswith("."):
         return False
-    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+    return fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])
 
 
 def copied(selection: Selected, watch: Watch | None = None) -> Path:

@@ -1,7 +1,7 @@
 """A dry run: the setup of a run without weights, on the first rows of its data, in this process alone.
 
 It calls what the run calls, so it refuses what the run would refuse. Left out: later rows; data, critics, reward models and the
-headers of weights behind URLs; what only several processes find.
+headers of weights behind URLs and ids of the hub; what only several processes find.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import BurnishError, UsageError, together
-from burnish.files.urls import is_url
+from burnish.files.hub import is_elsewhere
 from burnish.functions import load_function
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
 from burnish.train.critic import critic_foundation
 from burnish.train.evaluate import newest_model
-from burnish.train.localize import with_local_inputs
+from burnish.train.localize import local_inputs
 from burnish.train.reward_models import read_judge
 from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
 
@@ -41,7 +41,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
         model, _ = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
     trains = command != "eval"
-    local = with_local_inputs(config, trains=trains, only_small=True)
+    config, local = local_inputs(config, trains=trains, only_small=True)
     with ExitStack() as stack:
         pool = None
         if command != "sft" and config.reward.given:
@@ -53,13 +53,13 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 load()
         for judge in config.reward.models if command != "sft" else ():
             with _noting(errors):
-                if not is_url(judge.path):
+                if not is_elsewhere(judge.path):
                     read_judge(judge, config.seed)
         with _noting(errors):
             foundation = lay_foundation(local, given=config.model)
             if command == "rl" and config.algorithm.advantage == "gae":
                 with _noting(errors):
-                    if config.critic.path is None or not is_url(config.critic.path):
+                    if config.critic.path is None or not is_elsewhere(config.critic.path):
                         critic_foundation(foundation)
             names = ["train", "validation"] if trains else ["validation"]
             for name in names:
@@ -96,7 +96,7 @@ def _first_rows(
 ) -> PromptDataset | ExampleDataset | None:
     """Read the first rows of `data.train` or `data.validation`, as far as they are not behind URLs."""
     config, setting = foundation.config, f"data.{name}"
-    paths = [path for path in getattr(config.data, name) if not is_url(path)]
+    paths = [path for path in getattr(config.data, name) if not is_elsewhere(path, "dataset")]
     if not paths:
         return None
     prompts = command == "rl" or (command == "eval" and config.reward.given)

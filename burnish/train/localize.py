@@ -1,7 +1,7 @@
-"""Copy a run's inputs from URLs to this machine before anything else begins.
+"""Copy a run's inputs from URLs and from the Hugging Face Hub to this machine before anything else begins.
 
-The run records the configuration with the URLs and works with the paths of the copies. All processes of a machine get the
-same copies.
+The run records the configuration with the URLs, and with each id of the hub at a commit. It works with the paths of the copies.
+All processes of a machine get the same copies.
 """
 
 from __future__ import annotations
@@ -14,38 +14,69 @@ from typing import Any
 
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.columns import is_data
+from burnish.data.splits import split_files
+from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.environment import place_of
-from burnish.errors import MissingError
+from burnish.distributed.layout import Layout
+from burnish.errors import MissingError, of_setting
 from burnish.files.cache import Watch, local_files
+from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
+from burnish.train.commits import hub_entries, pin
 
 _WEIGHTS = ".safetensors"
-_MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py"})
+_MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
 
 
-def with_local_inputs(
-    config: RunConfig, *, trains: bool = True, only_small: bool = False
-) -> RunConfig:
-    """Return the configuration with paths instead of URLs, and with rank and layers of the adapter that it starts from.
+def local_inputs(
+    config: RunConfig,
+    layout: Layout | None = None,
+    *,
+    trains: bool = True,
+    only_small: bool = False,
+) -> tuple[RunConfig, RunConfig]:
+    """Return the configuration to record, and the one to work with. Collective.
 
-    Training data and a critic are copied only if it `trains`. With `only_small` data, critic and reward models keep their URLs, and
-    a model behind a URL becomes a new one with the same config.json and tokenizer. Raises `MissingError` for missing files, and
-    `BurnishError` if copying fails.
+    The first has ids of the hub at the commits that rank 0 finds. The second has paths instead of ids and URLs, and rank and
+    layers of the adapter that it starts from. Training data and a critic are copied only if it `trains`. With `only_small` data,
+    critic and reward models stay where they are, and a model elsewhere becomes a new one with the same config.json and tokenizer.
+    Raises `MissingError` for missing files, and `BurnishError` if copying fails.
     """
-    watch: Watch = Progress(config.tracking.progress and place_of(os.environ).layout.is_main).phase
-    values = config.model_dump()
+    layout = layout or Layout()
+    values, pinned = config.model_dump(), config.model_dump()
+    with agree(layout):
+        if layout.is_main:
+            pin(pinned, config.directory, config.mirror_url)
+    told = from_main([section[key] for section, key, *_ in hub_entries(pinned)], layout)
+    for (section, key, kind, _), value in zip(hub_entries(values), told, strict=False):
+        if HubPlace.of(section[key], kind) is not None:
+            section[key] = value
+    found = RunConfig.model_validate(values)
+    local = found
+    shown = config.tracking.progress and place_of(os.environ).layout.is_main
+    for first in (True, False):  # the other processes of a machine find what its first has brought
+        with agree(layout):
+            if (layout.local_rank == 0) is first:
+                _copy_all(values, Progress(shown).phase, trains=trains, only_small=only_small)
+                local = RunConfig.model_validate(values)
+                local = local.model_copy(update={"model": _with_adapter(local.model)})
+    return found, local
+
+
+def _copy_all(values: Mapping[str, Any], watch: Watch, *, trains: bool, only_small: bool) -> None:
+    """Replace ids and URLs by paths of copies."""
     model = values["model"]
-    if only_small and _is_url(model["path"]):
+    if only_small and is_elsewhere(model["path"]):
         folder = local_directory(model["path"], watch, weights=False)
         model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
         model["tokenizer"] = model["tokenizer"] or str(folder)
     for section, setting in ((model, "path"), (model, "tokenizer"), (model["lora"], "path")):
-        if _is_url(section.get(setting)):
+        if is_elsewhere(section.get(setting)):
             section[setting] = str(local_directory(section[setting], watch))
     for setting in ("chat_template", "fresh"):
-        if _is_url(model[setting]):
+        if is_elsewhere(model[setting]):
             model[setting] = str(_file(model[setting], watch))
     for each in values["reward"]["functions"]:
         file, colon, name = each["function"].rpartition(":")
@@ -53,28 +84,30 @@ def with_local_inputs(
             each["function"] = f"{_file(file, watch)}{colon}{name}"
     if not only_small:
         _copy_large(values, watch, trains=trains)
-    local = RunConfig.model_validate(values)
-    return local.model_copy(update={"model": _with_adapter(local.model)})
 
 
 def _copy_large(values: Mapping[str, Any], watch: Watch, *, trains: bool) -> None:
     data, critic = values["data"], values["critic"]
     for judge in values["reward"]["models"]:
-        if is_url(judge["path"]):  # the copy's directory has another name
+        if is_elsewhere(judge["path"]):  # the copy's directory has another name
             judge["name"] = RewardModelConfig(**judge).part_name
             judge["path"] = str(local_directory(judge["path"], watch))
-    for setting in ("train", "validation") if trains else ("validation",):
-        entries, data[setting] = data[setting], []
+    for name in ("train", "validation") if trains else ("validation",):
+        entries, data[name] = data[name], []
         for entry in entries:
-            data[setting] += (
-                map(str, local_files(entry, is_data, watch)) if is_url(entry) else [entry]
-            )
-    if trains and _is_url(critic["path"]):
+            data[name] += _data(entry, f"data.{name}", watch)
+    if trains and is_elsewhere(critic["path"]):
         critic["path"] = str(local_directory(critic["path"], watch))
 
 
-def _is_url(value: object) -> bool:
-    return isinstance(value, str) and is_url(value)
+def _data(entry: str, setting: str, watch: Watch) -> list[str]:
+    if place := HubPlace.of(entry, "dataset"):
+        with of_setting(setting):
+            place = place.at_commit()
+            names = list(split_files(place, setting))
+            root = place.fetch(names, shown=True)
+        return [str(root / name) for name in names]
+    return [str(file) for file in local_files(entry, is_data, watch)] if is_url(entry) else [entry]
 
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:
@@ -93,11 +126,21 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     return found
 
 
-def local_directory(url: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
-    """Copy a Hugging Face directory, its own code included. Raises `MissingError` if it has no files."""
+def local_directory(place: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
+    """Bring a Hugging Face directory here, its own code included. Raises `MissingError` if it has no files."""
     suffixes = _MODEL_SUFFIXES if weights else _MODEL_SUFFIXES - {_WEIGHTS}
-    return local_files(url, lambda name: PurePosixPath(name).suffix in suffixes, watch)[0].parent
+
+    def wanted(name: str) -> bool:
+        return PurePosixPath(name).suffix in suffixes
+
+    hub = HubPlace.of(place, "model")
+    if hub is None:
+        return local_files(place, wanted, watch)[0].parent
+    hub, folder = hub.at_commit(), PurePosixPath(hub.path)
+    names = [str(folder / name) for name in hub.names() if wanted(name)]
+    return hub.fetch(names, shown=watch is not None) / folder
 
 
 def _file(url: str, watch: Watch) -> Path:
-    return local_files(url, lambda name: False, watch)[0]
+    hub = HubPlace.of(url, "model")
+    return local_files(url, lambda name: False, watch)[0] if hub is None else hub.file("")

@@ -1,6 +1,7 @@
 """Check that inputs exist, before torch is loaded.
 
-URLs are listed and not copied. A dry run also looks into the files (`burnish.train.dry_run`).
+URLs and places of the hub are listed and not copied. With several processes the hub is left to rank 0 (`burnish.train.localize`).
+A dry run also looks into the files (`burnish.train.dry_run`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from burnish.config.schema import (
     RunConfig,
 )
 from burnish.data.columns import READERS, is_data
-from burnish.errors import BurnishError, MissingError, few, install, together
+from burnish.data.splits import split_files
+from burnish.distributed.environment import place_of
+from burnish.errors import BurnishError, MissingError, few, install, of_setting, together
 from burnish.files.cache import select
+from burnish.files.hub import FORMS, HubPlace, Kind
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
@@ -45,15 +49,30 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
     names = ("validation",) if command == "eval" else ("train", "validation")
     for name in names:
         for path in getattr(config.data, name):
-            problems += _data(path, f"data.{name}")
+            if _is_asked_here(path, "dataset"):
+                problems += _noted(_data(path, f"data.{name}"))
     if command != "sft":
         problems += _rewards(config.reward)
     if problems:
         raise together(problems, "the inputs of this run")
 
 
-def data_sizes(path: str) -> list[int]:
-    """Return the sizes of the files of an entry of `data.train`: a file, a directory or a pattern."""
+def _noted(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:
+    """Yield problems, and one that is raised for a place of the hub."""
+    try:
+        yield from problems
+    except BurnishError as error:
+        yield error
+
+
+def _is_asked_here(place: str, kind: Kind) -> bool:
+    return place_of(os.environ).layout.world == 1 or HubPlace.of(place, kind) is None
+
+
+def data_sizes(path: str, setting: str) -> list[int]:
+    """Return the sizes of the files of an entry of `setting`: a file, a directory or a pattern, here or elsewhere."""
+    if hub := HubPlace.of(path, "dataset"):
+        return list(split_files(hub.at_commit(), setting).values())
     if is_url(path):
         return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
     plain = Path(path).expanduser()
@@ -76,8 +95,8 @@ def _models(
         (model.tokenizer, "model.tokenizer", _TOKENIZER_FILES),
     )
     for path, setting, members in directories:
-        if path is not None:
-            yield from _directory(path, setting, members)
+        if path is not None and _is_asked_here(path, "model"):
+            yield from _noted(_directory(path, setting, members))
     for value, setting in (
         (model.fresh, "model.fresh"),
         (model.chat_template, "model.chat_template"),
@@ -98,7 +117,10 @@ def _models(
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
     """Require a directory that holds one of `members`."""
     folder, wanted = Path(path).expanduser(), " or ".join(members)
-    if is_url(path):
+    if hub := HubPlace.of(path, "model"):
+        with of_setting(setting):
+            names = hub.at_commit().names()
+    elif is_url(path):
         names = Remote(path, _PATIENCE).names()
     elif folder.is_dir():
         names = sorted(each.name for each in folder.iterdir())
@@ -106,11 +128,18 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
         yield MissingError(
             f"{setting}: there is no directory {path}",
             have=_neighbours(folder),
-            want=f"a directory on this machine that holds {wanted}",
-            do=f"correct {setting}; a model on a hub has to be downloaded first",
+            want=f"a directory on this machine that holds {wanted}, or {FORMS['model']} of the hub",
+            do=f"correct {setting}",
         )
         return
-    if not set(names).intersection(members):
+    if hub and members == (_CONFIG,) and not any(n.endswith(".safetensors") for n in names):
+        yield MissingError(
+            f"{setting}: {path} holds no weights that are read",
+            have=few([name for name in names if not name.endswith(".json")]) or "no weights",
+            want="*.safetensors",
+            do=f"name a revision that has them: {hub.repo}@REVISION",
+        )
+    elif not set(names).intersection(members):
         step = path.rstrip("/").rpartition("/")[0] or "."
         merge = f"merge it into its model with burnish ckpt export {step} DIRECTORY --merged, and set {setting}=DIRECTORY"
         yield MissingError(
@@ -122,7 +151,9 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
 
 
 def _file(path: str, setting: str) -> Iterator[BurnishError]:
-    if is_url(path):
+    if hub := HubPlace.of(path, "model"):
+        have = "" if hub.path in (names := hub.at_commit().files()) else few(list(names))
+    elif is_url(path):
         remote = Remote(path, _PATIENCE)
         is_there, folder = remote.stat() is not None, remote.parent()
         have = "" if is_there else f"{folder} with {few(folder.names()) or 'nothing'}"
@@ -136,15 +167,19 @@ def _file(path: str, setting: str) -> Iterator[BurnishError]:
 
 
 def _data(path: str, setting: str) -> Iterator[BurnishError]:
+    if HubPlace.of(path, "dataset"):
+        with of_setting(setting):
+            data_sizes(path, setting)
+        return
     try:
-        have = "" if data_sizes(path) else _neighbours(Path(path).expanduser())
+        have = "" if data_sizes(path, setting) else _neighbours(Path(path).expanduser())
     except MissingError as error:  # of a URL
         have = str(error.have)
     if have:
         yield MissingError(
             f"{setting}: nothing to read at {path}",
             have=have,
-            want=f"a {', '.join(sorted(READERS))} file, a directory of such, or a pattern that matches",
+            want=f"a {', '.join(sorted(READERS))} file, a directory of such, a pattern that matches, or a data set of the hub, {FORMS['dataset']}",
             do=f"correct {setting}",
         )
 
@@ -152,7 +187,8 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
 def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, model in enumerate(rewards.models):
         for members in ((_CONFIG,), _TOKENIZER_FILES):
-            yield from _directory(model.path, f"reward.models[{index}].path", members)
+            if _is_asked_here(model.path, "model"):
+                yield from _noted(_directory(model.path, f"reward.models[{index}].path", members))
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")

@@ -45,7 +45,7 @@ from burnish.train.trainer_state import weights_version
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     """Learn from rewards as `config` says, from where its run directory left off. Collective.
 
-    `local` is the same with paths of copies in place of URLs (`burnish.train.localize`).
+    `local` is the same with paths of copies in place of URLs and ids (`burnish.train.localize`).
     """
     with open_run(config, "rl", layout, device) as session, RewardPool(local.reward) as pool:
         spans, progress = session.spans, session.progress

@@ -23,7 +23,6 @@ from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError
-from burnish.files.urls import is_url
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     generation_config,
@@ -124,7 +123,7 @@ def lay_foundation(
 ) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is `config.model` before copies replaced its URLs. Without a layout and a device it is for one process and a CPU.
+    `given` is `config.model` before copies replaced its URLs and ids. Without a layout and a device it is for one process and a CPU.
     """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
@@ -145,12 +144,12 @@ def lay_foundation(
     if config.algorithm.router_replay != "none":
         require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
-    url = given.path if given and given.path and is_url(given.path) else None
+    origin = given.path if given and given.path != config.model.path else None
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     if config.model.adapter:
         lora = import_module("burnish.models.lora.adapter")
-        adapter = lora.adapter_record(config.model, hf_config, url)
+        adapter = lora.adapter_record(config.model, hf_config, origin)
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
     return Foundation(
         config,

@@ -27,7 +27,7 @@ from burnish.train.setup import (
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     """Fine-tune as `config` says, from where its run directory left off. Collective.
 
-    `local` is the same with paths of copies in place of URLs (`burnish.train.localize`).
+    `local` is the same with paths of copies in place of URLs and ids (`burnish.train.localize`).
     """
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:

@@ -1,3 +1,5 @@
+"""Places of the Hugging Face Hub, against a service on loopback and a cache of the test's own."""
+
 from __future__ import annotations
 
 import os
@@ -5,107 +7,181 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer, running_hub
+from hub_server import TOKEN, HubServer, hub_variables, running_hub
 
-from burnish.errors import CorruptError, MissingError, UsageError
-from burnish.files.cache import copied, select
-from burnish.files.remote import Remote, RetryPolicy
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
+from burnish.files import hub as hubs
+from burnish.files.hub import HubPlace
+from burnish.files.remote import RetryPolicy
 
 MODEL = {
     "config.json": b"{}",
-    "model.safetensors": os.urandom((9 << 20) + 5),
-    "nested/a file.txt": b"nested",
+    "model.safetensors": os.urandom((1 << 20) + 5),
+    "pytorch_model.bin": b"a pickle",
+    "nested/a [file].txt": b"nested",
 }
-DATA = {"data/train-0.jsonl": b"{}\n", "data/train-1.jsonl": b"{}\n{}\n", "README.md": b"#"}
-QUICK = RetryPolicy(tries=4, seconds=30, first_pause=0.02, longest_pause=0.1)
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    repositories = {"models/me/tiny": dict(MODEL), "datasets/me/sums": dict(DATA)}
-    repositories["models/me/gated"] = dict(MODEL)
-    with running_hub(repositories, gated="models/me/gated") as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hubs, "_POLICY", RetryPolicy(tries=3, first_pause=0.01, silence=1e6))
+    repositories = {"models/me/tiny": dict(MODEL), "models/me/other": dict(MODEL)}
+    with (
+        running_hub(repositories) as server,
+        hub_variables(HF_ENDPOINT=server.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0"),
+    ):
         yield server
 
 
-@pytest.mark.parametrize("revision", ["", "@main"])
-def test_a_model_is_listed_and_copied(hub: HubServer, revision: str) -> None:
-    remote = Remote(f"hf://me/tiny{revision}", QUICK)
-    assert [(file.name, file.size) for file in remote.files()] == [
-        (name, len(data)) for name, data in sorted(MODEL.items())
-    ]
-    assert remote.names() == ["config.json", "model.safetensors", "nested"]
-    assert remote.stat("nested") is remote.stat("none") is remote.stat() is None
-    assert remote.stat("config.json") == remote.files()[0]
-    folder = copied(select(remote, lambda name: True, deep=True))
-    for name, data in MODEL.items():
-        assert (folder / name).read_bytes() == data
+def place(text: str, kind: hubs.Kind = "model") -> HubPlace:
+    found = HubPlace.of(text, kind)
+    assert found is not None
+    return found
 
 
-def test_ranges_are_read_and_nothing_beside_them(hub: HubServer) -> None:
-    remote, content = Remote("hf://me/tiny", QUICK), MODEL["model.safetensors"]
-    for offset, size in ((0, 1), (5 << 20, 1000), (len(content) - 7, 7)):
-        hub.asked.clear()
-        buffer = bytearray(size)
-        remote.read_into("model.safetensors", buffer, offset)
-        assert buffer == content[offset : offset + size]
-        ranges = [each for path, each in hub.asked if "resolve" in path and each]
-        assert ranges == [f"bytes={offset}-{offset + size - 1}"]
-    for offset in (len(content) - 1, len(content) + 5):
-        with pytest.raises(CorruptError):
-            remote.read_into("model.safetensors", bytearray(10), offset)
+@pytest.mark.parametrize(
+    ("text", "kind", "wanted"),
+    [
+        ("Qwen/Qwen3-0.6B", "model", HubPlace("model", "Qwen/Qwen3-0.6B")),
+        ("a/b@main", "model", HubPlace("model", "a/b", "main")),
+        ("a/b@refs/pr/1", "model", HubPlace("model", "a/b", "refs/pr/1")),
+        ("openai/gsm8k", "dataset", HubPlace("dataset", "openai/gsm8k")),
+        ("a/b:main/train", "dataset", HubPlace("dataset", "a/b", "", "main/train")),
+        ("a/b@v1:test", "dataset", HubPlace("dataset", "a/b", "v1", "test")),
+        ("hf://a/b", "model", HubPlace("model", "a/b", is_url=True)),
+        ("hf://a/b@v1/c/d", "model", HubPlace("model", "a/b", "v1", "", "c/d", is_url=True)),
+        (
+            "hf://datasets/a/b@refs/convert/parquet/x/*.parquet",
+            "dataset",
+            HubPlace("dataset", "a/b", "refs/convert/parquet", "", "x/*.parquet", is_url=True),
+        ),
+        ("gpt2", "model", None),
+        ("./a/b", "model", None),
+        ("/a/b", "model", None),
+        ("~/b", "model", None),
+        ("a/b/c", "model", None),
+        ("a/b:main", "model", None),
+        ("a/train.jsonl", "dataset", None),
+        ("a/*.jsonl", "dataset", None),
+        ("s3://a/b", "model", None),
+    ],
+)
+def test_what_is_an_id(text: str, kind: hubs.Kind, wanted: HubPlace | None) -> None:
+    found = HubPlace.of(text, kind)
+    assert found == wanted
+    assert found is None or HubPlace.of(str(found), kind) == found
 
 
-def test_a_pattern_selects_files_of_a_data_set(hub: HubServer) -> None:
-    selected = select(Remote("hf://datasets/me/sums/data/*.jsonl", QUICK), lambda name: True)
-    assert [file.name for file in selected.files] == ["train-0.jsonl", "train-1.jsonl"]
-    assert (copied(selected) / "train-1.jsonl").read_bytes() == DATA["data/train-1.jsonl"]
-    only = select(Remote("hf://datasets/me/sums/data/train-0.jsonl", QUICK), lambda name: True)
-    assert [file.name for file in only.files] == ["train-0.jsonl"]
+@pytest.mark.parametrize("text", ["hf://", "hf://a", "hf://datasets/a/b", "hf://token@a/b"])
+def test_a_url_that_names_no_model_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        HubPlace.of(text, "model")
 
 
-def test_another_content_is_another_version(hub: HubServer) -> None:
-    remote = Remote("hf://me/tiny", QUICK)
-    before = remote.stat("config.json")
-    hub.repositories["models/me/tiny"]["config.json"] = b"[]"
-    assert before.version not in ("", remote.stat("config.json").version)
+def test_what_exists_here_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me/tiny").mkdir(parents=True)
+    assert HubPlace.of("me/tiny", "model") is None
+    assert HubPlace.of("me/other", "model") is not None
 
 
-def test_a_service_that_fails_for_a_moment_is_asked_again(hub: HubServer) -> None:
+def test_files_come_once_and_then_from_the_cache(hub: HubServer) -> None:
+    pinned = place("me/tiny").at_commit()
+    assert pinned.commit == hub.commit("models/me/tiny")
+    assert pinned.files() == {name: len(data) for name, data in MODEL.items()}
+    assert pinned.names() == ["config.json", "model.safetensors", "pytorch_model.bin"]
+    wanted = ["config.json", "model.safetensors", "nested/a [file].txt"]
+    root = pinned.fetch(wanted)
+    assert {name: (root / name).read_bytes() for name in wanted} == {n: MODEL[n] for n in wanted}
+    assert not (root / "pytorch_model.bin").exists()
+    hub.asked.clear()
+    assert place("me/tiny").at_commit() == pinned
+    assert pinned.fetch(wanted) == root
+    assert place("hf://me/tiny/nested").file("a [file].txt").read_bytes() == b"nested"
+    assert hub.asked == []
+
+
+def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
+    first = place("me/tiny").at_commit()
+    hub.repositories["models/me/tiny"] = MODEL | {"config.json": b"[]"}
+    hub.branches["models/me/tiny", "refs/pr/1"] = {"config.json": b"[1]"}
+    assert first.file("config.json").read_bytes() == b"{}"
+    assert place("me/tiny@refs/pr/1").file("config.json").read_bytes() == b"[1]"
+    assert place("me/tiny").file("config.json").read_bytes() == b"{}"  # as the cache knows it
+    later = place(f"me/tiny@{hub.commit('models/me/tiny')}")
+    assert later.file("config.json").read_bytes() == b"[]"
+
+
+def test_without_a_network_the_cache_serves(hub: HubServer) -> None:
+    root = place("me/tiny").at_commit().fetch(["config.json", "model.safetensors"])
+    hub.asked.clear()
+    with hub_variables(HF_HUB_OFFLINE="1"):
+        assert place("me/tiny").at_commit().fetch(["config.json", "model.safetensors"]) == root
+        for absent in ("me/tiny@v2", "me/other"):
+            with pytest.raises(MissingError, match="HF_HUB_OFFLINE"):
+                place(absent).at_commit()
+        with pytest.raises(MissingError, match="HF_HUB_OFFLINE"):
+            place("me/tiny").at_commit().fetch(["pytorch_model.bin"])
+    assert hub.asked == []
+
+
+def test_a_service_that_is_away_leaves_the_cache(hub: HubServer) -> None:
+    root = place("me/tiny").at_commit().fetch(["config.json"])
+    with hub_variables(HF_ENDPOINT="http://127.0.0.1:9"):
+        assert place("me/tiny").at_commit().fetch(["config.json"]) == root
+        with pytest.raises(MissingError, match=r"127\.0\.0\.1:9"):
+            place("me/other").at_commit()
+
+
+def test_what_may_pass_is_tried_again(hub: HubServer) -> None:
     hub.failures = 2
-    assert Remote("hf://me/tiny", QUICK).read("config.json", 10) == b"{}"
+    pinned = place("me/tiny").at_commit()
+    hub.cuts = 1
+    root = pinned.fetch(["model.safetensors"])
+    assert (root / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    hub.failures = 1000
+    with pytest.raises(BurnishError):
+        place("me/other").at_commit()
 
 
-@pytest.mark.parametrize("url", ["hf://me/tiny@other", "hf://me/tiny/none.json"])
-def test_what_is_not_there_is_missing(hub: HubServer, url: str) -> None:
-    with pytest.raises(MissingError):
-        select(Remote(url, QUICK), lambda name: True)
-    assert Remote(url).stat("config.json") is None
+@pytest.mark.parametrize("content", [b"short", MODEL["model.safetensors"][::-1]])
+def test_a_file_with_another_content_is_refused_and_not_kept(
+    hub: HubServer, content: bytes
+) -> None:
+    pinned = place("me/tiny").at_commit()
+    hub.wrong["model.safetensors"] = content
+    with pytest.raises(BurnishError):
+        pinned.fetch(["model.safetensors"])
+    hub.wrong.clear()
+    root = pinned.fetch(["model.safetensors"])
+    assert (root / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
 
 
-def test_what_may_not_be_read_names_the_variable_to_set(hub: HubServer) -> None:
-    patient = RetryPolicy(first_pause=300)
-    for call in (
-        lambda: Remote("hf://me/gated", patient).read("config.json", 10),
-        lambda: Remote("hf://me/private", patient).stat("config.json"),
-        lambda: Remote("hf://me/private", patient).names(),
-    ):
-        with pytest.raises(UsageError) as caught:
-            call()
-        assert "HF_TOKEN" in (caught.value.do or "")
+def test_a_small_file_with_another_content_is_refused(hub: HubServer) -> None:
+    hub.wrong["nested/a [file].txt"] = b"desten"
+    with pytest.raises(CorruptError):
+        place("hf://me/tiny/nested").file("a [file].txt")
 
 
-def test_it_is_only_read(hub: HubServer, tmp_path: Path) -> None:
-    remote = Remote("hf://me/tiny", QUICK)
-    for change in (
-        lambda: remote.put("file", b""),
-        lambda: remote.put_file("file", tmp_path),
-        lambda: remote.remove("config.json"),
-        lambda: remote.remove_below("nested"),
-        lambda: remote.connect(write=True),
-    ):
-        with pytest.raises(UsageError):
-            change()
-    assert len(hub.asked) == 0
+@pytest.mark.parametrize(
+    ("text", "kind", "named"),
+    [
+        ("me/nobody", MissingError, "me/nobody"),
+        ("me/tiny@v9", MissingError, "v9"),
+        ("me/secret", MissingError, "HF_TOKEN"),
+        ("me/gated", UsageError, "terms"),
+    ],
+)
+def test_a_refusal_says_what_to_do(
+    hub: HubServer, text: str, kind: type[BurnishError], named: str
+) -> None:
+    hub.repositories |= {"models/me/secret": dict(MODEL), "models/me/gated": dict(MODEL)}
+    hub.private, hub.gated = "models/me/secret", "models/me/gated"
+    with pytest.raises(kind, match=named):
+        place(text).file("config.json")
+
+
+def test_a_token_opens_what_is_private(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.private = "models/me/tiny"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert place("me/tiny").file("config.json").read_bytes() == b"{}"

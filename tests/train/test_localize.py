@@ -17,7 +17,7 @@ from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.functions import load_function
-from burnish.train.localize import with_local_inputs
+from burnish.train.localize import local_inputs
 
 number = itertools.count()
 
@@ -71,7 +71,8 @@ def config(store: Remote, **data: list[str]) -> RunConfig:
 
 
 def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) -> None:
-    local = with_local_inputs(config(store))
+    found, local = local_inputs(config(store))
+    assert found == config(store)
     model = Path(local.model.path or "")
     names = {path.name for path in model.rglob("*")}
     assert {"config.json", "tokenizer.json"} < names
@@ -89,13 +90,13 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
 
 
 def test_a_pattern_stands_for_what_fits_it(store: Remote) -> None:
-    local = with_local_inputs(config(store, train=[f"{store.url}/*/part-[12].jsonl"]))
+    _, local = local_inputs(config(store, train=[f"{store.url}/*/part-[12].jsonl"]))
     assert [Path(path).name for path in local.data.train] == ["part-1.jsonl", "part-2.jsonl"]
 
 
 def test_a_new_model_is_made_from_a_file_behind_a_url(store: Remote) -> None:
     fresh = RunConfig.model_validate({"model": {"fresh": f"{store.url}/model/config.json"}})
-    path = with_local_inputs(fresh).model.fresh
+    path = local_inputs(fresh)[1].model.fresh
     assert json.loads(Path(str(path)).read_text()) == FRESH
 
 
@@ -107,12 +108,12 @@ def test_paths_of_this_machine_stay_as_they_are(cache: Path) -> None:
             "reward": {"functions": [{"function": "r.py:f"}, {"function": "numeric"}]},
         }
     )
-    assert with_local_inputs(plain) == plain
+    assert local_inputs(plain) == (plain, plain)
     assert not cache.exists()
 
 
 def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
-    local = with_local_inputs(config(store), trains=False)
+    _, local = local_inputs(config(store), trains=False)
     assert local.data.train == [f"{store.url}/data"]
     assert local.critic.path == f"{store.url}/model"
     assert "://" not in local.data.validation[0]
@@ -132,7 +133,7 @@ def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
 def test_what_is_not_there_is_an_error(setting: str, value: object, kind: type[Exception]) -> None:
     section, _, field = setting.partition(".")
     with pytest.raises(kind) as caught:
-        with_local_inputs(RunConfig.model_validate({section: {field: value}}))
+        local_inputs(RunConfig.model_validate({section: {field: value}}))
     assert "secret" not in str(caught.value)
 
 

@@ -1,0 +1,332 @@
+"""Models and data sets of the Hugging Face Hub, by id or by `hf://` URL.
+
+`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. What exists on this machine is a path. The
+cache is that of huggingface_hub (`HF_HOME`), which is asked first, for the commit of a revision as well. The network is asked
+for what is missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless `HF_HUB_OFFLINE` is set. Every file that arrives is compared with its
+hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeVar
+
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
+from burnish.files.remote import RetryPolicy, retry
+from burnish.files.urls import is_url, redacted
+
+T = TypeVar("T")
+Kind = Literal["model", "dataset"]
+
+FORMS = {
+    "model": "OWNER/NAME or OWNER/NAME@REVISION",
+    "dataset": "OWNER/NAME, OWNER/NAME:SUBSET/SPLIT or OWNER/NAME@REVISION:SUBSET/SPLIT",
+}
+"""How an id is written."""
+
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_ID = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@]+))?(?::(?P<part>[^:]+))?")
+_URL = re.compile(
+    rf"hf://(?P<data>datasets/)?(?:models/)?(?P<repo>{_NAME}/{_NAME})"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/:@]+|[^/:@]+))?(?:/(?P<path>[^:]*))?(?::(?P<part>[^:]+))?"
+)
+_FILES = frozenset({".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml", ".py"})
+"""A missing path that ends so is a file, not an id."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SMALL = ("README.md", "config.json", "adapter_config.json")
+"""Files that come first, with the list of the others."""
+_POLICY = RetryPolicy(tries=4, seconds=20, silence=1e6)
+"""huggingface_hub tries downloads again by itself and has deadlines of its own, but it asks for a list of files only once."""
+_REASON = 300
+_MEGA = 1e6
+
+log = logging.getLogger("burnish")
+
+
+@dataclass(frozen=True, slots=True)
+class HubPlace:
+    """A repository of the hub, or a part of one."""
+
+    kind: Kind
+    repo: str
+    """OWNER/NAME."""
+    revision: str = ""
+    """A branch, a tag or a commit; "" for main."""
+    part: str = ""
+    """SUBSET/SPLIT of a data set, or one of the two; "" for the usual ones."""
+    path: str = ""
+    """A file, a directory or a pattern in the repository; "" for its root."""
+    is_url: bool = False
+    """Whether it was given as a URL."""
+
+    @classmethod
+    def of(cls, text: object, kind: Kind) -> HubPlace | None:
+        """Return the place that a setting names; None for a path of this machine and for other URLs.
+
+        Raises `UsageError` for an `hf://` URL that names none, or a repository of another kind.
+        """
+        if not isinstance(text, str):
+            return None
+        if text.startswith("hf://"):
+            found = _URL.fullmatch(text)
+            given: Kind = "dataset" if found and found["data"] else "model"
+            if found is None or (kind == "model" and given == "dataset"):
+                raise UsageError(
+                    f"{redacted(text)} names no {kind} of the hub",
+                    want=f"hf://{'datasets/' if kind == 'dataset' else ''}OWNER/NAME, with @REVISION and /PATH if wanted",
+                    do="correct the URL",
+                )
+            path = (found["path"] or "").strip("/")
+            revision, part = found["revision"] or "", found["part"] or ""
+            return cls(given, found["repo"], revision, part, path, is_url=True)
+        match = _ID.fullmatch(text)
+        if match is None or PurePosixPath(match["repo"]).suffix in _FILES or Path(text).exists():
+            return None
+        if match["part"] and kind == "model":
+            return None
+        return cls(kind, match["repo"], match["revision"] or "", match["part"] or "")
+
+    def __str__(self) -> str:
+        scheme = f"hf://{'datasets/' if self.kind == 'dataset' else ''}" if self.is_url else ""
+        revision = f"@{self.revision}" if self.revision else ""
+        path, part = (self.path and f"/{self.path}"), (self.part and f":{self.part}")
+        return f"{scheme}{self.repo}{revision}{path}{part}"
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that it names; None if its revision may move."""
+        return self.revision if _COMMIT.fullmatch(self.revision) else None
+
+    def at_commit(self) -> HubPlace:
+        """Return the place at the commit of its revision, as the cache knows it, or else the hub."""
+        if self.commit:
+            return self
+        from huggingface_hub import HfApi, errors
+
+        asked = {"repo_id": self.repo, "repo_type": self.kind, "revision": self.revision or None}
+        try:
+            found = HfApi().resolve_revision(**asked, local_files_only=True)  # type: ignore[arg-type]
+        except errors.RevisionResolutionError:
+            found = self._call(lambda: HfApi().resolve_revision(**asked))  # type: ignore[arg-type]
+        log.info("%s is commit %s", self, found.resolved)
+        return replace(self, revision=found.resolved)
+
+    def files(self) -> dict[str, int]:
+        """Return the files of the repository with their sizes: all, or without a network those in the cache."""
+        from huggingface_hub import errors, get_cached_repo_tree
+
+        root = self._snapshot(_SMALL, shown=False)
+        try:
+            tree = get_cached_repo_tree(self.repo, repo_type=self.kind, revision=root.name)
+        except errors.CachedRepoTreeNotFoundError:
+            held = [each for each in sorted(root.rglob("*")) if each.is_file()]
+            return {each.relative_to(root).as_posix(): each.stat().st_size for each in held}
+        return {file.path: file.size for file in tree}
+
+    def names(self) -> list[str]:
+        """Return the names of the files directly in the place's directory."""
+        folder, paths = PurePosixPath(self.path), map(PurePosixPath, self.files())
+        return [path.name for path in paths if path.parent == folder]
+
+    def fetch(self, names: Sequence[str], *, shown: bool = False) -> Path:
+        """Return the directory of the repository in the cache, with these files of it; download what is missing.
+
+        `shown` shows progress. Raises `CorruptError` if a file that comes has another content than the hub says.
+        """
+        root = self._snapshot(_SMALL, shown=False)
+        missing = [name for name in names if not (root / name).is_file()]
+        if missing:
+            if shown:
+                log.info("downloading %s: %s", self, few(missing))
+            self._snapshot([_literal(name) for name in missing], shown=shown)
+            for name in missing:
+                _require_its_hash(root / name, self)
+        return root
+
+    def file(self, name: str) -> Path:
+        """Return a file of the repository. Raises `MissingError` if it has none of this name."""
+        place = self.at_commit()
+        name = "/".join(part for part in (self.path, name) if part)
+        if name not in (listed := place.files()):
+            have = few(list(listed)) or "no file"
+            raise MissingError(f"{self} has no file {name}", have=have, do="correct the name")
+        return place.fetch([name]) / name
+
+    def _snapshot(self, patterns: Sequence[str], *, shown: bool) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import tqdm
+
+        bars: dict[str, Any] = {}
+        if not (shown and sys.stderr.isatty()):
+            bars = {"tqdm_class": type("NoBar", (tqdm,), {"__init__": _disabled(tqdm)})}
+        place = self.at_commit()
+        return Path(
+            self._call(
+                lambda: snapshot_download(
+                    self.repo,
+                    repo_type=self.kind,
+                    revision=place.revision,
+                    allow_patterns=list(patterns),
+                    **bars,
+                )
+            )
+        )
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """Call the hub; try again what may pass, and explain what does not."""
+        with _explained(self), _quiet():
+            return retry(lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY)
+
+
+def is_elsewhere(value: object, kind: Kind = "model") -> bool:
+    """Return whether a setting names a place that is not on this machine: a URL, or an id of the hub."""
+    return isinstance(value, str) and (is_url(value) or HubPlace.of(value, kind) is not None)
+
+
+def _disabled(bar: Any) -> Callable[..., None]:
+    def start(self: Any, *args: Any, **options: Any) -> None:
+        bar.__init__(self, *args, **{**options, "disable": True})
+
+    return start
+
+
+def _literal(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _require_its_hash(path: Path, place: HubPlace) -> None:
+    """Compare a file of the cache with its blob's name: sha256, or git's sha1 of small files."""
+    blob = path.resolve()
+    size = blob.stat().st_size
+    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
+        digest = hashlib.sha256()
+    elif _COMMIT.fullmatch(blob.name):
+        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    else:
+        return  # a cache without links has no such names
+    with blob.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    if digest.hexdigest() != blob.name:
+        blob.unlink()
+        path.unlink(missing_ok=True)
+        raise CorruptError(
+            f"{path.name} of {place} came with another content than the hub says",
+            have=digest.hexdigest(),
+            want=blob.name,
+            do="start again; the file was removed from the cache",
+        )
+
+
+def _status(error: BaseException) -> int:
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _transport() -> type[Exception]:
+    """Return the base of all errors of the HTTP client that huggingface_hub uses."""
+    from huggingface_hub import errors
+
+    found: type[Exception] = errors.HfHubHTTPError.__mro__[1]
+    return found
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether another attempt may succeed: the connection broke, or the service failed."""
+    from huggingface_hub import errors
+
+    return any(
+        (_status(each) >= 500 or _status(each) == 429)
+        or (isinstance(each, _transport()) and not isinstance(each, errors.HfHubHTTPError))
+        for each in _causes(error)
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence log lines of huggingface_hub; its errors say the same."""
+    from huggingface_hub.utils import logging as their
+
+    level = their.get_verbosity()
+    their.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        their.set_verbosity(level)
+
+
+@contextmanager
+def _explained(place: HubPlace) -> Iterator[None]:
+    """Raise errors of huggingface_hub as errors for people."""
+    from huggingface_hub import constants, errors
+
+    what = "data set" if place.kind == "dataset" else "model"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{'datasets/' if place.kind == 'dataset' else ''}{place.repo}"
+        raise UsageError(
+            f"{place} is only for those who have accepted its terms",
+            have=_reason(error),
+            want="an account that has, and its token",
+            do=f"accept the terms at {page}, then hf auth login or set HF_TOKEN",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        here = "" if place.is_url else f"there is no file or directory {place}, and "
+        raise MissingError(
+            f"{here}the hub has no {what} {place.repo}",
+            have=f"{_status(error)} from {constants.ENDPOINT}",
+            want=f"a path on this machine, or {FORMS[place.kind]}",
+            do="correct the name; for a private one, hf auth login or set HF_TOKEN",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise MissingError(
+            f"the {what} {place.repo} has no revision {place.revision or 'main'}",
+            want="a branch, a tag or a commit",
+            do=f"see {constants.ENDPOINT}/{place.repo}",
+        ) from error
+    except (OSError, _transport(), errors.RevisionResolutionError) as error:
+        raise _unreached(place, error) from error
+
+
+def _unreached(place: HubPlace, error: Exception) -> BurnishError:
+    from huggingface_hub import constants, errors
+
+    what = "data set" if place.kind == "dataset" else "model"
+    absent = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)
+    here = "" if place.is_url else f"there is no file or directory {place}, and "
+    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in _causes(error)):
+        return MissingError(
+            f"{here}the {what} {place} is not in the cache, not all of it",
+            have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}",
+            want=f"a path on this machine, or {FORMS[place.kind]} in the cache",
+            do=f"run hf download {place.repo}{' --type dataset' if place.kind == 'dataset' else ''} where there is a network",
+        )
+    if isinstance(error, absent):
+        return MissingError(
+            f"{here}the {what} {place} is not in the cache, and {constants.ENDPOINT} does not answer",
+            have=_reason(error.__cause__ or error),
+            want=f"a path on this machine, or {FORMS[place.kind]}",
+            do="see that the hub can be reached from here, then start again",
+        )
+    return BurnishError(
+        f"{place} could not be downloaded",
+        have=_reason(error),
+        do="start again: whole files that have come are kept in the cache",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:_REASON]
