@@ -16,6 +16,7 @@ from burnish.errors import UsageError, together
 HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
+  burnish init  sft|rl [MODEL] [DATA]             write a configuration to begin with
   burnish sft   [CONFIG] [key=value ...]          learn from examples
   burnish rl    [CONFIG] [key=value ...]          learn from a reward
   burnish eval  [CONFIG|RUN_DIR] [key=value ...]  measure on held-out data
@@ -36,7 +37,7 @@ It reads the tokenizer and the headers of weights, tokenizes the first rows of t
 functions once and plans memory. It does not see later rows, and only small files behind URLs.
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
---version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
+Completion: eval "$(burnish completion bash)", or zsh or fish. --version prints the version. BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged;
 without it rank 0 logs from info on, and other ranks errors only.
 """
 _MOST_OPTIONS = 5
@@ -45,6 +46,11 @@ DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
 
 _COMMANDS = {
+    "init": (
+        "init:init",
+        "sft|rl MODEL DATA",
+        "Write a configuration into the working directory, for RL also a reward function, without DATA also some rows.",
+    ),
     "sft": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from examples."),
     "rl": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from a reward."),
     "eval": ("run:run", "CONFIG|RUN_DIR key=value --dry-run --json", "Measure on held-out data."),
@@ -58,6 +64,11 @@ _COMMANDS = {
         "check:run_check",
         "CONFIG key=value --processes",
         "Compare one step at a layout with one plain process, on a small model of the same family.",
+    ),
+    "completion": (
+        "completion:completion",
+        "SHELL",
+        'Print the completion script of a shell: eval "$(burnish completion bash)" in ~/.bashrc.',
     ),
     "config": ("", "", "Check, show, explain or translate settings."),
     "config check": (
@@ -144,6 +155,13 @@ _POSITIONAL = {
         "words",
         _argument("a YAML file, a shell script, or key=value and --flag value", nargs="*"),
     ),
+    "sft|rl": (
+        "kind",
+        _argument("what is trained: from examples, or from a reward", choices=("sft", "rl")),
+    ),
+    "MODEL": ("model", _argument("a directory, or an id of the Hugging Face Hub", nargs="?")),
+    "DATA": ("data", _argument("a file, a directory, or an id of the Hugging Face Hub", nargs="?")),
+    "SHELL": ("shell", _argument("bash, zsh or fish", choices=("bash", "zsh", "fish"))),
     "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
     "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
     "RUN_DIR": ("run", _argument("as runs/my-run", type=Path)),

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from burnish.cli.output import print_text
 from burnish.config.constraints import Command, check, notices
-from burnish.config.document import dump_yaml, write_yaml
+from burnish.config.document import dump_yaml, one_line
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, load_config
 from burnish.config.schema import RunConfig
@@ -103,7 +103,7 @@ def _with_short_forms(part: Any) -> Any:
 
 def _facts(console: Console, key: Key) -> None:
     table = Table.grid(padding=(0, 2))
-    default = "none: it has to be given" if key.required else _plain(key.default)
+    default = "none: it has to be given" if key.required else one_line(key.default)
     table.add_row("  values", Text(key.values))
     table.add_row("  default", Text(default))
     if "[" not in key.name:
@@ -123,11 +123,6 @@ def _list(console: Console, keys: Sequence[Key]) -> None:
     for key in keys:
         lines = [key.doc]
         lines += [key.values] if key.values.startswith("one of ") else []
-        lines += [] if key.default in (None, [], {}) else [f"default: {_plain(key.default)}"]
+        lines += [] if key.default in (None, [], {}) else [f"default: {one_line(key.default)}"]
         table.add_row(Text(key.name), Text("\n".join(lines)))
     console.print(table)
-
-
-def _plain(value: object) -> str:
-    """A default as one would write it in YAML, on one line."""
-    return write_yaml({"": value}).partition(": ")[2].strip()

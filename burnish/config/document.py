@@ -84,6 +84,11 @@ def write_yaml(value: Any) -> str:
     return text
 
 
+def one_line(value: object) -> str:
+    """Return a value as it stands behind its key."""
+    return write_yaml({"": value}).partition(": ")[2].strip()
+
+
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
     """Return the whole configuration as YAML that `load_config` reads back equal.
 

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from burnish.config.constraints import Command, check
-from burnish.config.document import write_yaml
+from burnish.config.document import one_line, write_yaml
 from burnish.config.keys import known_keys
 from burnish.config.load import load_settings, read_document
 from burnish.config.parsing import parse_value
@@ -57,11 +57,13 @@ def translated(words: Sequence[str]) -> str:
         refused = "" if found is None else _refusal(found)
         if found is None or refused:
             remark = want if is_known else do if do.startswith("did you mean") else "not known here"
-            remarks.append(f"{name}={_line(value)}: {refused or remark}")
+            remarks.append(f"{name}={one_line(value)}: {refused or remark}")
             continue
         for key, each in found.items():
             if settings.setdefault(key, each) != each:
-                remarks.append(f"{name}={_line(value)}: {key} is {_line(settings[key])} already")
+                remarks.append(
+                    f"{name}={one_line(value)}: {key} is {one_line(settings[key])} already"
+                )
     command: Command = "rl" if any(key.startswith(_OF_RL) for key in settings) else "sft"
     if command == "sft" and "batch.prompts" in settings:
         settings["batch.examples"] = settings.pop("batch.prompts")
@@ -153,7 +155,7 @@ def _require_numbers(names: Names) -> None:
     for name, value in names.items():
         if name.rpartition(".")[2] in _NUMBERS and not isinstance(value, int | float | None):
             raise UsageError(
-                f"{name} is no number", have=_line(value), want="a number", do=f"correct {name}"
+                f"{name} is no number", have=one_line(value), want="a number", do=f"correct {name}"
             )
 
 
@@ -250,7 +252,3 @@ def _refusal(settings: Names) -> str:
     except UsageError as error:
         return f"{', '.join(settings)} is {error.want}"
     return ""
-
-
-def _line(value: Any) -> str:
-    return write_yaml({"": value}).partition(": ")[2].strip()

@@ -34,7 +34,7 @@ def test_help_begins_with_what_it_is_and_the_commands(capsys: pytest.CaptureFixt
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Burnish post-trains language models")
-    assert lines[2].split()[:3] == ["burnish", "sft", "[CONFIG]"]
+    assert lines[2].split()[:3] == ["burnish", "init", "sft|rl"]
     assert all(len(line) <= 105 for line in lines)
 
 

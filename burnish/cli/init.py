@@ -1,0 +1,64 @@
+"""`burnish init`: write a first configuration, and for RL a reward function that gets what the data give it."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from string import Template
+
+from burnish.cli.output import print_text
+from burnish.config.document import one_line
+from burnish.config.schema import DataConfig
+from burnish.data.columns import answer_column, example_format, is_data, prompt_column
+from burnish.errors import UsageError
+
+_MODEL = "Qwen/Qwen3-0.6B"
+_DATA = "data.jsonl"
+_STARTERS = Path(__file__).with_name("starters")
+
+
+def init(given: Namespace) -> None:
+    """Write the files into the working directory. Raises `UsageError` if one of them is there."""
+    kind, data = given.kind, given.data or _DATA
+    files = {} if given.data else {data: _sums("completion" if kind == "sft" else "answer")}
+    is_here = given.data and (os.path.exists(data) or is_data(data))
+    column = _answers(kind, data) if is_here else "answer"
+    values = {"model": one_line(given.model or _MODEL), "data": one_line(data)}
+    if kind == "rl":
+        values["function"] = "correct" if column else "brief"
+        first, _, below = (column or "").partition(".")
+        right = f'each["{below}"]' if below else "each"
+        reward = Template((_STARTERS / f"{values['function']}.txt").read_text())
+        files["rewards.py"] = reward.substitute(column=first, right=right)
+    text = Template((_STARTERS / f"{kind}.yaml").read_text())
+    files[f"{kind}.yaml"] = text.substitute(values)
+    if there := [name for name in files if os.path.lexists(name)]:
+        raise UsageError(
+            "init overwrites no file",
+            have=", ".join(there),
+            want="a directory without them",
+            do="remove or rename them, or work in another directory",
+        )
+    for name, content in files.items():
+        Path(name).write_text(content)
+    print_text(f"wrote {', '.join(files)}\n\n  burnish {kind} {kind}.yaml --dry-run")
+
+
+def _answers(kind: str, data: str) -> str | None:
+    """Return the column of the answers. Raises `BurnishError` for data that the command cannot read."""
+    from burnish.data.sources import load_rows
+
+    rows, usual = load_rows([data]), DataConfig()
+    if kind == "sft":
+        example_format(usual, rows)
+        return None
+    prompt_column(usual, rows)
+    return answer_column(usual, rows)
+
+
+def _sums(column: str) -> str:
+    pairs = [(first, second) for first in range(8) for second in range(8)]
+    rows = [{"prompt": f"{a}+{b}=", column: str(a + b)} for a, b in pairs]
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
