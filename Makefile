@@ -10,12 +10,16 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
 
 # A worker a core that it may use (tests/conftest.py), up to 4, which have one thread each; `pytest` alone has none.
+# Hundreds of processes import the same modules, so their bytecode is kept, even where the environment says otherwise.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
+
 test: lint docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	$(PYTEST) $(WORKERS)
 
 # What is slow and far from training. Run it before an issue ends.
 nightly: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly -n logical --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m nightly $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,7 +33,7 @@ docs: $(STAMP)
 	$(BIN)/zensical build --strict
 
 contract: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m contract
+	$(PYTEST) -m contract
 
 faults: $(STAMP)
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns.py

@@ -1,4 +1,4 @@
-"""The devices that a test's body runs on: the CPU, which proves the test itself, and one GPU where there is one."""
+"""The devices that a test's body runs on: the CPU, which proves the test itself by night, and one GPU where there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ on_gpu = (
 )
 """The marks of what only a GPU can run."""
 
-DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=on_gpu)]
+DEVICES = [
+    pytest.param(CPU, id="cpu", marks=pytest.mark.nightly),
+    pytest.param(CUDA, id="cuda", marks=on_gpu),
+]
 
 ROUNDED_FACTORS_ERROR = 0.008
 """What attention in bf16 may differ from fp64, relative to the norm, where products round their factors to bf16."""

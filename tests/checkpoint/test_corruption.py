@@ -57,6 +57,7 @@ def test_refusing_takes_little_memory(tmp_path, target):
         tracemalloc.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", LARGE)
 def test_files_as_large_as_may_be(tmp_path, target):
     """What they cost, `make faults` looks at."""

@@ -57,8 +57,11 @@ CASES = [  # beside the kind `adapter` of test_layouts.py, which meets all of tw
     ("qwen3", LORA, 1, 6, {"activation_checkpointing": "full"}),
     ("llama", LORA, 1, 3, {}),
     ("qwen2", LoraConfig(rank=3, alpha=5.0), 4, 3, {"tensor_parallel": 2}),
-    ("gemma3_text", LORA, 2, 3, {"tensor_parallel": 2}),
-    ("mistral", LoraConfig(rank=1, alpha=2.0), 2, 3, {"replicas": 2}),
+    pytest.param("gemma3_text", LORA, 2, 3, {"tensor_parallel": 2}, marks=pytest.mark.nightly),
+    pytest.param(
+        *("mistral", LoraConfig(rank=1, alpha=2.0), 2, 3, {"replicas": 2}),
+        marks=pytest.mark.nightly,
+    ),
     ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True), 1, 2, {}),
     (
         "gemma3_text",
@@ -203,7 +206,9 @@ def published_rank(
     }
 
 
-@pytest.mark.parametrize(("world", "tensor"), [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "tensor"), [(1, 1), (3, 1), pytest.param(4, 2, marks=pytest.mark.nightly)]
+)
 def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int, tensor: int) -> None:
     path = save_tiny(tmp_path / "m", "qwen2", torch.float32)
     merged = plain_adapted(path).merge_and_unload()
@@ -215,7 +220,10 @@ def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int, ten
         assert_relative(found[name], tensor, 2e-7, name)
 
 
-@pytest.mark.parametrize(("family", "world", "tensor"), [("qwen3_moe", 3, 1), ("mixtral", 4, 2)])
+@pytest.mark.parametrize(
+    ("family", "world", "tensor"),
+    [pytest.param("qwen3_moe", 3, 1, marks=pytest.mark.nightly), ("mixtral", 4, 2)],
+)
 def test_published_experts_are_pefts_merged_ones(
     tmp_path: Path, family: str, world: int, tensor: int
 ) -> None:

@@ -70,7 +70,10 @@ def compare_rank(layout: Layout, path: Path, settings: dict[str, Any]) -> dict[s
         (1, {}),
         pytest.param(2, {}, marks=pytest.mark.nightly),
         pytest.param(2, {"replicas": 2}, marks=pytest.mark.nightly),
-        (2, {"tensor_parallel": 2, "activation_checkpointing": "full"}),
+        pytest.param(
+            *(2, {"tensor_parallel": 2, "activation_checkpointing": "full"}),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(2, {"sequence_parallel": 2}, marks=pytest.mark.nightly),
     ],
 )

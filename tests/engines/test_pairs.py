@@ -65,6 +65,7 @@ def test_the_state_of_muon_through_pairs_of_layouts(tmp_path: Path) -> None:
     assert "training/momentum_buffer.safetensors" in step.manifest.files
 
 
+@pytest.mark.nightly
 def test_adapters_and_moments_in_bf16_through_pairs_of_layouts(tmp_path: Path) -> None:
     """On experts and layers of both cuts; a rank of 3 divides by no number of processes."""
     targets = ["q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"]

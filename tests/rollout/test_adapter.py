@@ -35,9 +35,9 @@ CASES = [
     ("qwen2", LORA, "fp32", "adapter"),
     ("qwen2", LORA, "bf16", "adapter"),
     ("llama", SOME, "fp32", "adapter"),
-    ("gemma3_text", LORA, "fp32", "adapter"),
+    pytest.param("gemma3_text", LORA, "fp32", "adapter", marks=pytest.mark.nightly),
     ("qwen3_moe", OF_EXPERTS, "fp32", "adapter"),
-    ("qwen3_moe", OF_EXPERTS, "bf16", "adapter"),
+    pytest.param("qwen3_moe", OF_EXPERTS, "bf16", "adapter", marks=pytest.mark.nightly),
 ]
 
 

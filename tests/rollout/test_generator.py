@@ -53,7 +53,13 @@ def builtin(
 
 
 class TestContract(GeneratorContract):
-    @pytest.fixture(autouse=True, params=["prompts shared", "prompts in every row"])
+    @pytest.fixture(
+        autouse=True,
+        params=[
+            "prompts shared",
+            pytest.param("prompts in every row", marks=pytest.mark.nightly),
+        ],
+    )
     def _cache(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """The cache of CPUs without matrix units, and that of all other devices."""
         units = request.param == "prompts in every row"
