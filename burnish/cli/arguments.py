@@ -37,7 +37,7 @@ It reads the tokenizer and the headers of weights, tokenizes the first rows of t
 functions once and plans memory. It does not see later rows, and only small files behind URLs.
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
---version prints the version; eval "$(burnish completion bash)" completes commands, also for zsh and fish.
+--version prints the version; eval "$(burnish completion bash)" completes commands, also in zsh or fish.
 BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged; without it rank 0 logs from info
 on, and other ranks errors only.
 """
