@@ -67,7 +67,7 @@ def compare_rank(
         assert used >= sum(t.nbytes for name, t in moved if name.startswith("exp_avg")), settings
         for (name, mine), (other, theirs) in zip(moved, plain, strict=True):
             assert name == other
-            is_narrow = name.startswith("exp_avg") and optim is NARROW
+            is_narrow = name.startswith("exp_avg") and optim.moments == "bf16"
             assert theirs.dtype is (torch.bfloat16 if is_narrow else torch.float32), name
             assert torch.equal(mine, theirs), (settings, name)
 
