@@ -21,10 +21,8 @@ from burnish.errors import UsageError
 class Family:
     """How a model type differs from Llama where config.json does not say."""
 
-    tested: bool = True
-    """Tests hold its log-probs and gradients equal to plain transformers."""
-    refused: str = ""
-    """Why Burnish would compute it wrongly; empty if it does not."""
+    described: bool = True
+    """This table has all of it; the planner, the Megatron engine and fused layers need that."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """RMSNorms on the hidden state of a layer."""
     norm_in_fp32: bool = False
@@ -60,7 +58,7 @@ class Family:
     def has_llama_layers(self) -> bool:
         """Layers compute what Llama's do, except for biases, norms per head, windows and experts."""
         return (
-            self.tested
+            self.described
             and self.norms == ("input_layernorm", "post_attention_layernorm")
             and not self.norm_in_fp32
             and self.query_norms != "full"
@@ -69,7 +67,7 @@ class Family:
     @property
     def cuts_heads(self) -> bool:
         """Tensor parallelism can divide the heads: no norm spans all of them."""
-        return self.tested and self.query_norms != "full"
+        return self.described and self.query_norms != "full"
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -107,24 +105,20 @@ FAMILIES: Mapping[str, Family] = {
         norm_in_fp32=True,
         query_norms="full",
     ),
-    "hyperclovax": Family(tested=False, multiplies_logits_scaling=True),
-    "phimoe": Family(
-        tested=False,
-        refused="its routers draw at random in training, by a rule that they need in evaluation too",
-    ),
+    "hyperclovax": Family(described=False, multiplies_logits_scaling=True),
 }
 """By `model_type`. Defaults are those of transformers' configuration classes."""
 
 
 def family_of(model_type: str) -> Family:
-    """Return a model type's family; outside the table, an untested Llama."""
-    return FAMILIES.get(model_type, Family(tested=False))
+    """Return a model type's family; outside the table, a Llama of which little is known."""
+    return FAMILIES.get(model_type, Family(described=False))
 
 
 def names_of(capability: str) -> str:
-    """Return the tested model types that have a capability (a field or property of `Family`)."""
+    """Return the described model types that have a capability (a field or property of `Family`)."""
     return ", ".join(
-        name for name, each in FAMILIES.items() if each.tested and getattr(each, capability)
+        name for name, each in FAMILIES.items() if each.described and getattr(each, capability)
     )
 
 
@@ -247,11 +241,11 @@ class ModelShape(ModelSizes):
         fields = text_config(config)
         kind = str(fields.get("model_type"))
         family = family_of(kind)
-        if not family.tested:
+        if not family.described:
             raise UsageError(
                 f"the shape of models of type {kind} is not known",
                 have=f"model_type: {kind}",
-                want=f"one of {names_of('tested')}",
+                want=f"one of {names_of('described')}",
                 do="run a short training of it and read perf/max_memory_gb",
             )
         for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):

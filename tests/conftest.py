@@ -37,13 +37,16 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A temporary directory for this process and its children, as the killed ones among them leave their files."""
-    tmp_path_factory.getbasetemp()  # stays where pytest keeps those of the latest runs
+    base = tmp_path_factory.getbasetemp()  # stays where pytest keeps those of the latest runs
     multiprocessing.util.get_temp_dir()  # which is removed later than this one
     with (
         tempfile.TemporaryDirectory(prefix="burnish-tests-", ignore_cleanup_errors=True) as name,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TMPDIR", name)
+        # Proofs that have passed are those of all processes of the session.
+        shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        patch.setenv("BURNISH_CACHE", str(shared / "burnish-cache"))
         patch.setattr(tempfile, "tempdir", name)
         yield Path(name)
 

@@ -1,63 +1,204 @@
 """A small model of the same kind: every width and depth made small.
 
-Kept is everything that makes layouts differ: family, tied embeddings, biases, query heads per key head, windows, experts by
-layer. The vocabulary is the tokenizer's.
+Kept is everything that can make two computations of a model differ: family, flags, scales, tied embeddings, biases, query heads
+per key head, and a layer of every kind, with its window and experts. Fields are found by the names that all families use.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
 from burnish.families import layers_with_experts
 
-LAYERS, HEAD_DIM, KEY_HEADS = 2, 16, 2
+LAYERS, HEAD_DIM, KEY_HEADS, WINDOW = 2, 16, 2, 16
+_ROTARY, _SOFTCAP, _EPSILON = 8, 3.0, 1e-3
+_EXPERTS = r"^(num|n|moe_num)_(local_|routed_)?experts$"
+_WIDTHS = r"(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|n_inner)"
 _AT_MOST = {
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 16,
-    "max_window_layers": 1,
+    _EXPERTS: 4,
+    r"(per_tok|per_token|topk|top_k|moe_k)$": 2,
+    r"^(n|num)_group$": 2,
+    r"^topk_group$": 1,
+    rf"(moe|shared|expert)\w*{_WIDTHS}": 32,
+    _WIDTHS: 128,
+    r"(sliding_window|attention_chunk_size|window_size)$": WINDOW,
+    r"^(qk_nope_head_dim|v_head_dim|kv_lora_rank)$": 16,
+    r"^(qk_rope_head_dim|rotary_dim)$": _ROTARY,
+    r"^q_lora_rank$": 24,
+    r"^head_dim$": 2 * HEAD_DIM,
+    r"^(hidden_size_per_layer_input|router_hidden_size|laurel_rank)$": 16,
+    r"^(max_position_embeddings|n_positions)$": 4096,
 }
-_EXPERTS = ("num_experts", "num_local_experts")
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""Patterns of names, and the most that such a field may be. The first that matches counts."""
+_FIRST_LAYERS = (
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "max_window_layers",
+    "moe_layer_start_index",
+)
+"""Fields that say how many layers at the beginning differ from those behind them."""
+_LAST_LAYERS = "num_kv_shared_layers"
+"""The same at the end."""
+_PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
 
 
-def shrunk(hf_config: PretrainedConfig, engine: EngineConfig) -> PretrainedConfig:
+def shrunk(
+    hf_config: PretrainedConfig,
+    engine: EngineConfig,
+    vocabulary: int | None = None,
+    *,
+    narrow: bool = True,
+) -> PretrainedConfig:
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
+    `vocabulary` is its size, where it shall have another one. If not `narrow`, only layers and vocabulary are fewer.
     """
-    tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
-    sequence, stages = engine.sequence_parallel, engine.pipeline_parallel * engine.virtual_stages
     config = copy.deepcopy(hf_config)
-    heads = config.num_attention_heads
-    own = getattr(config, "num_key_value_heads", None) or heads
+    text = config.get_text_config()
+    tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
+    by_layer = _cut_layers(text, engine.pipeline_parallel * engine.virtual_stages)
+    if narrow:
+        _narrow_heads(text, tensor, engine.sequence_parallel)
+    if (
+        narrow
+        and getattr(text, "qk_rope_head_dim", None)
+        and getattr(text, "qk_nope_head_dim", None)
+    ):
+        text.head_dim = _ROTARY
+        text.qk_head_dim = _ROTARY + 16
+    for each in {id(each): each for each in (config, text)}.values():
+        for name, value in list(vars(each).items()):
+            if vocabulary and name.endswith("_token_id") and value is not None:
+                setattr(each, name, None if name.startswith("eos") else 0)
+            elif vocabulary and name.startswith("vocab_size") and value:
+                setattr(each, name, vocabulary)
+            elif narrow:
+                _set(each, name, _lowered(name, value, tensor, engine.expert_parallel))
+    if by_layer:
+        text.per_layer_config = {
+            layer: {n: _lowered(n, v, tensor, 1) if narrow else v for n, v in fields.items()}
+            for layer, fields in by_layer.items()
+        }
+    return config
+
+
+def _set(config: PretrainedConfig, name: str, value: Any) -> None:
+    if vars(config)[name] != value:
+        setattr(config, name, value)
+
+
+def _lowered(name: str, value: Any, tensor: int, expert: int) -> Any:
+    """Return a field's value, or the numbers in a list, as `_AT_MOST` allows. Soft caps and epsilons become such as matter."""
+    if isinstance(value, float) and "softcap" in name:
+        return min(value, _SOFTCAP)
+    if isinstance(value, float) and name.endswith(("_eps", "_epsilon")):
+        return max(value, _EPSILON)
+    pattern = next((each for each in _AT_MOST if re.search(each, name)), None)
+    if pattern is None:
+        return value
+    parts = expert if pattern == _EXPERTS else tensor if _WIDTHS in pattern else 1
+    most = -(-_AT_MOST[pattern] // parts) * parts
+    if isinstance(value, list | tuple):
+        return [min(each, most) if _is_size(each) else each for each in value]
+    return min(value, most) if _is_size(value) else value
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
+    """Keep the first layer of every kind, at least two layers, and as many as a multiple of the stages.
+
+    Return the fields that some layers have of their own, which the configuration then lacks.
+    """
+    fields: dict[str, Any] = dict(vars(text))
+    own: int = getattr(text, "num_hidden_layers", None) or 0
+    special = vars(text).pop("_heterogeneity_spec", None)
+    overrides = special.per_layer_overrides if special else {}
+    lists = {n: list(v) for n, v in fields.items() if isinstance(v, list | tuple) and v}
+    numbers = {n: v for n, v in lists.items() if _is_numbering(v, own) and n.endswith(_NUMBERING)}
+    values = {n: v for n, v in lists.items() if len(v) == own and n not in numbers}
+    starts = {n: fields[n] for n in _FIRST_LAYERS if _is_size(fields.get(n))}
+    if fields.get(_LAST_LAYERS):
+        starts[_LAST_LAYERS] = own - fields[_LAST_LAYERS]
+    mixtures = set(layers_with_experts(fields))
+    kinds: dict[Any, int] = {}
+    for index in range(own):
+        listed = [repr(each[index]) for each in values.values()]
+        named = [index in each for each in numbers.values()]
+        behind = [index >= start for start in starts.values()]
+        special_fields = repr(overrides.get(index))
+        kinds.setdefault((*listed, *named, *behind, special_fields, index in mixtures), index)
+    periods = [v for n, v in fields.items() if _PERIOD.search(n) and _is_size(v) and not values]
+    others = [index for index in range(own) if index not in kinds.values()]
+    count = -(-max(LAYERS, len(kinds), *periods) // stages) * stages
+    kept = sorted([*kinds.values(), *others[: max(0, count - len(kinds))]])
+    if own:
+        text.num_hidden_layers = len(kept)
+    for name, each in values.items():
+        setattr(text, name, [each[index] for index in kept])
+    for name, each in numbers.items():
+        setattr(text, name, [at for at, index in enumerate(kept) if index in each])
+    for name, start in starts.items():
+        before = sum(index < start for index in kept)
+        setattr(text, name, len(kept) - before if name == _LAST_LAYERS else before)
+    if "decoder_sparse_step" in fields:
+        text.mlp_only_layers = [at for at, index in enumerate(kept) if index not in mixtures]
+        text.decoder_sparse_step = 1
+    if _is_size(fields.get("moe_layer_end_index")):
+        text.moe_layer_end_index = len(kept) - 1
+    return {at: overrides[index] for at, index in enumerate(kept) if index in overrides}
+
+
+_NUMBERING = ("_layers", "_idxs", "_layer_ids")
+"""How fields end that number layers."""
+
+
+def _is_numbering(values: list[Any], layers: int) -> bool:
+    rising = all(map(_is_size, values)) and sorted(set(values)) == values
+    return rising and values[-1] < layers
+
+
+def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
+    """Make heads 16 wide, as few as the ranks can share, and the hidden size their sum."""
+    heads: int = getattr(text, "num_attention_heads", None) or 0
+    hidden: int = text.hidden_size
+    if not heads:
+        return
+    own: int = getattr(text, "num_key_value_heads", None) or heads
     sharing = heads // own
     key_heads = min(own, max(KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing)))
-    config.num_attention_heads = key_heads * sharing
-    if getattr(config, "num_key_value_heads", None):
-        config.num_key_value_heads = key_heads
-    config.hidden_size = config.num_attention_heads * HEAD_DIM
-    if getattr(config, "head_dim", None):
-        config.head_dim = HEAD_DIM
-    mixed = hasattr(config, "mlp_only_layers") and (
-        0 < len(layers_with_experts(vars(config))) < config.num_hidden_layers
-    )
-    config.num_hidden_layers = min(config.num_hidden_layers, max(LAYERS, stages))
-    if mixed:
-        config.mlp_only_layers, config.decoder_sparse_step = [0], 1
-    if getattr(config, "layer_types", None):
-        kinds = list(dict.fromkeys(config.layer_types))  # so that each kind has a layer
-        config.layer_types = [kinds[i % len(kinds)] for i in range(config.num_hidden_layers)]
-    for name, most in _AT_MOST.items():
-        if isinstance(value := getattr(config, name, None), int):
-            parts = engine.expert_parallel if name in _EXPERTS else tensor if name in _WIDTHS else 1
-            setattr(config, name, min(value, -(-most // parts) * parts))
-    return config
+    text.num_attention_heads = key_heads * sharing
+    for name, value in list(vars(text).items()):
+        if re.search(r"(key_value|kv)_heads$", name) and _is_size(value):
+            setattr(text, name, key_heads * sharing if value == heads else min(value, key_heads))
+        elif value == hidden and _is_size(value) and "vocab" not in name:
+            setattr(text, name, key_heads * sharing * HEAD_DIM)  # some families have it twice
+    text.hidden_size = key_heads * sharing * HEAD_DIM
+    wide = vars(text).get("head_dim") or hidden // heads
+    if vars(text).get("head_dim"):
+        text.head_dim = HEAD_DIM
+    old = getattr(text, "qk_rope_head_dim", None)
+    narrower = (_ROTARY, old) if old else (HEAD_DIM, wide)
+    if getattr(text, "rope_parameters", None):
+        text.rope_parameters = _shortened(text.rope_parameters, *narrower)
+
+
+def _shortened(rope: Mapping[str, Any], new: int, old: int) -> dict[str, Any]:
+    """Cut lists of one factor per frequency (longrope)."""
+    cut: dict[str, Any] = {}
+    for key, value in rope.items():
+        if isinstance(value, Mapping):
+            cut[key] = _shortened(value, new, old)
+        else:
+            cut[key] = value[: len(value) * new // old] if isinstance(value, list) else value
+    return cut

@@ -36,7 +36,7 @@ def run_check(given: Namespace) -> None:
     check(config, command, processes or place_of(os.environ).layout.world)
     require_inputs(config, command, None)
     if processes is None:
-        from burnish.check.check import check_layout
+        from burnish.train.layout_check import check_layout
 
         check_layout(config)
         return

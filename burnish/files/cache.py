@@ -4,7 +4,7 @@ A copy's name depends on its files' sizes and versions. So an old copy is never 
 changes. It gets its name by one rename. While one process copies, others wait for its lock, which the system releases if the
 process dies. The next process keeps what a journal of hashes confirms.
 
-The cache is `~/.cache/burnish`, or `BURNISH_CACHE`. Burnish never removes files from it; users may whenever no run uses it.
+The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Burnish never removes files from it; users may whenever no run uses it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
     if url.scheme == "file":
         return Path("/", url.path)
     _check_names(selection)
-    root = Path(os.environ.get("BURNISH_CACHE") or "~/.cache/burnish").expanduser()
+    root = cache_root()
     copy = _Copy(selection, root)
     if copy.is_whole():
         return copy.path
@@ -146,6 +146,12 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
             do="make room there, or set BURNISH_CACHE to a directory that can be written",
         ) from error
     return copy.path
+
+
+def cache_root() -> Path:
+    """Return the directory of Burnish's cache."""
+    above = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("BURNISH_CACHE") or Path(above, "burnish")).expanduser()
 
 
 class _Copy:

@@ -64,7 +64,7 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError) as error:  # an unknown model_type; code without consent
+    except Exception as error:  # an unknown model_type, code without consent, and any wrong value
         raise UsageError(
             f"{directory / 'config.json'} is not a configuration that transformers takes",
             have=" ".join(str(error).split())[:300],
@@ -127,11 +127,11 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
         raise UsageError("model.fresh names no model_type", do="add one, such as qwen3 or llama")
     try:
         return AutoConfig.for_model(model_type, **values)
-    except ValueError as error:
+    except Exception as error:  # each field has its own
         raise UsageError(
-            f"transformers knows no model_type {model_type!r}",
+            f"model.fresh is not a configuration that transformers takes, of model_type {model_type!r}",
             have=" ".join(str(error).split())[:300],
-            do="correct model.fresh.model_type, or install a later transformers",
+            do="correct model.fresh, or install a later transformers",
         ) from error
 
 
@@ -139,7 +139,15 @@ def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
     """Return the model's settings for sampling: its directory's generation_config.json, or defaults from its configuration."""
     origin = hf_config.name_or_path
     if origin and (Path(origin) / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(origin)
+        try:
+            return GenerationConfig.from_pretrained(origin)
+        except Exception as error:
+            raise UsageError(
+                f"{origin}/generation_config.json is not one that transformers takes",
+                have=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                want="a JSON object with settings of transformers' GenerationConfig",
+                do="correct or remove the file",
+            ) from error
     return GenerationConfig.from_model_config(hf_config)
 
 

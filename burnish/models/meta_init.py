@@ -11,6 +11,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -22,34 +23,22 @@ from transformers import (
 )
 from transformers.initialization import guard_torch_init_functions
 
-from burnish.errors import IncompatibleError
-from burnish.families import EXPERT_COUNTS, SIZE_FIELDS, ModelSizes, family_of
+from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.families import EXPERT_COUNTS, SIZE_FIELDS, ModelSizes
 from burnish.models.flops import ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
 from burnish.models.names import is_matrix
 from burnish.models.value_head import has_value_head, value_class
 
-_REFUSED_FIELDS = ("attn_logit_softcapping", "attention_chunk_size")
-"""Configuration fields that change attention in a way that is not computed here."""
-
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in fp32 on the meta device, with packed attention and without dropout or noise.
 
-    `hf_config` is left as it is. Raises `IncompatibleError` for a model in which packed sequences
-    would see each other or attention would be computed wrongly.
+    `hf_config` is left as it is. Raises as `plain_model` does. Whether it computes what transformers
+    compute is found by `burnish.check.proof`.
     """
     config = copy.deepcopy(hf_config)
-    found = {field: getattr(config, field, None) for field in _REFUSED_FIELDS}
-    refused = [f"{field}: {value}" for field, value in found.items() if value is not None]
-    if why := family_of(config.model_type).refused or ", ".join(refused):
-        raise IncompatibleError(
-            f"models of type {config.model_type} are not supported",
-            have=why,
-            want="a model whose outputs depend on nothing but its tokens, and plain attention",
-            do="train a model of another family",
-        )
     config.use_cache = False
     for each in (config, config.get_text_config()):
         for name, value in vars(each).items():  # some families read these at every call
@@ -57,13 +46,6 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
                 setattr(each, name, 0.0)
     with torch.device("meta"):
         model = plain_model(config)
-    if reason := _unpackable(model):
-        raise IncompatibleError(
-            f"{type(model).__name__} cannot run on packed sequences",
-            have=reason,
-            want="one causal attention layer per layer, through the attention interface",
-            do="use a decoder without recurrent layers that is written for transformers 5",
-        )
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
     for module in model.modules():
@@ -75,8 +57,11 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
 def model_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return the sizes of the language model, whatever its family calls the fields of its configuration."""
     text = config.get_text_config()
-    fields = {name: getattr(text, name) for name in SIZE_FIELDS if hasattr(text, name)}
-    return ModelSizes.of({**text.to_dict(), **fields})
+    fields = text.to_dict()
+    for name in SIZE_FIELDS:
+        with suppress(AttributeError, RuntimeError):  # a size that layers do not have in common
+            fields[name] = getattr(text, name)
+    return ModelSizes.of(fields)
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
@@ -103,32 +88,44 @@ def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[st
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return transformers' own model in fp32, with a value head or a vocabulary, on torch's default device."""
-    if has_value_head(config):
-        made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
-        return made
-    language: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config,
-        dtype=torch.float32,
-        # A configuration class from the model's own directory was loaded with this consent.
-        trust_remote_code=type(config).__module__.startswith("transformers_modules."),
-    )
-    return language
+    """Return transformers' own model in fp32, with a value head or a vocabulary, on torch's default device.
 
-
-def _unpackable(model: PreTrainedModel) -> str | None:
-    """Return why packed sequences would mix: only attention may mix tokens, through transformers' attention interface."""
-    layers = model.config.get_text_config().num_hidden_layers
-    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    if len(causal) != layers:
-        return f"{len(causal)} attention layers in {layers} layers"
-    if not all(causal):
-        return "attention layers that see the tokens after (an encoder)"
-    if not model._supports_attention_backend:
-        return "attention layers that do not use transformers' attention interface"
-    if any(type(module).__name__.endswith("Indexer") for module in model.modules()):
-        return "attention layers that choose their keys by a mask (sparse attention)"
-    return None
+    Raises `IncompatibleError` for a model with parts beside the language model, and `UsageError` for a configuration of which
+    transformers cannot build one.
+    """
+    others = [
+        n
+        for n in config.sub_configs
+        if getattr(config, n, None) not in (None, config.get_text_config())
+    ]
+    if others:
+        raise IncompatibleError(
+            f"models of type {config.model_type} do not only read text",
+            have=", ".join(others),
+            want="a causal language model",
+            do="take the language model out: load the directory with transformers, save its language_model "
+            "and its output layer as the family's text-only model, and set model.path to that",
+        )
+    try:
+        if has_value_head(config):
+            made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
+            return made
+        language: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            # A configuration class from the model's own directory was loaded with this consent.
+            trust_remote_code=type(config).__module__.startswith("transformers_modules."),
+        )
+        return language
+    except BurnishError:
+        raise
+    except Exception as error:  # a wrong value shows anywhere, as any error
+        raise UsageError(
+            f"transformers cannot build a causal language model of type {config.model_type} with this configuration",
+            have=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            want="values that belong together",
+            do="correct config.json, or model.fresh",
+        ) from error
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
@@ -231,6 +228,8 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
     """Elements of each weight matrix that one token is multiplied with (a tied head counts, embeddings do not)."""
     chosen = getattr(config, "num_experts_per_tok", None)
+    if isinstance(chosen, list):  # of each layer
+        chosen = sum(chosen) / len(chosen)
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -249,13 +248,13 @@ def _attention_costs(
     model: nn.Module, config: PretrainedConfig
 ) -> Iterator[tuple[int | None, int]]:
     """Yield the window of each attention layer, and its operations per pair of query and key."""
-    heads: int = config.num_attention_heads
+    heads = model_sizes(config).heads
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     for position, module in enumerate(attentions):
         # Latent attention (DeepSeek's) has queries and values of different widths; GPT-NeoX has a name of its own.
         names = ("qk_head_dim", "head_dim", "head_size")
         widths = (getattr(module, name, None) for name in names)
-        query = next((width for width in widths if width), config.hidden_size // heads)
+        query = next((width for width in widths if width), config.hidden_size // max(heads, 1))
         value = getattr(module, "v_head_dim", None) or query
         window = _window(module, config, getattr(module, "layer_idx", position))
         yield window, 2 * heads * (query + value)

@@ -5,7 +5,6 @@ The head is inside this one forward, so whoever shards this module gathers the h
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.errors import IncompatibleError
-from burnish.families import family_of, names_of
+from burnish.families import family_of
 from burnish.models.flops import Passed
 from burnish.models.kernels.attention import Attends, PackedLayout
 from burnish.models.kernels.ulysses import Deal, Joined
@@ -25,8 +24,6 @@ from burnish.models.packing import PrefixTree, RowMap, on_device
 from burnish.models.routing import Routers, Routing, TokenRows
 from burnish.models.value_head import has_value_head, state_values, value_head
 from burnish.records import TokenOutputs
-
-_log = logging.getLogger(__name__)
 
 
 class Scorer(nn.Module):
@@ -196,14 +193,6 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     """Return what the model does to its logits, from the fields of its configuration that transformers uses."""
     text = config.get_text_config()
     family = family_of(text.model_type)
-    if not family.tested:
-        _log.warning(
-            "model type %r is not among the families that Burnish tests (%s); its log-probs are "
-            "computed as the output layer's, with logit_scale, logits_scaling and "
-            "final_logit_softcapping where the configuration has them",
-            text.model_type,
-            names_of("tested"),
-        )
     scale = float(getattr(text, "logit_scale", None) or 1.0)
     scaling = float(getattr(text, "logits_scaling", None) or 1.0)
     scale *= scaling if family.multiplies_logits_scaling else 1 / scaling

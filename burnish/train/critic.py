@@ -13,7 +13,7 @@ from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
 from burnish.records import Batch
 from burnish.tracking.stats import Stats
-from burnish.train.setup import Foundation, Learner, make_engine
+from burnish.train.setup import Foundation, Learner, make_engine, prove
 
 CRITIC = "critic"
 """Its role in a checkpoint, and the prefix of its metrics."""
@@ -32,6 +32,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
     require_embeddings(hf_config, policy.tokenizer)
     engine = settings_beside(hf_config, config.engine)
     config = config.model_copy(update={"engine": engine})
+    prove(hf_config, policy.layout, policy.device)
     source = value_source(model, hf_config, config.seed)
     return replace(
         policy,

@@ -11,11 +11,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from burnish.algorithms.advantages import load_advantage
 from burnish.algorithms.policy_loss import load_policy_loss
 from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
 from burnish.files.hub import is_elsewhere
 from burnish.functions import load_function
@@ -54,7 +57,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
         for judge in config.reward.models if command != "sft" else ():
             with _noting(errors):
                 if not is_elsewhere(judge.path):
-                    read_judge(judge, config.seed)
+                    read_judge(judge, config.seed, Layout(), torch.device("cpu"))
         with _noting(errors):
             foundation = lay_foundation(local, given=config.model)
             if command == "rl" and config.algorithm.advantage == "gae":

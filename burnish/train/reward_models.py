@@ -15,6 +15,7 @@ from functools import partial
 from itertools import groupby
 
 import numpy as np
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
@@ -23,6 +24,7 @@ from burnish.data.batching import make_batch
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
@@ -32,7 +34,7 @@ from burnish.models.meta_init import count_flops
 from burnish.models.value_head import has_value_head
 from burnish.records import Example, Rollout, TokenIds
 from burnish.train.collect import Judge
-from burnish.train.setup import Foundation
+from burnish.train.setup import Foundation, prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
     names = config.reward.part_names[len(config.reward.functions) :]
     models, beside = [], policy
     for settings, name in zip(config.reward.models, names, strict=True):
-        hf_config, tokenizer, weights = read_judge(settings, config.seed)
+        hf_config, tokenizer, weights = read_judge(settings, config.seed, layout, device)
         engine = make_engine(
             hf_config, config.engine, None, layout=layout, device=device, beside=beside
         )
@@ -88,7 +90,7 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
 
 
 def read_judge(
-    settings: RewardModelConfig, seed: int
+    settings: RewardModelConfig, seed: int, layout: Layout, device: torch.device
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, ShardSource]:
     """Return a reward model's configuration, tokenizer and weights, of which only headers are read.
 
@@ -105,6 +107,7 @@ def read_judge(
         )
     tokenizer = load_tokenizer(settings.path)
     require_embeddings(hf_config, tokenizer)
+    prove(hf_config, layout, device)
     return hf_config, tokenizer, weights_source(model, hf_config, seed)
 
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import ModelConfig, OptimConfig, RunConfig
+from burnish.config.schema import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
@@ -141,6 +141,8 @@ def lay_foundation(
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
+    layout, device = layout or Layout(), device or torch.device("cpu")
+    prove(hf_config, layout, device, lora=config.model.adapter, generates=config.reward.given)
     if config.algorithm.router_replay != "none":
         require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
@@ -160,9 +162,22 @@ def lay_foundation(
         adapter,
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
-        layout or Layout(),
-        device or torch.device("cpu"),
+        layout,
+        device,
     )
+
+
+def prove(
+    hf_config: PretrainedConfig,
+    layout: Layout,
+    device: torch.device,
+    *,
+    lora: LoraConfig | None = None,
+    generates: bool = False,
+) -> None:
+    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly; see `burnish.check.proof`."""
+    proof = import_module("burnish.check.proof")
+    proof.prove(hf_config, lora, device, generates=generates, is_main=layout.is_main)
 
 
 def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:
@@ -244,15 +259,21 @@ def make_engine(
             "this processor has no matrix products in bf16, and can take a hundred times as long for them as in fp32: "
             "set engine.precision=fp32"
         )
-    return making.make_engine(
+    settings = foundation.config.engine
+    lora = foundation.config.model.adapter if foundation.adapter else None
+    engine = making.make_engine(
         foundation.hf_config,
-        foundation.config.engine,
+        settings,
         optim,
         layout=foundation.layout,
         device=foundation.device,
-        lora=foundation.config.model.adapter if foundation.adapter else None,
+        lora=lora,
         beside=beside,
     )
+    if optim is not None and (foundation.layout.world > 1 or settings.kind == "megatron"):
+        proof = import_module("burnish.check.proof")
+        proof.prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
+    return engine
 
 
 def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:

@@ -18,14 +18,7 @@ from tiny import FAMILIES, save_tiny, tiny_config
 from tokenizers_for_tests import char_tokenizer
 from training_files import RL, SFT, burnish, done, make_files
 
-from burnish.check.check import (
-    TOLERANCE,
-    Material,
-    compared,
-    critic_material,
-    material,
-    require_equal,
-)
+from burnish.check.comparison import TOLERANCE, Material, compared, require_equal
 from burnish.config.schema import CriticConfig, RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
@@ -36,6 +29,7 @@ from burnish.engines.megatron.compatibility import (
 )
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import BurnishError
+from burnish.train.layout_check import critic_material, material
 from burnish.train.setup import lay_foundation
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from routers_for_tests import (
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
-from burnish.check.check import BatchOutcome, step_of_engine
+from burnish.check.comparison import BatchOutcome, step_of_engine
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group

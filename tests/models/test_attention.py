@@ -1,12 +1,10 @@
 import pytest
 import torch
-from tiny import VOCAB, tiny_config, tiny_model
+from tiny import VOCAB, tiny_model
 from torch import nn
-from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.attention import IMPLEMENTATION, PackedLayout, attention_forward
-from burnish.models.meta_init import build_on_meta
 
 CPU = torch.device("cpu")
 
@@ -64,28 +62,6 @@ def test_masks_and_bidirectional_layers_are_refused():
     layer.is_causal = False
     with pytest.raises(IncompatibleError):
         attention_forward(layer, query, query, query, None, packing=packing)
-
-
-def test_softcapping_is_refused_before_building():
-    with pytest.raises(IncompatibleError, match="gemma3_text"):
-        build_on_meta(tiny_config("gemma3_text", attn_logit_softcapping=50.0))
-
-
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("mamba", "MambaForCausalLM"),
-        ("falcon", "FalconForCausalLM"),
-        ("llama4_text", "attention_chunk_size"),
-        ("phimoe", "routers"),
-        ("deepseek_v32", "attention layers .* mask"),
-        ("roberta", "attention layers .* after"),
-    ],
-)
-def test_models_whose_sequences_would_see_each_other_are_refused(family, message):
-    config = AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=VOCAB)
-    with pytest.raises(IncompatibleError, match=message):
-        build_on_meta(config)
 
 
 def test_a_layer_that_is_not_told_of_packing_is_refused():

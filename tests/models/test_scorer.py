@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
@@ -7,7 +5,7 @@ from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError
 from burnish.models.meta_init import build_on_meta, kept_in_fp32, materialize, position_limit
-from burnish.models.scorer import Scorer, ScoringPlan, logit_transform, scored_tokens
+from burnish.models.scorer import Scorer, ScoringPlan, scored_tokens
 
 LENGTHS = (5, 20, 1, 13, 30, 13)
 CPU = torch.device("cpu")
@@ -137,18 +135,6 @@ def test_no_rows_still_reach_every_parameter():
     for name, parameter in scorer.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad == 0).all(), name
-
-
-def test_unknown_families_are_noticed(caplog):
-    from transformers import GraniteConfig
-
-    with caplog.at_level(logging.WARNING):
-        transform = logit_transform(GraniteConfig(logits_scaling=8.0))
-    assert "granite" in caplog.text
-    assert transform.scale == 1 / 8
-    caplog.clear()
-    assert logit_transform(tiny_config("gemma3_text")).softcap == 5.0
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

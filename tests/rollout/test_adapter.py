@@ -67,7 +67,7 @@ def test_its_logprobs_are_those_of_the_engine(
 def test_fused_products_are_the_modules(lora: LoraConfig, dtype: str) -> None:
     """As many rows as there are slots at one time; transformers' modules, as PEFT has wrapped them, are the oracle."""
     model = make_generator(tiny_config("qwen2"), Layout(), dtype, published_as("adapter", lora))
-    held = model._model._model
+    held = model._model.module
     generator = torch.Generator().manual_seed(0)
     for parameter in held.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -83,7 +83,7 @@ def test_fused_products_are_the_modules(lora: LoraConfig, dtype: str) -> None:
 
 
 def held(generator: BuiltinGenerator) -> dict[str, Tensor]:
-    model = generator._model._model
+    model = generator._model.module
     return {name: parameter.clone() for name, parameter in model.named_parameters()}
 
 

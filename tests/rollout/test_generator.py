@@ -111,7 +111,7 @@ class TestForward:
         assert type(generator._network.forward) is FusedForward
         network = generator._network
         generator._network = decoding.Network(
-            ModuleForward(generator._model._model), network.logits, CPU, network.layers
+            ModuleForward(generator._model.module), network.logits, CPU, network.layers
         )
         assert_same(fused, generator.generate(requests, sampling))
 
@@ -314,7 +314,7 @@ class TestWeights:
         """At once: not only when cycles are next collected."""
         generator = builtin(tiny_model(family))
         generator.generate(make_requests(), Sampling(2))
-        weights = [weakref.ref(weight) for weight in generator._model._model.parameters()]
+        weights = [weakref.ref(weight) for weight in generator._model.module.parameters()]
         gc.collect()
         gc.disable()
         try:
@@ -329,16 +329,6 @@ class TestWeights:
         generator._network = decoding.Network(network.forward, network.logits, CPU, 3)
         with pytest.raises(IncompatibleError):
             generator.generate(make_requests(), Sampling(2))
-
-    def test_softcapped_attention_is_refused(self) -> None:
-        config = tiny_config("gemma3_text", attn_logit_softcapping=50.0)
-        with pytest.raises(IncompatibleError, match="attn_logit_softcapping"):
-            BuiltinGenerator(
-                InferenceModel(config, device=CPU, dtype=torch.float32),
-                layout=Layout(),
-                slots=2,
-                eos_token_ids=(),
-            )
 
 
 def _generate_from_halves(layout: Layout) -> list[list[Completion]]:

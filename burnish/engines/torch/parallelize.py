@@ -5,7 +5,6 @@ Sequence parallelism changes no module: it is in the attention of each micro-bat
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -28,13 +27,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import require_divisible
 from burnish.distributed.processes import Mesh
-from burnish.families import family_of, names_of
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import Cut
 from burnish.models.routing import require_routers
 from burnish.models.scorer import Scorer
-
-_log = logging.getLogger(__name__)
 
 Run = Callable[..., Any]
 """Calls its first argument with the others: plainly, or as `torch.utils.checkpoint.checkpoint` does."""
@@ -62,22 +58,11 @@ _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known.
-
-    Log a warning for tensor parallelism of a family that Burnish does not test.
-    """
+    """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known."""
     if config.router_aux_loss:
         require_routers(hf_config, "engine.router_aux_loss")
     if config.tensor_parallel > 1:
         import_module(_TENSOR_PARALLEL).layer_plan(hf_config)
-        kind = hf_config.get_text_config().model_type
-        if not family_of(kind).cuts_heads:
-            _log.warning(
-                "Burnish does not test tensor parallelism of model type %r (it tests %s): it follows "
-                "transformers' plan; burnish check CONFIG compares a step of it with one process",
-                kind,
-                names_of("cuts_heads"),
-            )
     require_divisible(model_sizes(hf_config), config)
 
 

@@ -84,7 +84,7 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
         if isinstance(module, FusedAttention):
             module.position = partial(_rotate_both, kernels)
     activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
-    if family.tested and (gated := kernels.gated.get(activation)):
+    if family.described and (gated := kernels.gated.get(activation)):
         replace_layers(model, "MLP", partial(GatedMLP, gated=gated))
     if family.norm_in_fp32:
         norm = partial(kernels.norm, offset=family.norm_offset)

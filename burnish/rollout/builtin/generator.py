@@ -127,32 +127,35 @@ class InferenceModel:
         limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
         self.max_positions: int | None = min(filter(None, limits), default=None)
         """Most tokens of a sequence; None without a limit."""
-        self._model = build_on_meta(hf_config)
+        self.module = build_on_meta(hf_config)
+        """What transformers has, with packed attention."""
         self._fixed: tuple[Region, ...] | None = None
         if lora is None:
-            self._changing = regions(self._model)
+            self._changing = regions(self.module)
         else:
-            adapter = import_module("burnish.models.lora.adapter").Adapter(self._model, lora)
+            adapter = import_module("burnish.models.lora.adapter").Adapter(self.module, lora)
             self._fixed, self._changing = adapter.base, adapter.weights
-        self._model.requires_grad_(False).eval()
-        for parameter in self._model.parameters():
+        self.module.requires_grad_(False).eval()
+        for parameter in self.module.parameters():
             parameter.data = parameter.data.to(dtype)
-        materialize(self._model, device)
-        self._forward = forward_of(self._model)
-        self._head = PackedLinear(self._model.get_output_embeddings().weight)
+        materialize(self.module, device)
+        self._forward = forward_of(self.module)
+        self._head = PackedLinear(self.module.get_output_embeddings().weight)
         logits = partial(_logits, self._head, logit_transform(hf_config))
-        self.network = Network(self._forward, logits, device, hf_config.num_hidden_layers)
+        self.network = Network(
+            self._forward, logits, device, hf_config.get_text_config().num_hidden_layers
+        )
         self._transfer: Transfer | None = None
         self._has_fixed = False
 
     def load(self, weights: Publication, layout: Layout) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards."""
         if self._fixed is not None and not self._has_fixed:
-            have, want = list(weights.fixed), list(model_shards(self._model, parts=self._fixed))
+            have, want = list(weights.fixed), list(model_shards(self.module, parts=self._fixed))
             Transfer(have, want, layout).run(have, want)
             self._refresh()
             self._has_fixed = True
-        have, want = list(weights.changing), list(model_shards(self._model, parts=self._changing))
+        have, want = list(weights.changing), list(model_shards(self.module, parts=self._changing))
         if self._transfer is None:
             self._transfer = Transfer(have, want, layout)
         self._transfer.run(have, want)

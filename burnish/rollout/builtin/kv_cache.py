@@ -171,7 +171,7 @@ def _attend_one(
 ) -> Tensor:
     """Attend with one token per row.
 
-    From [n, heads, head_dim] to [n, kv_heads, heads per key head, head_dim]. CPUs are fastest with
+    From [n, heads, head_dim] to [n, kv_heads, heads per key head, width of values]. CPUs are fastest with
     one query per head. Other devices' kernels with a bias need as many key heads as query heads. So
     there, heads that share keys become the queries of one call.
     """
@@ -181,7 +181,7 @@ def _attend_one(
     output = scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=bias, scale=scaling, enable_gqa=True
     )
-    return output.view(grouped.shape)
+    return output.view(*grouped.shape[:3], -1)
 
 
 class SharedCache:
@@ -336,7 +336,7 @@ class SharedStep:
         on_prompt, on_own = weights.tensor_split([groups.longest], dim=-1)
         output = groups.apart(torch.bmm(groups.together(on_prompt), shared[1]), heads)
         output = output.flatten(0, 1).baddbmm_(on_own.flatten(0, 1), own[1])
-        return output.view(1, groups.running, -1, query.shape[-1]).to(query.dtype)
+        return output.view(1, groups.running, -1, value.shape[-1]).to(query.dtype)
 
     def _bias(self, window: int | None) -> Tensor:
         """Return the mask [n, 1, 1, longest + span], fp32: 0 for visible columns, else -inf."""

@@ -25,7 +25,7 @@ from routers_for_tests import (
 )
 from tiny import VOCAB, save_tiny, tiny_config
 
-from burnish.check.check import step_of_engine
+from burnish.check.comparison import step_of_engine
 from burnish.config.schema import EngineConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout

@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.check.check import step_of_engine
+from burnish.check.comparison import step_of_engine
 from burnish.distributed.layout import Layout
 from burnish.families import FAMILIES
 from burnish.models.names import model_shards

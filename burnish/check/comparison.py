@@ -1,51 +1,46 @@
-"""`burnish check`: compare one step of a shrunken model at the user's layout with plain PyTorch in one process.
+"""Compare what Burnish computes with a model with plain transformers, which runs its sequences one by one.
 
-The user's data, loss, optimizer settings and layout run on a small model of the same family (fp32, fresh weights). Beside it
-transformers and plain PyTorch run the same sequences one by one. The check compares, in the order in which a mistake shows:
-log-probs, the load-balancing loss, loss, the gradients' norm, every gradient before clipping, every weight after the step, and
-copies of a tensor on several ranks. PPO's critic follows the policy. Left out: the generator, Muon (AdamW steps), speed.
+The comparison goes in the order in which a mistake shows: log-probs, the load-balancing loss, loss, the gradients' norm, every
+gradient before clipping, every weight after the step, and copies of a tensor on several ranks.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from burnish.algorithms.loss import policy_loss_fn, sft_loss, value_loss_fn
 from burnish.boxes.shards import Shard
-from burnish.check.shrinking import shrunk
-from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig, RunConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import launch
 from burnish.engines.base import Engine, LossFn, Part
-from burnish.engines.factory import make_engine, settings_beside
 from burnish.errors import BurnishError
-from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import Adapter
-from burnish.models.meta_init import count_flops, plain_model
-from burnish.models.names import is_matrix, model_shards, regions
-from burnish.models.value_head import has_value_head
+from burnish.models.meta_init import build_on_meta, count_flops, materialize, plain_model
+from burnish.models.names import Region, is_matrix, model_shards, regions
+from burnish.models.scorer import Scorer, ScoringPlan
+from burnish.models.value_head import has_value_head, value_head
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
-from burnish.train.critic import critic_foundation
-from burnish.train.localize import local_inputs
-from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
 
-SEQUENCES, LONGEST, LR = 12, 64, 1e-3
-"""Number of sequences, their most tokens, and the step's learning rate."""
+LONGEST, LR = 64, 1e-3
+"""The most tokens of a sequence, and the step's learning rate."""
 TOLERANCE = 3e-5
 """Relative difference (2-norm) that another order of fp32 sums may make; 1e-5 was seen."""
-_ADAPTER_SCALE = 0.1
+_LEAST = 1e-2
+"""A gradient below this part of all gradients' norm counts as that large: some are 0 but for rounding."""
+_SPREAD = 0.2
+"""Standard deviation of random biases, and of a norm's weights around 1."""
 _BALANCE, _COPIES = "load-balancing loss", "copies"
 _OF_PARAMETERS = ("gradient of ", "weight ")
 
@@ -113,63 +108,36 @@ class BatchOutcome:
     """Before the optimizer step in the plain process, after it at the layout."""
     copies: Sequence[Difference] = ()
     """Distances between the copies of a tensor on several ranks."""
+    modules: Mapping[str, Tensors] = field(default_factory=dict)
+    """By module, in the order in which modules were done: what it returned, by sequence, where that was recorded."""
 
 
-def check_layout(config: RunConfig) -> None:
-    """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
-
-    def run(layout: Layout, device: torch.device) -> None:
-        _check(lay_foundation(local_inputs(config, layout)[1]), layout, device)
-
-    launch(run, config.distributed)
-
-
-def _check(foundation: Foundation, layout: Layout, device: torch.device) -> None:
-    config = foundation.config
-    _check_model(material(foundation), layout, device)
-    if config.reward.given and config.algorithm.advantage == "gae":
-        if layout.is_main:
-            print("the critic:")
-        _check_model(critic_material(foundation), layout, device)
-    if layout.is_main:
-        print(f"{layout.world} processes compute what one plain process does")
-
-
-def _check_model(given: Material, layout: Layout, device: torch.device) -> None:
-    engine = make_engine(
-        given.hf_config, given.engine, given.optim, layout=layout, device=device, lora=given.lora
-    )
-    differences = compared(engine, given)
-    engine.close()
-    if layout.is_main:
-        for kind in (given.outputs, _BALANCE, "loss", "gradient", "weight", _COPIES):
-            alike = [each for each in differences if each.what.startswith(kind)]
-            if alike:
-                worst = max(alike, key=lambda difference: difference.error)
-                print(f"{kind:9}  {worst.error:.1e} apart at most ({worst.what})")
-    require_equal(differences, layout)
-
-
-class RandomAdapter:
-    """A `ShardSource` of small random values: with a fresh adapter half of the gradients would be 0."""
+class RandomWeights:
+    """A `ShardSource` of random values, so large that every part of a model shows in its outputs."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """See `ShardSource.fill`."""
+        """See `ShardSource.fill`. Whole numbers, as of a table of positions, count up."""
         for shard in shards:
-            seed = derive_seed(self._seed, "check adapter", shard.spec.name)
-            generator = torch.Generator().manual_seed(seed)
-            drawn = torch.randn(shard.spec.shape, generator=generator) * _ADAPTER_SCALE
+            name, shape = shard.spec.name, shard.spec.shape
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "check", name))
+            drawn = torch.randn(shape, generator=generator)
+            if not shard.tensor.is_floating_point():
+                drawn = torch.arange(drawn.numel()).view(shape)
+            elif is_matrix(name, len(shape)):
+                drawn = drawn / math.sqrt(shape[-1])
+            else:
+                drawn = _SPREAD * drawn + (0.0 if name.endswith("bias") else 1.0)
             shard.tensor.detach().copy_(drawn[shard.box.slices])
 
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
     """Compare one step of an engine, from fresh weights, with plain PyTorch, at the worst rank. Collective."""
-    weights = FreshSource(given.hf_config, given.seed)
+    weights = RandomWeights(given.seed)
     engine.load(weights, Part.FROZEN)
-    engine.load(RandomAdapter(given.seed) if given.lora else weights, Part.WEIGHTS)
+    engine.load(weights, Part.WEIGHTS)
     tokens = sum(len(example.token_ids) for example in given.examples)
     budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
     batch = given.batch(engine.layout, budget)
@@ -177,87 +145,6 @@ def compared(engine: Engine, given: Material) -> list[Difference]:
     mine = compare(found, plain_step(given, tokens), given)
     ranks = zip(*gather_objects(mine, engine.layout), strict=True)
     return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
-
-
-def material(foundation: Foundation) -> Material:
-    """Take the first sequences of the data, cut short, the run's loss, and a small model of the family.
-
-    With rewards the prompts get random completions and advantages. Supervised fine-tuning has temperature 1.
-    """
-    config = foundation.config
-    given = Material(
-        shrunk(foundation.hf_config, config.engine),
-        [],
-        sft_loss,
-        config.engine.model_copy(update={"precision": "fp32"}),
-        config.optim.model_copy(update={"kind": "adamw"}),
-        config.model.adapter,
-        config.seed,
-        temperature=1.0,
-    )
-    if not config.reward.given:
-        rows = example_dataset(foundation, config.data.train, "data.train")
-        return replace(given, examples=[_cut(rows[i]) for i in range(min(SEQUENCES, len(rows)))])
-    return replace(
-        given,
-        examples=_random_examples(foundation, given.hf_config),
-        loss=policy_loss_fn(config.algorithm, LONGEST),
-        temperature=config.rollout.temperature,
-    )
-
-
-def critic_material(foundation: Foundation) -> Material:
-    """Return the same for the critic, which is trained without an adapter."""
-    config, given = foundation.config, material(foundation)
-    hf_config = shrunk(critic_foundation(foundation).hf_config, config.engine)
-    return replace(
-        given,
-        hf_config=hf_config,
-        examples=_random_examples(foundation, hf_config),
-        loss=value_loss_fn(config.algorithm.aggregation, config.critic.clip, LONGEST),
-        engine=settings_beside(hf_config, given.engine),
-        lora=None,
-    )
-
-
-def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> list[Example]:
-    """Return random completions of the first prompts."""
-    config = foundation.config
-    prompts = prompt_dataset(foundation, config.data.train, "data.train")
-    samples = min(config.rollout.n, 4)
-    numbers = range(min(SEQUENCES // samples, len(prompts)))
-    vocabulary = hf_config.get_text_config().vocab_size
-    return [
-        _random_example(prompts[i].token_ids, vocabulary, derive_seed(config.seed, "check", i, s))
-        for i in numbers
-        for s in range(samples)
-    ]
-
-
-def _cut(example: Example) -> Example:
-    """Return at most `LONGEST` tokens of an example, around the first trained one."""
-    start = max(0, int(example.loss_mask.argmax()) - LONGEST // 2)
-    window = slice(start, start + LONGEST)
-    mask = example.loss_mask[window].copy()
-    mask[0] = False
-    return Example(example.token_ids[window], mask)
-
-
-def _random_example(prompt: Any, vocabulary: int, seed: int) -> Example:
-    rng = np.random.default_rng(seed)
-    prompt = prompt[-LONGEST // 2 :]
-    completion = rng.integers(0, vocabulary, int(rng.integers(4, LONGEST // 2)))
-    mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
-    values = rng.normal(size=(5, len(mask))).astype(np.float32) * mask
-    return Example(
-        np.concatenate([prompt, completion]),
-        mask,
-        advantages=values[0],
-        ref_logprobs=values[1] - 3,
-        returns=values[2],
-        old_values=values[3],
-        sampled_logprobs=values[4] - 3,
-    )
 
 
 def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> BatchOutcome:
@@ -307,7 +194,7 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
             whole, known = (each[box.slices] for each in built.setdefault(spec.name, empty))
             if known.any():
                 what = f"{_COPIES} of {spec.name}"
-                apart = _difference(what, tensor[known], whole[known])
+                apart = difference(what, tensor[known], whole[known])
                 if not apart.error <= copies.setdefault(what, apart).error:
                     copies[what] = apart
             whole.copy_(tensor)
@@ -317,17 +204,17 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
 
 def plain_step(given: Material, tokens: int) -> BatchOutcome:
     """Compute the loss of all `tokens` by transformers (and PEFT), one sequence at a time."""
-    model = plain_model(given.hf_config).eval()
-    FreshSource(given.hf_config, given.seed).fill(model_shards(model))
+    model = eager_model(given)
     parts = regions(model)
     if given.lora:
         parts = Adapter(model, given.lora).weights
-        RandomAdapter(given.seed).fill(model_shards(model, parts=parts))
+        RandomWeights(given.seed).fill(model_shards(model, parts=parts))
     batch = given.batch(Layout(), tokens)
     (micro,), (order,) = batch.microbatches, batch.examples
     weight = given.engine.router_aux_loss
     routed = _router_logits(model) if weight else []
-    outputs = [_plain_outputs(model, given.examples[number], micro.temperature) for number in order]
+    with recording(model) as calls:
+        outputs = [_plain_outputs(model, given.examples[n], micro.temperature) for n in order]
     joined = TokenOutputs(
         *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
     )
@@ -344,7 +231,44 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
         float(norm),
         {shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)},
         {shard.spec.name: shard.tensor for shard in model_shards(model, parts=parts)},
+        modules={
+            name: {f"sequence {n}": each for n, each in zip(order, made, strict=True)}
+            for name, made in calls.items()
+            if len(made) == len(order)
+        },
     )
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Record what modules return inside the block, by name: a tensor [T, ...] per call, on the CPU."""
+    calls: dict[str, list[Tensor]] = {}
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            made = next(iter(output.values())) if isinstance(output, dict) else output
+            made = made[0] if isinstance(made, tuple | list) else made
+            if isinstance(made, Tensor):
+                made = made[0] if made.dim() > 2 and len(made) == 1 else made
+                calls.setdefault(name, []).append(made.detach().cpu())
+
+        return hook
+
+    handles = [m.register_forward_hook(note(name)) for name, m in model.named_modules() if name]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def eager_model(given: Material) -> PreTrainedModel:
+    """Return transformers' own model on the CPU, with its own eager attention and experts, and the random weights."""
+    config = copy.deepcopy(given.hf_config)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = plain_model(config).eval()
+    RandomWeights(given.seed).fill(model_shards(model))
+    return model
 
 
 def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
@@ -368,10 +292,14 @@ def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) ->
 def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
     """Return log-probs and entropies [T] of one sequence, or values; 0 where it is not trained on."""
     ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
+    zero = torch.zeros(1)
+    if has_value_head(
+        model.config
+    ):  # one that classifies sequences would only say the last token's
+        hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        values = value_head(model)(hidden)[:, 0]
+        return TokenOutputs(values=torch.cat((zero, values)).where(mask, 0.0))
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    zero = logits.new_zeros(1)
-    if has_value_head(model.config):
-        return TokenOutputs(values=torch.cat((zero, logits[:, 0])).where(mask, 0.0))
     scores = (logits / temperature).log_softmax(-1)
     chosen = scores.gather(1, ids[1:, None])[:, 0]
     entropy = -(scores.exp() * scores).sum(-1)
@@ -379,6 +307,47 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
         logprobs=torch.cat((zero, chosen)).where(mask, 0.0),
         entropy=torch.cat((zero, entropy)).where(mask, 0.0),
     )
+
+
+def packed_model(
+    given: Material, device: torch.device
+) -> tuple[PreTrainedModel, tuple[Region, ...]]:
+    """Return the model that Burnish builds, on one device with the random weights, and the tensors that are trained."""
+    model = build_on_meta(given.hf_config)
+    adapter = None if given.lora is None else Adapter(model, given.lora)
+    fixed = () if adapter is None else adapter.base
+    trained = regions(model) if adapter is None else adapter.weights
+    materialize(model, device)
+    RandomWeights(given.seed).fill(model_shards(model, parts=(*fixed, *trained)))
+    return model, trained
+
+
+def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
+    """Run the sequences in packed micro-batches of `budget` tokens in this process, forward and backward."""
+    model, parts = packed_model(given, device)
+    scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
+    outputs: dict[str, Tensor] = {}
+    modules: dict[str, dict[str, Tensor]] = {}
+    total = 0.0
+    for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+        plan = ScoringPlan.of(micro.input_ids, micro.cu_seqlens, micro.loss_mask, device)
+        with recording(model) as calls:
+            found = scorer(plan, micro.temperature)
+        value, _ = given.loss(found, micro.to(device))
+        value.backward()  # type: ignore[no-untyped-call]
+        total += float(value.detach())
+        said = torch.cat([found.logprobs, found.values]).detach().cpu()
+        outputs |= _by_sequence(micro, numbers, said)
+        rows = torch.from_numpy(plan.rows.tree.rows)
+        for name, (made, *_) in calls.items():
+            if len(made) == len(plan.positions):
+                modules.setdefault(name, {}).update(_by_sequence(micro, numbers, made[rows]))
+    gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    by_name = {
+        shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)
+    }
+    norm = torch.nn.utils.get_total_norm(gradients.values())
+    return BatchOutcome(outputs, 0.0, total, float(norm), by_name, {}, modules=modules)
 
 
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
@@ -393,35 +362,48 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
     if wanted.balance:
         numbers.insert(0, (_BALANCE, found.balance, wanted.balance))
     differences = [
-        _difference(f"{given.outputs} of {name}", found.logprobs.get(name), right)
+        difference(f"{given.outputs} of {name}", found.logprobs.get(name), right)
         for name, right in wanted.logprobs.items()
     ]
     differences += [
-        _difference(what, torch.tensor(mine), torch.tensor(right)) for what, mine, right in numbers
+        difference(what, torch.tensor(mine), torch.tensor(right)) for what, mine, right in numbers
     ]
     for name, right in wanted.gradients.items():
         gradient = found.gradients.get(name)
         unclipped = None if gradient is None else gradient / clipped_by
-        differences.append(_difference(f"gradient of {name}", unclipped, right))
+        least = _LEAST * wanted.norm
+        differences.append(difference(f"gradient of {name}", unclipped, right, least))
     for name, weight in wanted.weights.items():
         gradient = found.gradients.get(name, torch.zeros(()))
         decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0
         expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
-        differences.append(_difference(f"weight {name}", found.weights.get(name), expected))
+        differences.append(difference(f"weight {name}", found.weights.get(name), expected))
     return [*differences, *found.copies]
 
 
-def _difference(what: str, mine: Tensor | None, wanted: Tensor) -> Difference:
+def difference(what: str, mine: Tensor | None, wanted: Tensor, least: float = 0.0) -> Difference:
+    """Return how far two tensors are apart, relative to the wanted one's norm or, where that is smaller, to `least`."""
     if mine is None or mine.shape != wanted.shape:
         return Difference(what, math.inf)
-    norm = float(wanted.double().norm())
+    norm = max(float(wanted.double().norm()), least)
     error = float((mine.double() - wanted.double()).norm())
     return Difference(what, error / norm if norm else error)
 
 
-def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
+def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:
+    """Yield a line about the largest difference of every kind."""
+    for kind in (given.outputs, _BALANCE, "loss", "gradient", "weight", _COPIES):
+        alike = [each for each in differences if each.what.startswith(kind)]
+        if alike:
+            worst = max(alike, key=lambda difference: difference.error)
+            yield f"{kind:9}  {worst.error:.1e} apart at most ({worst.what})"
+
+
+def require_equal(
+    differences: Sequence[Difference], layout: Layout, tolerance: float = TOLERANCE
+) -> None:
     """Raise `BurnishError` naming the first difference, the first of a parameter, and their number."""
-    wrong = [each for each in differences if not each.error <= TOLERANCE]
+    wrong = [each for each in differences if not each.error <= tolerance]
     if wrong:
         first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]
         named = of_parameters[0] if of_parameters else first
@@ -432,6 +414,6 @@ def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
         raise BurnishError(
             f"{layout.world} processes do not compute what one plain process does: {differs}",
             have=f"{apart}; {len(wrong)} of {len(differences)} tensors differ",
-            want=f"at most {TOLERANCE:.0e} in fp32",
+            want=f"at most {tolerance:.0e} in fp32",
             do="do not train at this layout; report it with this configuration",
         )

@@ -1,0 +1,373 @@
+"""The proof before every run: a small model of the same kind computes what plain transformers compute, or the run is refused.
+
+No family is known to it. The small model has random weights and a layer of every kind (`burnish.check.shrinking`). Its packed
+micro-batches, with windows and common beginnings, are compared with each sequence alone in transformers' eager model: log-probs and
+gradients. Greedy completions of the built-in generator are compared with `generate` without a cache. Where several processes share
+a model, they take one step of it as well. A file in the cache remembers that a proof has passed, by configuration, the model's own
+code, versions, device and layout. Left out: bf16, and kernels that only bf16 uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from burnish.algorithms.aggregation import aggregation
+from burnish.boxes.shards import Publication
+from burnish.check.comparison import (
+    LONGEST,
+    Difference,
+    Material,
+    compare,
+    compared,
+    difference,
+    eager_model,
+    packed_model,
+    packed_step,
+    plain_step,
+    recording,
+    require_equal,
+)
+from burnish.check.shrinking import shrunk
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.device import device_name
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.engines.factory import make_engine
+from burnish.errors import BurnishError, IncompatibleError
+from burnish.files.cache import cache_root
+from burnish.files.durable import make_dirs_durably, write_durably
+from burnish.files.storage import LocalStorage
+from burnish.models.meta_init import plain_model, position_limit
+from burnish.models.names import model_shards
+from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.tracking.stats import Stats
+
+_VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5
+# Tokens that there are, of a prompt, of a completion, and of a micro-batch; and the seed of weights and tokens.
+_TEMPERATURE, _TOLERANCE = 0.8, 1e-4
+_BEHIND = "the output layer, or the backward pass"
+_MOST_PARAMETERS = 300_000_000
+# Of a model that is still small.
+_PLAIN = {
+    "precision": "fp32",
+    "max_grad_norm": 1e30,
+    "compile": False,
+    "optimizer_offload": False,
+    "activation_offload": False,
+    "park": False,
+    "router_aux_loss": 0.0,
+    "logprob_chunk": None,
+}
+"""Settings of the engine that a proof does without."""
+
+_ANYTHING = (
+    ArithmeticError, AssertionError, AttributeError, BurnishError, ImportError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+"""As families fail for sizes that do not belong together."""
+
+Modules = Mapping[str, Mapping[str, Tensor]]
+"""By module, in the order in which modules were done: what it returned, by sequence."""
+
+_log = logging.getLogger("burnish")
+
+
+def prove(
+    hf_config: PretrainedConfig,
+    lora: LoraConfig | None,
+    device: torch.device,
+    *,
+    generates: bool,
+    is_main: bool = True,
+) -> None:
+    """Compare a small model in this process; say so on the main rank.
+
+    Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
+    """
+    kind = hf_config.get_text_config().model_type
+    place = _place(hf_config, device, [generates, lora and lora.model_dump(mode="json")])
+    if place.is_file():
+        return
+    begun = perf_counter()
+    with torch.device("meta"):
+        plain_model(hf_config)  # which says by itself why it cannot be built
+    given = _material(hf_config, EngineConfig(), lora)
+    try:
+        differences = _of_packing(given, device)
+        if generates and lora is None:
+            differences += _of_generation(given, device)
+    except BurnishError:
+        raise
+    except Exception as error:
+        raise IncompatibleError(
+            f"models of type {kind} cannot be computed",
+            have=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            want="a causal language model whose layers take packed sequences and use transformers' attention interface",
+            do="train a model of another family",
+        ) from error
+    if is_main:
+        worst = max(each.error for each in differences)
+        how = "packed, alone and generated" if generates else "packed and alone"
+        seconds = perf_counter() - begun
+        _log.info(
+            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
+        )
+    _keep(place, is_main)
+
+
+def prove_layout(
+    engine: Engine,
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    lora: LoraConfig | None,
+    device: torch.device,
+) -> None:
+    """Compare one step at the layout of `engine`, whose groups it uses. Collective. Raises as `prove` does."""
+    layout = engine.layout
+    own = config.model_copy(update=_PLAIN).model_dump(mode="json")
+    place = _place(hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")])
+    if all(gather_objects(place.is_file(), layout)):
+        return
+    begun = perf_counter()
+    given = _material(hf_config, config, lora)
+    small = make_engine(
+        given.hf_config,
+        given.engine,
+        given.optim,
+        layout=layout,
+        device=device,
+        lora=lora,
+        beside=engine,
+    )
+    differences = compared(small, given)
+    small.close()
+    require_equal(differences, layout, _TOLERANCE)
+    if layout.is_main:
+        worst, seconds = max(each.error for each in differences), perf_counter() - begun
+        said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
+        _log.info(said, layout.world, worst, seconds)
+    _keep(place, layout.is_main)
+
+
+def _material(
+    hf_config: PretrainedConfig, engine: EngineConfig, lora: LoraConfig | None
+) -> Material:
+    """Return what is compared. Where a narrow model cannot be made, it has the layers' own widths."""
+    engine = engine.model_copy(update=_PLAIN)
+    problem: Exception = ValueError(f"more than {_MOST_PARAMETERS:,} parameters")
+    for narrow in (True, False):
+        try:
+            config = shrunk(hf_config, engine, _VOCABULARY, narrow=narrow)
+            with torch.device("meta"):
+                parameters = plain_model(config).num_parameters()
+            if parameters > _MOST_PARAMETERS:
+                continue
+            given = Material(
+                config,
+                _examples(config),
+                _mean_output,
+                engine,
+                OptimConfig(),
+                lora,
+                _SEED,
+                _TEMPERATURE,
+            )
+            with torch.no_grad():
+                eager_model(given)(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
+            return given
+        except _ANYTHING as error:
+            problem = error
+    raise IncompatibleError(
+        f"models of type {hf_config.get_text_config().model_type} cannot be checked before they are trained",
+        have=f"no small one runs: {type(problem).__name__}: {' '.join(str(problem).split())[:300]}",
+        want="a configuration whose sizes can be made smaller",
+        do="train a model of another family, or report this with its config.json",
+    ) from problem
+
+
+def _examples(hf_config: PretrainedConfig) -> list[Example]:
+    """Return samples of one prompt, one of them the beginning of another, and sequences with nothing in common."""
+    rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
+    most = min(_positions(hf_config), LONGEST)
+
+    def draw(count: int) -> TokenIds:
+        return rng.integers(0, text.vocab_size, count)
+
+    prompt, longest = draw(_PROMPT), draw(24)
+    samples = [np.concatenate([prompt, each]) for each in (draw(9), longest, longest[:5])]
+    alone = [draw(count) for count in (2, 37, 5, 18)]
+    firsts = [_PROMPT] * len(samples) + [1] * len(alone)
+    cut = [
+        (ids[:most], min(first, most - 1))
+        for ids, first in zip(samples + alone, firsts, strict=True)
+    ]
+    return [Example(ids, np.arange(len(ids)) >= first) for ids, first in cut]
+
+
+def _positions(hf_config: PretrainedConfig) -> int:
+    text = hf_config.get_text_config()
+    limits = (getattr(text, "max_position_embeddings", None), position_limit(hf_config))
+    return min(filter(None, limits), default=sys.maxsize)
+
+
+def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """Return the mean log-prob or value as a loss."""
+    said = outputs.values if len(outputs.values) else outputs.logprobs
+    return aggregation("token_mean", micro, 1)(-said.float()), Stats()
+
+
+def _of_packing(given: Material, device: torch.device) -> list[Difference]:
+    tokens = sum(len(example.token_ids) for example in given.examples)
+    wanted, found = plain_step(given, tokens), packed_step(given, _BUDGET, device)
+    differences = compare(found, replace(wanted, weights={}), given)
+    wrong = [each for each in differences if not each.error <= _TOLERANCE]
+    if wrong:
+        first = _first_module(found.modules, wanted.modules) or _BEHIND
+        raise _refusal(given, wrong[0], first, "packed with others")
+    return differences
+
+
+def _of_generation(given: Material, device: torch.device) -> list[Difference]:
+    """Compare every log-prob that the generator says of its greedy tokens, and their probability with the likeliest token's."""
+    model = eager_model(given)
+    room = min(_PROMPT, _positions(given.hf_config) - _NEW)
+    prompts = [example.token_ids[:room] for example in given.examples[2:] if room > 0]
+    generator, _ = _generator(given, device)
+    requests = [Request(key, prompt, 2 if key == 0 else 1) for key, prompt in enumerate(prompts)]
+    completions = generator.generate(requests, Sampling(_NEW, temperature=0.0))
+    differences = []
+    for prompt, (completion, *_) in zip(prompts, completions, strict=True):
+        found = _of_completion(model, prompt, completion)
+        if not found.error <= _TOLERANCE:
+            first = _first_module(*_decoded(given, device, prompt))
+            raise _refusal(given, found, first or "the cache of keys and values", "generated")
+        differences.append(found)
+    return differences
+
+
+def _of_completion(model: Any, prompt: Any, completion: Completion) -> Difference:
+    greedy = GenerationConfig(
+        max_new_tokens=_NEW,
+        do_sample=False,
+        use_cache=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    ids = torch.from_numpy(prompt)[None]
+    told = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+    mine, right = [], []
+    rows = zip(
+        completion.token_ids,
+        completion.logprobs,
+        told.logits,
+        told.sequences[0, len(prompt) :],
+        strict=True,
+    )
+    for token, logprob, logits, best in rows:
+        logprobs = logits[0].float().log_softmax(-1)
+        mine += [float(logprob), float(logprobs[token])]
+        right += [float(logprobs[token]), float(logprobs.max())]
+        if token != best:
+            break  # equally likely, or else seen
+    return difference("log-probs of a completion", torch.tensor(mine), torch.tensor(right), 1.0)
+
+
+def _generator(given: Material, device: torch.device) -> tuple[BuiltinGenerator, nn.Module]:
+    model = InferenceModel(given.hf_config, device=device, dtype=torch.float32)
+    generator = BuiltinGenerator(model, layout=Layout(), slots=3, eos_token_ids=())
+    source, _ = packed_model(replace(given, lora=None), device)
+    generator.load_weights(Publication(model_shards(source)), version=0)
+    return generator, model.module
+
+
+def _refusal(given: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
+    kind = given.hf_config.get_text_config().model_type
+    return IncompatibleError(
+        f"models of type {kind} are computed wrongly when they are {how}: the first to differ is {module}",
+        have=f"{wrong.what}: a relative difference of {wrong.error:.1e}",
+        want=f"what transformers computes of each sequence alone, to {_TOLERANCE:.0e} in fp32",
+        do="train a model of another family, or report this with its config.json",
+    )
+
+
+def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Modules]:
+    """Return what modules return for a prompt and its greedy completion: token by token, and in one plain pass."""
+    model, (generator, module) = eager_model(given), _generator(given, device)
+    with recording(module) as calls:
+        ((completion,),) = generator.generate([Request(0, prompt)], Sampling(_NEW, temperature=0.0))
+    ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids[:-1]]))[None]
+    with torch.no_grad(), recording(model) as plain:
+        model(input_ids=ids, use_cache=False)
+    alike = {n: c for n, c in calls.items() if len({each.shape[1:] for each in c}) == 1}
+    whole = {n: {"": c[0]} for n, c in plain.items() if len(c) == 1}
+    return [{n: {"": torch.cat(each)} for n, each in alike.items()}, whole]
+
+
+def _first_module(found: Modules, wanted: Modules) -> str | None:
+    """Name the first module, in the order of the plain pass, whose outputs differ."""
+    for name, right in wanted.items():
+        mine = found.get(name, {})
+        if any(
+            each.is_floating_point()
+            and key in mine
+            and mine[key].shape == each.shape
+            and not difference(name, mine[key], each).error <= _TOLERANCE
+            for key, each in right.items()
+        ):
+            return name
+    return None
+
+
+def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
+    """Return the file that a proof leaves behind."""
+    config = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
+    said = json.dumps([config, _model_code(hf_config), versions, device_name(device), how])
+    return cache_root() / "proofs" / hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+def _keep(place: Path, is_main: bool) -> None:
+    if is_main:
+        with suppress(OSError):  # the next run proves it again
+            make_dirs_durably(LocalStorage(), place.parent, above=2)
+            write_durably(LocalStorage(), place, b"passed\n")
+
+
+def _model_code(hf_config: PretrainedConfig) -> str:
+    """Return a hash of the Python files that a model brings along; empty for a class of transformers."""
+    module = sys.modules[type(hf_config).__module__]
+    if not module.__name__.startswith("transformers_modules."):
+        return ""
+    folders = {Path(str(module.__file__)).parent, Path(hf_config.name_or_path)}
+    return _hash_of(sorted(path for folder in folders for path in folder.glob("*.py")))
+
+
+@cache
+def _own_code() -> str:
+    return _hash_of(sorted(Path(__file__).parents[1].rglob("*.py")))
+
+
+def _hash_of(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

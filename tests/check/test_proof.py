@@ -1,0 +1,456 @@
+"""The proof passes what is right, and finds what is planted in copies of a model's code, knowing no family."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.llama import modeling_llama
+
+from burnish.check import proof
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models import scorer
+from burnish.models.logprobs import LogitTransform
+from burnish.rollout.builtin import generator
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+Replaced = tuple[tuple[str, str], ...]
+PACKED = '"packing" in kwargs'
+ATTENDED = "        attn_output, attn_weights = attention_interface("
+EAGER = "    if attention_mask is not None:\n        attn_weights = attn_weights + attention_mask\n"
+NORMED = "        hidden_states = self.input_layernorm(hidden_states)\n"
+LOGITS = "        logits = self.lm_head(hidden_states[:, slice_indices, :])\n"
+ROTATED = "        cos, sin = position_embeddings\n"
+EMBEDDED = "        hidden_states = inputs_embeds\n        position_embeddings"
+SCALING = "            scaling=self.scaling,\n"
+IN_ATTENTION = "        self.is_causal = True\n"
+IN_HEAD = "        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)\n"
+
+SHOWN: dict[str, tuple[Replaced, str]] = {
+    "a mask that leaks": (
+        (
+            (
+                ATTENDED,
+                f"""\
+        if {PACKED}:
+            from burnish.models.kernels.attention import PackedLayout
+
+            kwargs["packing"] = PackedLayout.of([hidden_states.shape[1]], hidden_states.device)
+{ATTENDED}""",
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "positions that go on": (
+        (
+            (
+                EMBEDDED,
+                f"""\
+        if {PACKED} and position_ids.shape[1] > 1:
+            position_ids = torch.arange(position_ids.shape[1])[None]
+{EMBEDDED}""",
+            ),
+        ),
+        "model.rotary_emb",
+    ),
+    "a convolution over boundaries": (
+        ((NORMED, NORMED + "        hidden_states = hidden_states + hidden_states.roll(1, 1)\n"),),
+        "model.layers.0.self_attn.q_proj",
+    ),
+    "a soft cap that is missing": (
+        ((EAGER, "    attn_weights = torch.tanh(attn_weights)\n" + EAGER),),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "a bias of logits that is missing": (
+        (
+            (
+                IN_HEAD,
+                IN_HEAD
+                + "        self.logit_bias = nn.Parameter(torch.zeros(config.vocab_size))\n",
+            ),
+            (LOGITS, LOGITS + "        logits = logits + self.logit_bias\n"),
+        ),
+        "the output layer",
+    ),
+    "a position in decoding that is one too high": (
+        (
+            (
+                EMBEDDED,
+                f"""\
+        if {PACKED} and type(kwargs["packing"]).__name__ in ("DecodeStep", "SharedStep"):
+            position_ids = position_ids + 1
+{EMBEDDED}""",
+            ),
+        ),
+        "model.rotary_emb",
+    ),
+}
+"""Changes of the code of Llama, and the module that is named."""
+OTHERS: dict[str, tuple[Replaced, str]] = {
+    "keys that are rotated by one more": (
+        (
+            (
+                ROTATED,
+                f"""\
+{ROTATED}        if {PACKED}:
+            key_states, _ = apply_rotary_pos_emb(key_states, key_states, cos.roll(1, 1), sin.roll(1, 1))
+""",
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "a scale that is not passed on": (
+        (
+            (
+                "attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling",
+                "attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling * 1.5",
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "a window that is one too wide": (
+        (
+            (SCALING, f"{SCALING}            sliding_window=9 if {PACKED} else 8,\n"),
+            (
+                EAGER,
+                """\
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])[None]
+    attn_weights = attn_weights.masked_fill(distance >= kwargs["sliding_window"], -1e9)
+"""
+                + EAGER,
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "another epsilon of a norm": (
+        (
+            (
+                NORMED,
+                f"        self.input_layernorm.variance_epsilon = 1e-4 if {PACKED} else 1e-6\n{NORMED}",
+            ),
+        ),
+        "model.layers.0.input_layernorm",
+    ),
+    "heads of values and their width swapped": (
+        (
+            (
+                ATTENDED,
+                f"""\
+        if {PACKED}:
+            value_states = value_states.transpose(1, 3).reshape(value_states.shape)
+{ATTENDED}""",
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "a residual that is dropped": (
+        (
+            (
+                "        hidden_states = residual + hidden_states\n\n        # Fully",
+                f"        hidden_states = hidden_states if {PACKED} else residual + hidden_states\n\n        # Fully",
+            ),
+        ),
+        "model.layers.0.post_attention_layernorm",
+    ),
+    "logits of the embedding": (
+        (
+            (
+                LOGITS,
+                "        logits = nn.functional.linear(hidden_states, self.model.embed_tokens.weight)[:, slice_indices]\n",
+            ),
+        ),
+        "the output layer",
+    ),
+    "dropout in training": (
+        (
+            (
+                NORMED,
+                NORMED
+                + "        hidden_states = nn.functional.dropout(hidden_states, 0.1, self.training)\n",
+            ),
+        ),
+        "model.layers.0.self_attn.q_proj",
+    ),
+    "state that is kept between calls": (
+        (
+            (
+                NORMED,
+                f"""\
+{NORMED}        self.seen = getattr(self, "seen", 0) + 1
+        if {PACKED}:
+            hidden_states = hidden_states * (1 + 0.1 * self.seen)
+""",
+            ),
+        ),
+        "model.layers.0.self_attn.q_proj",
+    ),
+    "keys of another layer": (
+        (
+            (
+                ROTATED,
+                f"""\
+        if self.layer_idx and not {PACKED}:
+            key_states = self.first.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+{ROTATED}""",
+            ),
+            (
+                "        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)\n",
+                """\
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers[1].self_attn.__dict__["first"] = self.layers[0].self_attn
+""",
+            ),
+        ),
+        "model.layers.1.self_attn.o_proj",
+    ),
+    "an attention sink that is ignored": (
+        (
+            (
+                IN_ATTENTION,
+                IN_ATTENTION
+                + "        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))\n",
+            ),
+            (
+                "    attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)\n",
+                """\
+    sinks = module.sinks[None, :, None, None].expand(*attn_weights.shape[:3], 1)
+    attn_weights = torch.cat([attn_weights, sinks], -1).softmax(-1)[..., :-1]
+""",
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "biases by distance that are missing": (
+        (
+            (
+                EAGER,
+                """\
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])[None]
+    attn_weights = attn_weights - 0.1 * distance
+"""
+                + EAGER,
+            ),
+        ),
+        "model.layers.0.self_attn.o_proj",
+    ),
+    "token types by place in the row": (
+        (
+            (
+                EMBEDDED,
+                f"        inputs_embeds = inputs_embeds + 0.1 * (torch.arange(inputs_embeds.shape[1]) % 2)[:, None]\n{EMBEDDED}",
+            ),
+        ),
+        "model.layers.0.input_layernorm",
+    ),
+    "a recurrent state": (
+        (
+            (
+                NORMED,
+                NORMED + "        hidden_states = hidden_states + 0.1 * hidden_states.cumsum(1)\n",
+            ),
+        ),
+        "model.layers.0.self_attn.q_proj",
+    ),
+    "a mean over the sequence": (
+        (
+            (
+                NORMED,
+                NORMED
+                + "        hidden_states = hidden_states - hidden_states.mean(1, keepdim=True)\n",
+            ),
+        ),
+        "model.layers.0.self_attn.q_proj",
+    ),
+    "a gradient that is cut off": (
+        (
+            (
+                NORMED,
+                f"{NORMED}        hidden_states = hidden_states.detach() if {PACKED} else hidden_states\n",
+            ),
+        ),
+        "the output layer, or the backward pass",
+    ),
+    "logits that are scaled": (
+        ((LOGITS, LOGITS + "        logits = logits * 0.5\n"),),
+        "the output layer",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+
+def prove(config: PretrainedConfig, **how: bool) -> None:
+    proof.prove(config, None, CPU, **{"generates": True} | how)
+
+
+def loaded(name: str, source: str, directory: Path) -> ModuleType:
+    """Import a module from its source."""
+    path = directory / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def copied(number: int, changes: Replaced, directory: Path) -> PretrainedConfig:
+    """A configuration of a model whose code is a changed copy of Llama's, and whose type nobody knows."""
+    source = Path(modeling_llama.__file__).read_text().replace("from ...", "from transformers.")
+    source = source.replace("from .conf", "from transformers.models.llama.conf")
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new, 1)
+    kind = f"tomorrow_{number}"
+    source += f"\n\nclass TomorrowConfig(LlamaConfig):\n    model_type = {kind!r}\n"
+    module = loaded(kind, source, directory)
+    module.LlamaForCausalLM.config_class = module.TomorrowConfig
+    AutoConfig.register(kind, module.TomorrowConfig, exist_ok=True)
+    AutoModelForCausalLM.register(module.TomorrowConfig, module.LlamaForCausalLM, exist_ok=True)
+    made: PretrainedConfig = module.TomorrowConfig(**SIZES)
+    return made
+
+
+def require_found(number: int, fault: tuple[Replaced, str], directory: Path) -> None:
+    changes, module = fault
+    with pytest.raises(IncompatibleError) as caught:
+        prove(copied(number, changes, directory))
+    assert f" {module}" in str(caught.value).partition("\n")[0], caught.value
+
+
+def test_a_copy_of_a_models_code_passes(tmp_path: Path) -> None:
+    prove(copied(0, (), tmp_path))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_planted_faults_are_found_and_the_module_named(name: str, tmp_path: Path) -> None:
+    require_found(list(SHOWN).index(name) + 1, SHOWN[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
+def test_more_planted_faults_are_found(name: str, tmp_path: Path) -> None:
+    require_found(list(OTHERS).index(name) + 100, OTHERS[name], tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_of_the_table_pass(family: str) -> None:
+    prove(tiny_config(family))
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "hyperclovax": {"logits_scaling": 0.125},
+    "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.1},
+    "gemma3_text": {"attn_logit_softcapping": 50.0},  # which its code does not use
+    "gemma4": {"text_config": {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 10}},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+    "minicpm3": {},
+    "afmoe": {},
+    "cohere": {"use_qk_norm": True},
+    "hunyuan_v1_moe": {
+        "head_dim": 128, "num_experts": 8,
+        "moe_topk": [2] * 32, "moe_intermediate_size": [3072] * 32,
+    },
+}  # fmt: skip
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "zaya": ({}, "model.layers.0.self_attn.qkv_proj"),
+    "mamba": ({}, "backbone.layers.0.mixer"),
+    "qwen3_next": ({}, "model.layers.0.linear_attn"),
+    "phimoe": ({}, "model.layers.0.mlp"),
+    "llama4_text": ({}, ""),
+    "gpt_oss": ({}, ""),
+    "gemma2": ({}, ""),
+    "deepseek_v32": ({}, ""),
+    "falcon": ({}, ""),
+    "gemma3": ({}, ""),
+    "nemotron": ({"num_key_value_heads": 8}, ""),
+    "diffllama": ({}, ""),
+    "bert": ({}, ""),
+}
+"""What is refused, and the module that is named, if one is."""
+
+
+@pytest.mark.parametrize("family", RIGHT)
+def test_families_outside_the_table_pass(family: str) -> None:
+    prove(AutoConfig.for_model(family, **RIGHT[family]))
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_families_that_would_be_wrong_are_refused(family: str) -> None:
+    fields, module = WRONG[family]
+    with pytest.raises(IncompatibleError) as caught:
+        prove(AutoConfig.for_model(family, **fields))
+    assert module in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["hyperclovax", "gemma4"])
+def test_a_transform_of_logits_that_is_not_known_is_found(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it was read from the wrong level of a configuration, or divided instead of multiplied."""
+    for module in (scorer, generator):
+        monkeypatch.setattr(module, "logit_transform", lambda _: LogitTransform())
+    with pytest.raises(IncompatibleError, match="the output layer"):
+        prove(AutoConfig.for_model(family, **RIGHT[family]))
+
+
+def test_what_is_proven_is_remembered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(config: PretrainedConfig, **how: bool) -> int:
+        caplog.clear()
+        prove(config, **how)
+        return caplog.text.count("checked: ")
+
+    with caplog.at_level(logging.INFO):
+        assert lines(tiny_config("qwen3")) == 1
+        assert lines(tiny_config("qwen3")) == 0
+        assert lines(tiny_config("qwen3"), generates=False) == 1
+        assert lines(tiny_config("qwen3", rope_theta=2.0)) == 1
+        assert lines(tiny_config("llama"), is_main=False) == 0
+        monkeypatch.setattr(proof, "version", lambda _: "tomorrow's")
+        assert lines(tiny_config("qwen3")) == 1
+        monkeypatch.setenv("BURNISH_CACHE", "/dev/null/nowhere")
+        assert lines(tiny_config("qwen3")) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "nope"},
+        {"num_attention_heads": 0},
+        {"rope_parameters": {"rope_type": "nope", "rope_theta": 1.0}},
+        {"hidden_size": -1},
+    ],
+    ids=str,
+)
+def test_values_of_which_no_model_can_be_built_are_refused(fields: dict[str, Any]) -> None:
+    config = AutoConfig.for_model("llama", **SIZES)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(UsageError):
+        prove(config)
