@@ -36,7 +36,7 @@ from bench.machine import Result, command_line, ratio, report
 from bench.peers import CLOCKS, Clock, Peer
 from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.algorithms.loss import policy_loss_fn
-from burnish.config.schema import RunConfig
+from burnish.config.schema import MOST_SLOTS, RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
@@ -85,7 +85,7 @@ class GivenLengths(BuiltinGenerator):
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
         """See `Generator.generate`."""
-        decoding = Decoding(self._network, requests, sampling, self.rule, self._slots)
+        decoding = Decoding(self._network, requests, sampling, self.rule, MOST_SLOTS)
         return decoding.run(self._version or 0, watch)
 
 
@@ -110,7 +110,7 @@ class Ours:
         generator = GivenLengths(
             InferenceModel(foundation.hf_config, device=device, dtype=torch.bfloat16),
             layout=layout,
-            slots=config.rollout.slots,
+            slots=MOST_SLOTS,
             eos_token_ids=foundation.eos_token_ids,
         )
         generator.rule = rule

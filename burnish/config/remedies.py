@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from burnish.config.schema import RunConfig
+from burnish.config.schema import MOST_SLOTS, RunConfig
 
 _STATE = ("optimizer", "weights", "gradients")
 
@@ -37,8 +37,10 @@ def remedies(
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
     budget = f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
     cache = ("kv cache", "activations", "logits")
+    is_auto = rollout.slots == "auto"  # a plan has as many as fit
+    slots = MOST_SLOTS if rollout.slots == "auto" else rollout.slots
     table: list[tuple[bool, tuple[str, ...], str]] = [  # whether, of which parts, what to set
-        (generates, cache, f"rollout.slots={max(1, rollout.slots // 2)}"),
+        (generates and not (is_auto and parts), cache, f"rollout.slots={max(1, slots // 2)}"),
         (generates, cache, "a shorter rollout.max_response_length"),
         (parks, (*_STATE, "critic", "reference"), "engine.park=true"),
         (

@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _LOGITS_AT_ONCE = 1 << 28
 """Logits that exist at one time if `engine.logprob_chunk` is not given."""
 
+MOST_SLOTS = 512
+"""Most sequences that a device generates at one time if `rollout.slots` is auto."""
+
 Value = TypeVar("Value")
 MAY_CHANGE = {"may_change_on_resume": True}
 MayChange = Annotated[Value, Field(json_schema_extra=MAY_CHANGE)]
@@ -279,8 +282,8 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
-    slots: MayChange[int] = Field(256, ge=1)
-    """Most sequences generated at one time, per device."""
+    slots: MayChange[Literal["auto"] | Annotated[int, Field(ge=1)]] = "auto"
+    """Most sequences generated at one time, per device. auto: 512, or half of that and so on, as the free memory has room."""
 
 
 class RewardFunctionConfig(Section):

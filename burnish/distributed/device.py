@@ -118,6 +118,25 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process may still allocate on an accelerator, or that the machine has left.
+
+    What a control group allows counts as the machine's.
+    """
+    if device.type != "cpu":
+        free = int(torch.get_device_module(device).mem_get_info(device)[0])
+        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
+            device
+        )
+        return free + cached
+    left = _field(Path("/proc/meminfo"), "MemAvailable:") * 1024 or total_memory(device)
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        left = min(left, int(text) - _field(group / "memory.stat", "anon"))
+    return left
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Restart `peak_memory` from the bytes in use. A CPU process needs /proc for it."""
     if device.type != "cpu":
@@ -129,10 +148,14 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _process_status(field: str) -> int:
-    status = Path("/proc/self/status")
-    text = status.read_text() if status.exists() else ""
-    match = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+    return _field(Path("/proc/self/status"), f"{field}:") * 1024
+
+
+def _field(path: Path, field: str) -> int:
+    """Return a number from one of the kernel's lists; 0 if there is none."""
+    text = path.read_text() if path.exists() else ""
+    match = re.search(rf"^{field}\s+(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def _peak_from_rusage() -> int:

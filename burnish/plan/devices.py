@@ -211,13 +211,14 @@ class Clock:
         engine: EngineConfig,
         microbatches: int,
         operations: Mapping[str, float],
+        slots: int,
     ) -> dict[str, float]:
-        """Return seconds by phase; `microbatches` are those of an optimizer step."""
+        """Return seconds by phase; `microbatches` are those of an optimizer step, `slots` the sequences generated at one time."""
         work = self.work
         found = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
             judging = self._mine(engine) * self._judged / self._speed
-            found["rollout"] = self._rollout(engine) + judging
+            found["rollout"] = self._rollout(engine, slots) + judging
         update = self._by_megatron if engine.kind == "megatron" else self._by_torch
         trained = [False, True] if work.has_critic else [False]
         each = [update(engine, microbatches, critic) for critic in trained]
@@ -325,11 +326,11 @@ class Clock:
         ranks = engine.replicas * shards_of(engine, self.devices.count)
         return self.work.tokens / ranks * product_bytes(engine)
 
-    def _rollout(self, engine: EngineConfig) -> float:
+    def _rollout(self, engine: EngineConfig, slots: int) -> float:
         """Seconds to read the prompts, then per token to pass over weights and cache."""
         work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
-        slots = min(work.slots, mine)
+        slots = min(slots, mine)
         cache = 2 * product_bytes(engine) * sum(each.key for each in model.shape.layers)
         weights = product_bytes(engine) * (model.elements + model.published_adapter)
         read = weights + slots * cache * (work.prompt + work.trained / 2)

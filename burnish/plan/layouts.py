@@ -248,8 +248,8 @@ class Planner:
             found = engine.model_copy(update={"activation_checkpointing": kind})
             host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
             operations = self._clock.operations(found)
-            microbatches = stages[0].microbatches
-            seconds = self._clock.seconds(found, microbatches, operations)
+            microbatches, slots = stages[0].microbatches, min(stage.slots for stage in stages)
+            seconds = self._clock.seconds(found, microbatches, operations, slots)
             phases = phases_of(stages, kind)
             yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
 

@@ -256,10 +256,25 @@ class Needs:
 
     # Phases before and after the update.
 
+    @cached_property
+    def slots(self) -> int:
+        """Sequences that the process generates at one time."""
+        slots, work = self._work.slots, self._work
+        room = self._devices.usable - total_of(self._while_generating)
+        while work.fits_slots and slots > 1 and total_of(self._generating(slots)) > room:
+            slots //= 2
+        return slots
+
     def _rollouts(self) -> Iterator[Parts]:
+        yield self._generating(self.slots)
+        for judge in self._judges:
+            for parts in judge._scorings():
+                yield parts | {"gathered": max(0.0, parts["gathered"] - judge._left_gathered)}
+
+    def _generating(self, slots: int) -> Parts:
         model, work = self._model, self._work
         mine = -(-work.sequences // self._world)
-        slots = min(work.slots, mine)
+        slots = min(slots, mine)
         token = 2.0 * self._width * sum(each.key for each in model.shape.layers)
         prompts = -(-mine // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
@@ -269,14 +284,11 @@ class Needs:
         if self._devices.shared_cache:
             shared = min(-(-mine // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
             cached = (slots * work.trained + shared * work.prompt) * token * FP32 / self._width
-        yield {
+        return {
             "kv cache": cached,
             "activations": read * forward + min(2 * read, prompts) * token,
             "logits": float(slots * model.shape.vocabulary * (3 + sorting) * FP32),
         }
-        for judge in self._judges:
-            for parts in judge._scorings():
-                yield parts | {"gathered": max(0.0, parts["gathered"] - judge._left_gathered)}
 
     def _scorings(self) -> Iterator[Parts]:
         """Moments of a forward pass that keeps nothing."""

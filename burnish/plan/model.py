@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from burnish.config.schema import (
+    MOST_SLOTS,
     AlgorithmConfig,
     BatchConfig,
     DataConfig,
@@ -391,6 +392,8 @@ class Workload:
     """Whether a second model learns values."""
     slots: int = 0
     """Most sequences that a device generates at one time; 0: none are generated."""
+    fits_slots: bool = False
+    """Whether they are halved until memory has room for them."""
     is_nucleus: bool = False
     """Whether sampling sorts the vocabulary."""
     samples: int = 1
@@ -429,7 +432,8 @@ class Workload:
             scorings=int(recomputes) + compared,
             has_reference=compared > 0,
             has_critic=algorithm.advantage == "gae",
-            slots=rollout.slots,
+            slots=MOST_SLOTS if rollout.slots == "auto" else rollout.slots,
+            fits_slots=rollout.slots == "auto",
             is_nucleus=rollout.top_p < 1,
             samples=rollout.n,
             is_replayed=replay == "rollout" or (replay == "recompute" and several),

@@ -41,6 +41,11 @@ def test_the_largest_part_comes_first(
     assert asked("rl", phase, part, *others, **sections)[0] == first
 
 
+def test_automatic_slots_are_lowered_where_a_run_has_no_memory_for_them() -> None:
+    assert "rollout.slots=256" in asked("rl", "rollout")
+    assert not [each for each in asked("rl", "rollout", "kv cache") if "slots" in each]
+
+
 def test_settings_that_are_set_are_not_named() -> None:
     engine = {"activation_checkpointing": "full", "optimizer_offload": True, "park": True}
     found = asked("rl", "update", engine=engine) + asked("rl", "rollout", engine=engine)

@@ -10,6 +10,7 @@ import torch
 from burnish.distributed.accelerators import accelerator_named
 from burnish.distributed.device import (
     device_name,
+    free_memory,
     has_bf16_products,
     has_fp64,
     measured_matmul_peak,
@@ -19,6 +20,7 @@ from burnish.distributed.device import (
     reset_peak_memory,
     share_cores,
     synchronize,
+    total_memory,
     used_memory,
 )
 from burnish.errors import UsageError
@@ -155,3 +157,8 @@ def test_processes_share_the_cores(monkeypatch, local_world, threads):
         assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)
+
+
+def test_free_memory_is_a_part_of_all() -> None:
+
+    assert 0 < free_memory(CPU) < total_memory(CPU)

@@ -51,6 +51,20 @@ def test_plans_that_fit_come_first_and_the_quickest_of_them(values, command):
     assert all(plan.need <= plan.devices.usable for plan in fitting)
 
 
+def test_automatic_slots_are_as_many_as_fit():
+    long = RL | {
+        "rollout": {"n": 8, "max_response_length": 4096},
+        "batch": RL["batch"] | {"prompts": 512},
+    }
+    whole = planner(
+        long | {"rollout": long["rollout"] | {"slots": 512}}, "rl", "8xH100-80G"
+    ).all_plans()
+    fitting = planner(long, "rl", "8xH100-80G").all_plans()
+    assert not any(plan.fits for plan in whole)
+    assert fitting[0].fits
+    assert fitting[0].phases["rollout"]["kv cache"] < whole[0].phases["rollout"]["kv cache"]
+
+
 OFFLOADED = SFT | {"engine": {"activation_offload": True}}
 LONG = SFT | {"data": SFT["data"] | {"max_length": 3 * SFT["batch"]["tokens_per_device"]}}
 LONG_COMPLETIONS = RL | {"rollout": RL["rollout"] | {"max_response_length": 20_000}}

@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Publication, Shard
+from burnish.config.schema import MOST_SLOTS
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.families import family_of
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 def builtin(
     model: PreTrainedModel,
     *,
-    slots: int = 4,
+    slots: int | Literal["auto"] = 4,
     eos: Sequence[int] = (),
     version: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -67,6 +68,35 @@ class TestContract(GeneratorContract):
 
     def make(self, model: PreTrainedModel, **options: Any) -> Generator:
         return builtin(model, **options)
+
+
+def test_automatic_slots_are_as_many_as_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("qwen3")
+    config = model.config
+    asked: list[int] = []
+
+    class Watched(decoding.Decoding):
+        def __init__(
+            self, network: Any, requests: Any, sampling: Any, rule: Any, slots: int
+        ) -> None:
+            asked.append(slots)
+            super().__init__(network, requests, sampling, rule, slots)
+
+    monkeypatch.setattr("burnish.rollout.builtin.generator.Decoding", Watched)
+    token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    slot = 9 * token + 5 * 4 * config.vocab_size
+    requests = [Request(0, np.array([1, 2, 3, 4, 5]), samples=2)]
+    found = []
+    for room in (40 * slot, 10**12, 0):
+        monkeypatch.setattr(
+            "burnish.rollout.builtin.generator.free_memory", lambda device, room=room: room / 0.8
+        )
+        found += builtin(model, slots="auto").generate(requests, Sampling(max_tokens=4))
+    assert asked == [32, MOST_SLOTS, 1]
+    texts = [[completion.token_ids.tolist() for completion in group] for group in found]
+    assert texts[0] == texts[1] == texts[2]
 
 
 class TestForward:

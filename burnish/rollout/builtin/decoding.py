@@ -29,6 +29,8 @@ from burnish.rollout.builtin.stopping import StopRule
 
 _PREFILL_TOKENS = 8192
 """Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
+_LOGIT_COPIES = 5
+# Sampling holds about so many copies of the logits.
 _KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -112,8 +114,7 @@ class Decoding:
         self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
         slots = min(slots, len(self._waiting))
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
-        kind = SlotCache if has_matrix_units(network.device) else SharedCache
-        self._cache = kind(slots, longest, sampling.max_tokens)
+        self._cache = _kind(network)(slots, longest, sampling.max_tokens)
         self._read = 0
         self._slots: list[_Sequence | None] = [None] * slots
         self._readbacks: deque[Readback] = deque()
@@ -265,6 +266,21 @@ class Decoding:
 
 def _free(slot: _Sequence | None) -> bool:
     return slot is None or slot.reason is not None
+
+
+def _kind(network: Network) -> type[SlotCache] | type[SharedCache]:
+    return SlotCache if has_matrix_units(network.device) else SharedCache
+
+
+def slot_bytes(network: Network) -> tuple[int, int]:
+    """Return the bytes of a slot for each token of its sequence, and for its logits. Reads one token."""
+    cache = PromptCache([1], network.device)
+    token = torch.zeros(1, dtype=torch.int64, device=network.device)
+    hidden = network.forward(token, token, cache, None)
+    parts = [part for layer in cache.layers.values() for part in layer]
+    width = 4 if _kind(network) is SharedCache else parts[0].element_size()
+    logits = network.logits(hidden)
+    return width * sum(part.numel() for part in parts), _LOGIT_COPIES * logits.nbytes
 
 
 def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:

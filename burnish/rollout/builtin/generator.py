@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication
 from burnish.boxes.transfer import Transfer
-from burnish.config.schema import LoraConfig
+from burnish.config.schema import MOST_SLOTS, LoraConfig
+from burnish.distributed.device import free_memory
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.logprobs import LogitTransform
@@ -27,13 +29,16 @@ from burnish.models.names import Region, model_shards, regions
 from burnish.models.scorer import logit_transform
 from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.decoding import Decoding, Network
+from burnish.rollout.builtin.decoding import Decoding, Network, slot_bytes
 from burnish.rollout.builtin.forward import PackedLinear, forward_of
 from burnish.rollout.builtin.stopping import Decode, StopRule
 
+_SHARE_OF_FREE_MEMORY = 0.8
+# The rest is for prompts that are read and for what the allocator loses.
+
 
 class BuiltinGenerator:
-    """Decode at most `slots` completions at once; a `Generator`.
+    """Decode at most `slots` completions at once, or with "auto" as many as memory holds; a `Generator`.
 
     `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text.
     """
@@ -43,7 +48,7 @@ class BuiltinGenerator:
         model: InferenceModel,
         *,
         layout: Layout,
-        slots: int,
+        slots: int | Literal["auto"],
         eos_token_ids: Sequence[int],
         decode: Decode | None = None,
     ) -> None:
@@ -51,6 +56,7 @@ class BuiltinGenerator:
         self._layout, self._slots = layout, slots
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._version: int | None = None
+        self._slot_bytes: tuple[int, int] | None = None
 
     @torch.inference_mode()
     def generate(
@@ -68,7 +74,11 @@ class BuiltinGenerator:
         for request in requests:
             self._check_length(request, sampling.max_tokens)
         stop_rule = StopRule(sampling, self._eos_token_ids, self._decode)
-        decoding = Decoding(self._network, requests, sampling, stop_rule, self._slots)
+        slots = self._slots
+        if slots == "auto":
+            longest = max((len(request.token_ids) for request in requests), default=0)
+            slots = self._slots_that_fit(longest + sampling.max_tokens)
+        decoding = Decoding(self._network, requests, sampling, stop_rule, slots)
         return decoding.run(self._version, watch)
 
     def load_weights(self, weights: Publication, version: int) -> None:
@@ -80,6 +90,21 @@ class BuiltinGenerator:
         """Free the weights and end the generator's use."""
         self._version = None
         del self._model, self._network
+
+    def _slots_that_fit(self, length: int) -> int:
+        """Return 512, or half of that and so on, for completions of so many tokens, prompt included.
+
+        Powers of two, so that a restart on a machine like this one finds the same number and so computes the same bits.
+        """
+        if self._slot_bytes is None:
+            self._slot_bytes = slot_bytes(self._network)
+        token, vocabulary = self._slot_bytes
+        here = self._layout.local_world if self._network.device.type == "cpu" else 1
+        room = _SHARE_OF_FREE_MEMORY * free_memory(self._network.device) / here
+        slots = MOST_SLOTS
+        while slots > 1 and slots * (length * token + vocabulary) > room:
+            slots //= 2
+        return slots
 
     def _check_length(self, request: Request, max_tokens: int) -> None:
         length = len(request.token_ids)
