@@ -14,7 +14,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampl
 )
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | NUMBERS | TEXT,
+    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | NUMBERS | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
