@@ -27,7 +27,8 @@ from burnish.files.remote import Remote
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
 from burnish.train.commits import pin
-from burnish.train.own_directory import recorded_config, require_own_directory
+from burnish.train.newest_steps import name_newest_steps
+from burnish.train.own_directory import make_way, recorded_config, require_own_directory
 from burnish.train.preflight import require_inputs
 
 if TYPE_CHECKING:
@@ -109,13 +110,16 @@ def run_command(
     """
     _refuse_inside_a_worker()
     die_with_agent(os.environ)
-    layout = place_of(os.environ).layout
+    place = place_of(os.environ)
+    layout = place.layout
     config, remarks = prepare(config, command, layout.world, run_dir)
+    if layout.is_main and command != "eval" and not place.attempt:
+        make_way(RunDirectory(config.directory), RunIdentity(command, config))
     if layout.is_main:
         subject = run_dir or config.model.path or "a new model"
-        place = "" if command == "eval" else f" in {config.directory}"
+        inside = "" if command == "eval" else f" in {config.directory}"
         processes = "one process" if layout.world == 1 else f"{layout.world} processes"
-        _log.info("%s of %s%s, on %s", command, subject, place, processes)
+        _log.info("%s of %s%s, on %s", command, subject, inside, processes)
         for remark in remarks:
             _log.warning("%s", remark)
     from burnish.distributed.processes import launch
@@ -151,11 +155,12 @@ def prepare(
 ) -> tuple[RunConfig, list[str]]:
     """Refuse what cannot run on `world` processes, without torch.
 
-    Return the configuration, of a lone process with ids of the hub at commits, and remarks for people.
+    Return the configuration, with steps in place of runs and of a lone process with ids of the hub at commits, and remarks for people.
     """
     check(config, command, world)
     remarks = list(notices(config, command))
     values, record = config.model_dump(), (config.directory, config.mirror_url)
+    name_newest_steps(values, config.directory)
     pin(values, *record, ask=False)
     config = RunConfig.model_validate(values)
     require_inputs(config, command, run_dir)

@@ -38,14 +38,13 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
-from burnish.files.lease import Lease, Token
+from burnish.files.lease import LEASE, Lease, Token
 from burnish.files.storage import LocalStorage, Source
 from burnish.tracking.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from burnish.checkpoint.background import BackgroundSaver, Finished
 
-_LEASE = ".lease"
 _OWN_LEVELS = 3
 # The run's directory, that of all runs, and the one that holds it: the run may have made the former.
 _PATIENCE_SECONDS = 30.0
@@ -185,7 +184,7 @@ class Checkpoints:
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        lease, layout = self._root / _LEASE, self._layout
+        lease, layout = self._root / LEASE, self._layout
         try:
             token = None
             with agree(layout):

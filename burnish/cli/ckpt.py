@@ -50,12 +50,12 @@ from burnish.errors import (
     table,
 )
 from burnish.files.durable import Removals, move_aside, naming_failures
-from burnish.files.lease import Lease
+from burnish.files.lease import LEASE, Lease
 from burnish.files.remote import Remote
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.urls import Url, is_url
-from burnish.tracking.rundir import CHECKPOINTS
+from burnish.tracking.rundir import CHECKPOINTS, LATEST
 
 Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
@@ -102,8 +102,9 @@ def run_ckpt(arguments: Namespace) -> int:
 
 
 def place(text: str) -> PurePath:
-    """Return a local path or a URL. Raises `UsageError` if it is neither."""
-    return RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
+    """Return a local path or a URL, without a `latest` at its end. Raises `UsageError` if it is neither."""
+    path = RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
+    return path.parent if path.name == LATEST else path
 
 
 def source_of(directory: PurePath) -> Source:
@@ -164,7 +165,8 @@ def _steps_directory(path: P) -> P:
             have = "a directory" if path.is_dir() else "a file"
         else:
             problem = f"there is no {path}"
-            have = f"{near} with {few(sorted(each.name for each in near.iterdir()))}"
+            names = sorted((each.name for each in near.iterdir()), reverse=True)
+            have = f"{near} with {few(names)}"
     raise MissingError(
         problem,
         have=have,
@@ -465,7 +467,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
     root = _steps_directory(run)
     config, gone = root.parent / "config.yaml", list[Path]()
     removals = Removals(root)
-    with naming_failures(f"{root} could not be cleared"), Lease(root / ".lease"):
+    with naming_failures(f"{root} could not be cleared"), Lease(root / LEASE):
         rest = leftovers(root, _LOCAL)
         with holding_pins(root, _LOCAL) as pins:
             if config.is_file():

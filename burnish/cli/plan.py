@@ -25,6 +25,7 @@ from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.models.lora.adapter_config import with_adapter
+from burnish.train.newest_steps import name_newest_steps
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
@@ -46,6 +47,9 @@ def run_plan(arguments: Namespace) -> None:
     Raises `UsageError` if no layout fits. Settings that do not fit as they are only get a line.
     """
     config = load_config(arguments.config, arguments.overrides).config
+    values = config.model_dump()
+    name_newest_steps(values, config.directory)
+    config = RunConfig.model_validate(values)
     check_engine(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:

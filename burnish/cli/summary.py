@@ -68,7 +68,8 @@ def summary(
             ("learning rate", _learning_rate(config.optim)),
             ("length", count_text(length, "step" if config.steps else "epoch")),
         ]
-        rows += _output_rows(config.checkpoint, config.directory, config.mirror_url)
+        saved = [] if config.resume == "fresh" else committed_steps(config.directory)
+        rows += _output_rows(config.checkpoint, config.directory, config.mirror_url, saved)
     rows += [("memory", memory)] if memory else []
     return "\n".join(f"  {line}" for line in table(rows))
 
@@ -119,7 +120,7 @@ def _learning_rate(optim: OptimConfig) -> str:
 
 
 def _output_rows(
-    checkpoint: CheckpointConfig, directory: Path, mirror: str | None
+    checkpoint: CheckpointConfig, directory: Path, mirror: str | None, saved: Sequence[Path]
 ) -> Iterator[_Row]:
     interval, best = checkpoint.save_every, checkpoint.keep_best
     often = "about every 30 minutes" if interval == "auto" else f"every {interval} steps"
@@ -129,7 +130,6 @@ def _output_rows(
     parts += [f"the best {best.count} by {best.metric}"] if best.metric else []
     background = ", in the background" if checkpoint.background else ""
     yield "checkpoints", f"{', '.join(parts)} kept{background}"
-    saved = committed_steps(directory)
     yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"
     if mirror:
         count = checkpoint.mirror_keep_last

@@ -276,6 +276,13 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
             want="one of them: both say where the run is copied to",
             do="remove checkpoint.mirror, or set output_dir to a directory of this machine",
         )
+    if config.resume == "fresh" and config.mirror_url is not None:
+        yield UsageError(
+            "resume is fresh, and the mirror may hold steps of this name",
+            have=f"the mirror {config.mirror_url}",
+            want="a name that is free there",
+            do="set name=NAME, or remove resume",
+        )
     if checkpoint.mirror_keep_last and config.mirror_url is None:
         yield UsageError(
             "checkpoint.mirror_keep_last is set, and there is no mirror",

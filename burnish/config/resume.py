@@ -56,14 +56,14 @@ class RunIdentity:
         if not found:
             return
         rows = [("setting", "have", "want")]
-        rows += [(key, _cell(before), _cell(after)) for key, (before, after) in found.items()]
+        rows += [(key, *_cells(before, after)) for key, (before, after) in found.items()]
         lines = [f"{run_dir} belongs to another configuration", *table(rows)]
         raise IncompatibleError(
             "\n  ".join(lines),
             have=f"a run that differs in {', '.join(found)}",
             want="the configuration that began this run",
-            do="restore the settings above, or give this run a name of its own with name=NAME; "
-            "model.path=RUN_DIR/checkpoints/STEP/model lets it begin with what the other learned",
+            do="restore the settings above, set resume=fresh to begin anew, or name=NAME for another run; "
+            "model.path=RUN_DIR lets it begin with what the other learned",
         )
 
     def require_may_resume(self, run_dir: PurePath, steps: Sequence[str]) -> None:
@@ -73,13 +73,21 @@ class RunIdentity:
                 f"{run_dir} holds checkpoints, and resume is never",
                 have=f"{len(steps)}, the newest {steps[-1]}",
                 want="a directory without checkpoints",
-                do="set resume=auto to continue, or name=NAME to begin another run",
+                do="set resume=auto to continue, resume=fresh to begin anew, or name=NAME for another run",
             )
 
 
-def _cell(value: Any, limit: int = 40) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _cells(before: Any, after: Any, limit: int = 40) -> tuple[str, str]:
+    """Return two values as text; of long ones the part in which they begin to differ."""
+    a, b = (json.dumps(value, ensure_ascii=False) for value in (before, after))
+    same = next((at for at, pair in enumerate(zip(a, b, strict=False)) if len({*pair}) > 1), 0)
+    start = max(0, same - limit // 2) if max(len(a), len(b)) > limit else 0
+
+    def cut(text: str) -> str:
+        shown = text[start : start + limit]
+        return f"{'…' if start else ''}{shown}{'…' if start + limit < len(text) else ''}"
+
+    return cut(a), cut(b)
 
 
 def _canonical(value: Any) -> str:

@@ -555,8 +555,8 @@ class RunConfig(Section):
     """Training steps, all of one size. Default: `epochs` over the data. If you prolong a run, a decaying learning rate follows the longer schedule from then on."""
     epochs: MayChange[int] = Field(1, ge=1)
     """Passes over the data, if `steps` is not given. Each takes every prompt or example once, so the last step of an epoch may be smaller. With `algorithm.dynamic_sampling`, which takes more prompts: as many steps as full batches of the data would make."""
-    resume: MayChange[Literal["auto", "never"]] = "auto"
-    """auto: continue from the newest committed step of this run. never: refuse if there is one."""
+    resume: MayChange[Literal["auto", "never", "fresh"]] = "auto"
+    """auto: continue from the newest committed step of this run. never: refuse if there is one. fresh: rename the run's directory to NAME.1 and begin anew; a restart by torchrun or Slurm continues. A run that trained and never saved makes way for another configuration by itself."""
     model: ModelConfig = ModelConfig()
     """Which model is trained."""
     engine: EngineConfig = EngineConfig()

@@ -18,6 +18,9 @@ from typing import Any, Self
 
 from burnish.errors import BurnishError
 
+LEASE = ".lease"
+"""Its name in a run's `checkpoints/`."""
+
 _LIMIT = 4096
 _LOOK_SECONDS = 0.05
 

@@ -28,8 +28,8 @@ from burnish.files.storage import LocalStorage
 _PACKAGES = ("burnish", "torch", "transformers")
 _GIT_SECONDS = 5.0
 
-CHECKPOINTS = "checkpoints"
-"""The directory of steps, below a run's directory as below its mirror."""
+CHECKPOINTS, LATEST = "checkpoints", "latest"
+"""The directory of steps, below a run's directory as below its mirror, and the name for the newest of them."""
 RUN, START, TRAINER = "run", "start", "trainer"
 """Keys of environment.json: the run, this start of it, and the command that it belongs to."""
 
@@ -55,7 +55,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether a run has logged metrics. One that failed before has nothing to protect."""
-        return self.metrics.exists()
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Put what `environment()` found, atomically."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from itertools import count
 from pathlib import Path
 
-from burnish.checkpoint.steps import step_paths
+from burnish.checkpoint.steps import QUARANTINE, step_paths
 from burnish.config.document import recorded
-from burnish.config.resume import RunIdentity
+from burnish.config.resume import RunIdentity, difference
 from burnish.errors import MissingError, UsageError
+from burnish.files.lease import LEASE, Lease
 from burnish.files.storage import LocalStorage
 from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
+
+_log = logging.getLogger("burnish")
 
 
 def recorded_config(run_dir: Path) -> Path:
@@ -29,15 +34,38 @@ def recorded_config(run_dir: Path) -> Path:
 def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
     """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
 
-    A start that failed before it did anything leaves a directory that another configuration may take.
+    One that makes way (`make_way`) is not refused, nor one that a start left which failed before it did anything.
     """
     steps = [path.name for path in committed_steps(directory.root)]
-    if steps or directory.begun:
-        found = directory.read_environment().get(TRAINER, run.trainer)
-        run.require_trainer(directory.root, found)
+    if (steps or directory.begun) and not _may_make_way(directory, run):
+        run.require_trainer(directory.root, directory.read_environment().get(TRAINER, run.trainer))
         if directory.config.exists():
             run.require_same(directory.root, recorded(directory.config))
     run.require_may_resume(directory.root, steps)
+
+
+def make_way(directory: RunDirectory, run: RunIdentity) -> None:
+    """Rename a directory in which another configuration has trained and saved nothing, or any if `resume` is fresh.
+
+    Raises `BurnishError` if a run is using it. Call it in one process, before the run begins.
+    """
+    if not directory.begun or not _may_make_way(directory, run):
+        return
+    is_its = directory.read_environment().get(TRAINER) == run.trainer and directory.config.exists()
+    is_same = is_its and not difference(recorded(directory.config), run.config)
+    if is_same and run.config.resume != "fresh":
+        return
+    with Lease(directory.checkpoints / LEASE):
+        others = (directory.root.with_name(f"{directory.root.name}.{n}") for n in count(1))
+        aside = next(path for path in others if not path.exists())
+        directory.root.rename(aside)
+    _log.warning("%s is now %s, and the run begins anew", directory.root, aside)
+
+
+def _may_make_way(directory: RunDirectory, run: RunIdentity) -> bool:
+    """Whether nothing of the directory has to be kept where it is. What was saved may be on a mirror, or damaged."""
+    saved = committed_steps(directory.root) or (directory.checkpoints / QUARANTINE).exists()
+    return run.config.mirror_url is None and (run.config.resume == "fresh" or not saved)
 
 
 def committed_steps(directory: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from burnish.checkpoint.steps import step_number
 from burnish.config.constraints import Command
 from burnish.config.schema import (
     CriticConfig,
@@ -226,7 +227,9 @@ def _neighbours(path: Path) -> str:
     if path.exists():
         return "a directory without data" if path.is_dir() else "a file"
     if not path.parent.is_dir():
-        return f"no directory {path.parent}"
+        above = next((each for each in path.parents if each.is_dir()), Path())
+        steps = [each.name for each in above.iterdir() if step_number(each.name) is not None]
+        return f"no directory {path.parent}" + (f"; the newest is {max(steps)}" if steps else "")
     names = sorted(each.name for each in path.parent.iterdir())
     near = names if len(names) <= 5 else get_close_matches(path.name, names, n=3)
     return f"{path.parent} with {', '.join(near) if near else f'{len(names)} other entries'}"

@@ -32,7 +32,7 @@ from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
-from burnish.files.lease import Lease
+from burnish.files.lease import LEASE, Lease
 from burnish.files.safetensors import read_header, weight_files, weight_map
 from burnish.files.storage import LocalStorage
 
@@ -100,7 +100,7 @@ def save_foreign(
     require_outside_steps(root, storage)
     with naming_failures(f"{root} cannot be used"):
         make_dirs_durably(storage, root, above=3)
-    with naming_failures(f"{root} cannot be used"), Lease(root / ".lease") as lease:
+    with naming_failures(f"{root} cannot be used"), Lease(root / LEASE) as lease:
         check_new(root, step, storage)
         scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
         try:
