@@ -1,7 +1,8 @@
-"""A service on loopback that answers as the Hugging Face Hub does: repositories, revisions, trees, files, LFS."""
+"""A service on loopback that answers as the Hugging Face Hub does: repositories, revisions, trees, files, LFS, commits."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import json
@@ -39,6 +40,10 @@ class HubServer(ThreadingHTTPServer):
         """A repository whose files are refused."""
         self.private = ""
         """A repository that only `TOKEN` sees."""
+        self.visible: dict[str, str] = {}
+        """Of repositories that were made here: private or public."""
+        self.messages: list[str] = []
+        """Of the commits that were sent."""
         self.failures = 0
         """How many requests fail with 503."""
         self.cuts = 0
@@ -104,6 +109,61 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        path, body = self.path.partition("?")[0].strip("/"), self._body()
+        self.server.asked.append((self.command, path))
+        if path == "api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._answer(401)
+        if path == "api/repos/create":
+            made = json.loads(body)
+            key = f"models/{made['organization']}/{made['name']}"
+            self.server.visible[key] = made.get("visibility", "public")
+            status = 409 if key in self.server.repositories else 200
+            self.server.repositories.setdefault(key, {})
+            return self._json({"url": f"{self.server.url}/{key.partition('/')[2]}"}, status)
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for each in objects:
+                href = f"{self.server.url}/lfs/{each['oid']}"
+                each["actions"] = {"upload": {"href": href}}
+            return self._json({"transfer": "basic", "objects": objects})
+        key, verb = "/".join(path.split("/")[1:4]), path.split("/")[4]
+        if verb == "preupload":
+            files = json.loads(body)["files"]
+            for each in files:
+                large = each["path"].endswith(_LARGE)
+                each |= {"uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            return self._json({"files": files})
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                data = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                data = self.server.blobs[value["oid"]]
+            else:
+                self.server.messages.append(value["summary"])
+                continue
+            self.server.repositories[key][value["path"]] = data
+        commit, repo = self.server.commit(key), key.partition("/")[2]
+        address = f"{self.server.url}/{repo}/commit/{commit}"
+        return self._json({"commitUrl": address, "commitOid": commit})
+
+    def do_PUT(self) -> None:
+        self.server.blobs[self.path.rpartition("/")[2]] = self._body()
+        self._answer(200)
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        pieces = []
+        while size := int(self.rfile.readline(), 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
     def _file(self, name: str, data: bytes | None, commit: str) -> None:
         if data is None:
             return self._refuse(404, "EntryNotFound")
@@ -135,8 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return self._answer(206 if start else 200, data[start:], headers)
 
-    def _json(self, value: object) -> None:
-        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: object, status: int = 200) -> None:
+        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _refuse(self, status: int, code: str) -> None:
         self._answer(status, b"", {"X-Error-Code": code})

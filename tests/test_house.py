@@ -42,6 +42,7 @@ OPTIONAL = (
     "burnish.train.evaluate",
     "burnish.files.hub",
     "burnish.train.commits",
+    "burnish.train.model_card",
     "burnish.data.splits",
     "burnish.train.localize",
     "burnish.train.out_of_memory",

@@ -111,6 +111,11 @@ _COMMANDS = {
         "STEP DIRECTORY --json --dtype --shard-gb --role --merged --base",
         "Write a plain Hugging Face directory.",
     ),
+    "ckpt push": (
+        "ckpt_push:push_step",
+        "STEP ORG/NAME --json --role --public",
+        "Send a step's model to the Hugging Face Hub.",
+    ),
     "ckpt import": (
         "ckpt_tensors:import_weights",
         "SOURCE RUN_DIR --json --step --assets --unsafe-pickle --without-sandbox",
@@ -170,6 +175,7 @@ _POSITIONAL = {
     "STEP_DIR": ("path", _argument("RUN/checkpoints/step-N", type=Path)),
     "A": ("path", _argument(f"{_STEP}, or a Hugging Face directory", type=_place)),
     "B": ("other", _argument("the same", type=_place)),
+    "ORG/NAME": ("repo", _argument("a model on the Hugging Face Hub; is made if needed")),
     "DIRECTORY": ("target", _argument("is made", type=Path)),
     "SOURCE": (
         "path",
@@ -200,6 +206,7 @@ _OPTIONS = {
     "--dtype": _argument("of the weights", choices=("bf16", "fp16", "fp32"), default="bf16"),
     "--shard-gb": _argument("size of a file", type=float, default=5.0, metavar="GB"),
     "--role": _argument("a further model of the run, as critic; its own if not given", default=""),
+    "--public": _flag("let everybody see a repository that is made; without, only its owner"),
     "--merged": _flag(
         "of a run with model.lora: the model with the adapter merged in; without, the adapter"
     ),

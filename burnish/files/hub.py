@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
 from burnish.files.remote import RetryPolicy, retry
@@ -161,40 +161,61 @@ class HubPlace:
 
     def _snapshot(self, patterns: Sequence[str], *, shown: bool) -> Path:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils.tqdm import tqdm
 
-        bars: dict[str, Any] = {}
-        if not (shown and sys.stderr.isatty()):
-            bars = {"tqdm_class": type("NoBar", (tqdm,), {"__init__": _disabled(tqdm)})}
         place = self.at_commit()
-        return Path(
-            self._call(
-                lambda: snapshot_download(
-                    self.repo,
-                    repo_type=self.kind,
-                    revision=place.revision,
-                    allow_patterns=list(patterns),
-                    **bars,
-                )
-            )
+        found = place._call(
+            lambda: snapshot_download(
+                self.repo,
+                repo_type=self.kind,
+                revision=place.revision,
+                allow_patterns=list(patterns),
+            ),
+            shown=shown,
         )
+        return Path(found)
 
-    def _call(self, call: Callable[[], T]) -> T:
-        """Call the hub; try again what may pass, and explain what does not."""
-        with _explained(self), _quiet():
+    def _call(self, call: Callable[[], T], *, shown: bool = False) -> T:
+        """Call the hub; try again what may pass, and explain what does not. Bars are `shown` on a terminal."""
+        with _explained(self), _quiet(bars=shown and sys.stderr.isatty()):
             return retry(lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY)
+
+
+def push(folder: Path, repo: str, message: str, *, private: bool) -> str:
+    """Send a directory's files to a model's repository, which is made if needed; return the address of the commit.
+
+    Raises `UsageError` for a name that is no id, and without the right to write there.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    match = _ID.fullmatch(repo)
+    if match is None or match["revision"] or match["part"]:
+        raise UsageError(f"{repo!r} names no repository", want="OWNER/NAME", do="correct the name")
+    api = HfApi()
+    try:
+        with _quiet(bars=sys.stderr.isatty()):
+            api.create_repo(repo, private=private, exist_ok=True)
+            sent = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except errors.OfflineModeIsEnabled as error:
+        raise UsageError(
+            f"nothing can be sent to {repo}", have="HF_HUB_OFFLINE", do="unset HF_HUB_OFFLINE"
+        ) from error
+    except (OSError, _transport()) as error:
+        if _status(error) in (401, 403):
+            raise UsageError(
+                f"{repo} may not be written",
+                have=f"{_status(error)} from {constants.ENDPOINT}",
+                want=f"a token that may write there, as {repo.partition('/')[0]}",
+                do="run hf auth login, or set HF_TOKEN",
+            ) from error
+        raise BurnishError(
+            f"{folder} could not be sent to {repo}", have=_reason(error), do="start again"
+        ) from error
+    return str(sent.commit_url)
 
 
 def is_elsewhere(value: object, kind: Kind = "model") -> bool:
     """Return whether a setting names a place that is not on this machine: a URL, or an id of the hub."""
     return isinstance(value, str) and (is_url(value) or HubPlace.of(value, kind) is not None)
-
-
-def _disabled(bar: Any) -> Callable[..., None]:
-    def start(self: Any, *args: Any, **options: Any) -> None:
-        bar.__init__(self, *args, **{**options, "disable": True})
-
-    return start
 
 
 def _literal(name: str) -> str:
@@ -255,16 +276,26 @@ def _may_pass(error: Exception) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence log lines of huggingface_hub; its errors say the same."""
-    from huggingface_hub.utils import logging as their
+def _quiet(*, bars: bool) -> Iterator[None]:
+    """Silence log lines of huggingface_hub, whose errors say the same, and its bars unless they are wanted."""
+    from huggingface_hub.utils import logging as lines
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
-    level = their.get_verbosity()
-    their.set_verbosity(logging.ERROR)
+    level = lines.get_verbosity()
+    hide = not bars and not are_progress_bars_disabled()
+    lines.set_verbosity(logging.ERROR)
+    if hide:
+        disable_progress_bars()
     try:
         yield
     finally:
-        their.set_verbosity(level)
+        lines.set_verbosity(level)
+        if hide:
+            enable_progress_bars()
 
 
 @contextmanager

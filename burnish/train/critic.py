@@ -42,6 +42,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
         base=source,
         adapter=None,
         flops=count_flops(hf_config),
+        card="",
     )
 
 

@@ -50,7 +50,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
     with open_run(config, "rl", layout, device) as session, RewardPool(local.reward) as pool:
         spans, progress = session.spans, session.progress
         with progress.phase("setup", 4) as bar:
-            foundation = lay_foundation(local, layout, device, given=config.model)
+            cards = import_module("burnish.train.model_card")
+            card = cards.model_card("rl", config.model, config.data, config.model_dump())
+            foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
             dataset = prompts(local.data.train, "data.train")

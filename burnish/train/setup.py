@@ -65,6 +65,8 @@ class Foundation:
     layout: Layout
     """The processes; how a model is cut among them is in its engine's layout."""
     device: torch.device
+    card: str = ""
+    """The README.md of the trained model; "" for none."""
 
     @property
     def costs(self) -> ModelFlops:
@@ -88,6 +90,8 @@ class Foundation:
             adapter_config = import_module("burnish.models.lora.adapter_config")
             adapter_config.save_adapter_config(self.adapter, directory)
             self.tokenizer.save_pretrained(directory)
+        if self.card:
+            (directory / "README.md").write_text(self.card, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,12 @@ def lay_foundation(
     device: torch.device | None = None,
     *,
     given: ModelConfig | None = None,
+    card: str = "",
 ) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
     `given` is `config.model` before copies replaced its URLs and ids. Without a layout and a device it is for one process and a CPU.
+    `card` goes into the directory of the trained model.
     """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
@@ -164,6 +170,7 @@ def lay_foundation(
         count_flops(hf_config),
         layout,
         device,
+        card,
     )
 
 

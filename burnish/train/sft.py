@@ -32,7 +32,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
-            foundation = lay_foundation(local, layout, device, given=config.model)
+            cards = import_module("burnish.train.model_card")
+            card = cards.model_card("sft", config.model, config.data, config.model_dump())
+            foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             dataset = example_dataset(
                 foundation, local.data.train, "data.train", progress=session.progress

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hub_server import HubServer, hub_variables, running_hub
 from tiny import tiny_model
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
@@ -147,3 +148,17 @@ def test_settings_are_checked_without_the_hub(hub: HubServer, work: Path) -> Non
         assert values["model"]["path"] == "me/tiny"
         pin(values, work / "none")
         assert values["model"]["path"] == f"me/tiny@{hub.commit('models/me/tiny')}"
+
+
+def test_a_card_names_model_and_data_of_the_hub(hub: HubServer, work: Path) -> None:
+    call(hub, work, "sft", "sft.yaml", "model.lora.rank=2")
+    (model,) = work.glob("runs/run/checkpoints/*/model")
+    card = yaml.safe_load((model / "README.md").read_text().split("---\n")[1])
+    assert card["base_model"] == "me/tiny"
+    assert card["datasets"] == ["me/sums"]
+    assert card["library_name"] == "peft"
+    adapter = json.loads((model / "adapter_config.json").read_text())
+    commit = hub.commit("models/me/tiny")
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("me/tiny", commit)
+    call(hub, work, "ckpt", "export", "runs/run", "whole", "--merged", HF_HUB_OFFLINE="1")
+    assert (work / "whole/config.json").is_file()

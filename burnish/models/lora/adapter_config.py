@@ -14,6 +14,7 @@ from typing import Any
 
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, UsageError, install
+from burnish.files.hub import HubPlace
 from burnish.files.safetensors import ADAPTER_CONFIG, ADAPTER_PREFIX, model_digest
 from burnish.files.strict_json import parse_json
 
@@ -112,6 +113,8 @@ def save_adapter_config(record: Mapping[str, Any], directory: Path) -> None:
     lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
     values = peft_config(lora, record["targets"]).to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
+    if base := HubPlace.of(record["base"], "model"):
+        values |= {_BASE_PATH: base.repo, "revision": base.revision or None}
     values["target_modules"] = sorted(values["target_modules"])  # a set, which JSON has not
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2, sort_keys=True)
