@@ -12,6 +12,7 @@ from typing import Any
 
 from burnish import __version__
 from burnish.errors import UsageError, together
+from burnish.functions import did_you_mean
 
 HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
@@ -305,4 +306,6 @@ def _unknown_option(option: str, arguments: Namespace) -> UsageError:
         want, do = "--dry-run", f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:
         want, do = suggestion(key)
+        known = [each for each in _OPTIONS if hasattr(arguments, each[2:].replace("-", "_"))]
+        do = (do.startswith("see") and did_you_mean(option.partition("=")[0], known)) or do
     return UsageError(f"there is no option {option}", have=option, want=want, do=do)

@@ -88,7 +88,7 @@ def suggestion(name: str, value: Any = None) -> tuple[str, str]:
         if text := foreign.absent.get(end):
             return f"nothing in its place: {text}", "leave it out"
         if "." in end and end in known:
-            return "a known key", f"did you mean {end}?"
+            return "a known key", write or f"did you mean {end}?"
     namesakes = [key for key in known if key.rpartition(".")[2] == name]
     if len(namesakes) > 1 and name not in known:
         return "a known key", f"did you mean {' or '.join(namesakes)}?"

@@ -26,12 +26,22 @@ from burnish.config.schema import (
 from burnish.data.columns import READERS, is_data
 from burnish.data.splits import split_files
 from burnish.distributed.environment import place_of
-from burnish.errors import BurnishError, MissingError, few, install, of_setting, together
+from burnish.errors import (
+    BurnishError,
+    MissingError,
+    UsageError,
+    few,
+    install,
+    of_setting,
+    together,
+)
 from burnish.files.cache import select
 from burnish.files.hub import FORMS, HubPlace, Kind
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
+from burnish.functions import did_you_mean
+from burnish.rewards.signature import BUILTINS
 
 _CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -198,6 +208,13 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
             yield from _package("math_verify", setting, want, f"{do}, or name another function")
         if colon and module.endswith(".py"):
             yield from _file(module, setting)
+        elif not colon and reward.function not in BUILTINS:
+            yield UsageError(
+                f"{setting}: {reward.function!r} names no function",
+                have=reward.function,
+                want=", ".join(["file.py:function", "module:function", *BUILTINS]),
+                do=did_you_mean(reward.function, BUILTINS) or f"correct {setting}",
+            )
         elif colon and not _importable(module.partition(".")[0]):
             yield MissingError(
                 f"{setting}: there is no module {module}",
