@@ -8,9 +8,11 @@ columns are read again as JSON texts, and parsed per row.
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,9 +51,9 @@ class Rows:
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
     """The files of the rows, in order."""
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...]
     """The columns that hold JSON texts."""
-    digest: str = ""
+    digest: str
     """Of the content of the files."""
 
     def __len__(self) -> int:
@@ -120,8 +122,7 @@ def load_rows(
     """Read files, directories and glob patterns in the given order, each sorted by name.
 
     A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same
-    columns. `setting` names the configuration key in messages. The Arrow files belong to the
-    content and the state of the files, not to their names and times.
+    columns. `setting` names the configuration key in messages.
 
     Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, for
     mixed or unknown kinds of file, and for a file that changes meanwhile. Names file and line of a
@@ -139,7 +140,6 @@ def load_rows(
     names = tuple(str(file) for file in files)
     try:
         states = _states(files)
-        digest = _content(files, progress)
         is_blank = all(map(_is_blank, files))
     except OSError as error:
         problem = f"{setting}: {_listed(names)} cannot be read"
@@ -147,8 +147,9 @@ def load_rows(
     if is_blank:
         raise _empty(names, setting)
     try:
-        with progress.phase("converting"):
-            table = _read(kind, names, xxhash.xxh3_128_hexdigest(repr((digest, states)).encode()))
+        table, digest = _read(
+            kind, files, xxhash.xxh3_128_hexdigest(repr(states).encode()), progress
+        )
     except (datasets.exceptions.DatasetGenerationError, ValueError, RecursionError) as error:
         raise _explained(error, kind, files, setting) from error
     except OSError as error:
@@ -161,7 +162,9 @@ def load_rows(
         raise _empty(names, setting)
     texts = [n for n, f in table.features.items() if _is_changed(f)] if kind == "json" else []
     if texts:
-        table = _with_json_texts(table, files, texts)
+        with progress.phase("parsing"):
+            table = _with_json_texts(table, files, texts)
+        digest = f"{digest} {states}"
     if _states(files) != states:
         raise UsageError(
             f"{setting}: {_listed(names)} changed while it was read",
@@ -172,25 +175,26 @@ def load_rows(
 
 
 def _states(files: Sequence[Path]) -> list[tuple[int, ...]]:
-    """Return what differs after any change of a file; `cp -p` and `rsync -t` keep only its mtime."""
+    """Return what differs after any change of a file; `cp -p` and `rsync -t` keep the mtime alone."""
     found = map(os.stat, files)
     return [(each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino) for each in found]
 
 
 def _content(files: Sequence[Path], progress: Progress) -> str:
-    total = sum(file.stat().st_size for file in files) / _MEGA
-    whole = xxhash.xxh3_128()
-    with progress.phase("reading", total) as bar:
+    """Return a digest of Arrow files."""
+    digest = xxhash.xxh3_128()
+    with progress.phase("reading", sum(file.stat().st_size for file in files) / _MEGA) as bar:
         for file in files:
-            digest = xxhash.xxh3_128()
-            with file.open("rb") as stream:
-                while chunk := stream.read(_CHUNK):
-                    if _DEEP in chunk and READERS[file.suffix] == "json":
-                        _require_readable(file)
-                    digest.update(chunk)
-                    bar.advance(len(chunk) / _MEGA)
-            whole.update(digest.digest())
-    return whole.hexdigest()
+            for chunk in _chunks(file):
+                digest.update(chunk)
+                bar.advance(len(chunk) / _MEGA)
+    return digest.hexdigest()
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            yield chunk
 
 
 def _matches(path: str, setting: str) -> list[Path]:
@@ -262,16 +266,35 @@ def _kind(files: Sequence[Path], setting: str) -> str:
     return readers.pop()
 
 
-def _read(kind: str, names: Sequence[str], key: str) -> Any:
-    """Return the files' `datasets.Dataset`. `datasets` itself would know them by path and mtime."""
-    named = {"data_files": {"train": [glob.escape(name) for name in names]}, "hash": key}
+def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tuple[Any, str]:
+    """Return the files' `datasets.Dataset`, and a digest of its content.
+
+    `datasets` itself would know the files by path and mtime. It does not look at its Arrow files
+    again, of which a power failure may leave zeros. So their digest lies beside them.
+    """
+    named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
     with _quiet_datasets():
         if kind == "parquet":
             builder: Any = Parquet(**named, batch_size=_PARQUET_ROWS)
         else:
             builder = Json(**named, **_JSON_OPTIONS)
-        builder.download_and_prepare()
-        return builder.as_dataset(split="train")
+        directory = Path(builder.cache_dir)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with directory.with_suffix(".digest").open("a+") as seal:
+            fcntl.flock(seal, fcntl.LOCK_EX)
+            seal.seek(0)
+            digest = seal.read()
+            if digest != _content(sorted(directory.glob("*.arrow")), progress):
+                shutil.rmtree(directory, ignore_errors=True)
+                seal.truncate(0)
+                for file in files if kind == "json" else ():
+                    if any(_DEEP in chunk for chunk in _chunks(file)):
+                        _require_readable(file)
+                with progress.phase("converting"):
+                    builder.download_and_prepare()
+                digest = _content(sorted(directory.glob("*.arrow")), progress)
+                seal.write(digest)
+        return builder.as_dataset(split="train"), digest
 
 
 @contextmanager

@@ -3,6 +3,7 @@ import logging
 import os
 import socket
 import sys
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -109,6 +110,20 @@ def test_a_file_that_changes_while_it_is_read_is_refused(write, monkeypatch):
         load_rows([path])
     monkeypatch.undo()
     assert load_rows([path])[0] == {"x": 2}
+
+
+def test_damaged_arrow_files_are_made_again(write):
+    path = write("a.jsonl", "".join(f'{{"x": "{number:0100}"}}\n' for number in range(100)))
+    first = load_rows([path])
+    content = first.span(0, 100)
+    (entry,) = first.table.cache_files
+    sound = Path(entry["filename"]).read_bytes()
+    for damaged in (b"", sound[: len(sound) // 2], sound[:9000] + bytes(len(sound) - 9000)):
+        Path(entry["filename"]).unlink()  # `first` may still be read
+        Path(entry["filename"]).write_bytes(damaged)
+        again = load_rows([path])
+        assert again.span(0, 100) == content
+        assert again.digest == first.digest
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
