@@ -21,6 +21,8 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish sft   [CONFIG] [key=value ...]          learn from examples
   burnish rl    [CONFIG] [key=value ...]          learn from a reward
   burnish eval  [CONFIG|RUN_DIR] [key=value ...]  measure on held-out data
+  burnish chat  MODEL|RUN [key=value ...]         ask a model in the terminal
+  burnish runs  [DIR] | compare A B               list runs, or show two beside each other
   burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
   burnish check [CONFIG] [--processes N]          compare a layout with one plain process
   burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
@@ -56,6 +58,16 @@ _COMMANDS = {
     "sft": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from examples."),
     "rl": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from a reward."),
     "eval": ("run:run", "CONFIG|RUN_DIR key=value --dry-run --json", "Measure on held-out data."),
+    "chat": (
+        "chat:chat",
+        "MODEL|RUN key=value",
+        "Ask a model in the terminal; /reset begins a new conversation. Answers each line of standard input.",
+    ),
+    "runs": (
+        "runs:runs",
+        "RUNS --json",
+        "List the runs in a directory, or with compare A B show the settings and curves of two beside each other.",
+    ),
     "plan": (
         "plan:run_plan",
         "CONFIG key=value --devices --device-memory --device-tflops --json",
@@ -169,6 +181,13 @@ _POSITIONAL = {
     "MODEL": ("model", _argument("a directory, or an id of the Hugging Face Hub", nargs="?")),
     "DATA": ("data", _argument("a file, a directory, or an id of the Hugging Face Hub", nargs="?")),
     "SHELL": ("shell", _argument("bash, zsh or fish", choices=("bash", "zsh", "fish"))),
+    "MODEL|RUN": (
+        "config",
+        _argument(
+            "a Hugging Face directory or id, or the directory of a run, or of a step", nargs="?"
+        ),
+    ),
+    "RUNS": ("given", _argument("[DIR], by default runs, or compare A B", nargs="*")),
     "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
     "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
     "RUN_DIR": ("run", _argument("as runs/my-run", type=Path)),

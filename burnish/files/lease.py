@@ -52,6 +52,16 @@ class Token:
             )
 
 
+def is_held(path: Path) -> bool:
+    """Return whether somebody holds the lease at `path`."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 class Lease:
     """Exclusive use of a directory inside the block.
 

@@ -13,7 +13,7 @@ from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 from burnish.train.commits import hub_entries
 
 
-def name_newest_steps(values: Mapping[str, Any], run_dir: Path) -> None:
+def name_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> None:
     """Put a step's model into a configuration's values wherever a run's directory, `latest` or a step stands for it.
 
     The run in `run_dir` keeps the steps that it began with. Raises `MissingError` for a run without a committed step.
@@ -23,9 +23,9 @@ def name_newest_steps(values: Mapping[str, Any], run_dir: Path) -> None:
         for number, (section, key, kind, _) in enumerate(hub_entries(values))
         if kind == "model" and section[key] and (root := _steps_root(section[key]))
     ]
-    record, began = RunDirectory(run_dir).config, dict[int, str]()
-    if runs and record.is_file():
-        entries = hub_entries(recorded(record).model_dump())
+    began: dict[int, str] = {}
+    if runs and run_dir and RunDirectory(run_dir).config.is_file():
+        entries = hub_entries(recorded(RunDirectory(run_dir).config).model_dump())
         began = {number: str(section[key]) for number, (section, key, *_) in enumerate(entries)}
     for number, section, key, root in runs:
         before = began.get(number, "")

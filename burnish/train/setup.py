@@ -291,6 +291,24 @@ def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
     return engine
 
 
+def make_generator(foundation: Foundation) -> BuiltinGenerator:
+    """Make the generator, without weights."""
+    config = foundation.config
+    model = InferenceModel(
+        foundation.hf_config,
+        device=foundation.device,
+        dtype=compute_dtype(config.engine),
+        lora=config.model.adapter_beside,
+    )
+    return BuiltinGenerator(
+        model,
+        layout=foundation.layout,
+        slots=config.rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=foundation.tokenizer.decode,
+    )
+
+
 def make_collector(
     foundation: Foundation,
     pool: RewardPool,
@@ -299,24 +317,11 @@ def make_collector(
     judge: Judge,
 ) -> Collector:
     """Make the generator, without weights, and the rewards."""
-    config, tokenizer = foundation.config, foundation.tokenizer
-    model = InferenceModel(
-        foundation.hf_config,
-        device=foundation.device,
-        dtype=compute_dtype(config.engine),
-        lora=config.model.adapter_beside,
-    )
-    generator = BuiltinGenerator(
-        model,
-        layout=foundation.layout,
-        slots=config.rollout.slots,
-        eos_token_ids=foundation.eos_token_ids,
-        decode=tokenizer.decode,
-    )
+    generator, tokenizer = make_generator(foundation), foundation.tokenizer
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    complaints = Complaints(config.reward.max_failed_rounds)
+    complaints = Complaints(foundation.config.reward.max_failed_rounds)
     layout = foundation.layout
     return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)

@@ -1,0 +1,91 @@
+"""`burnish chat`: ask a model in the terminal. Answers come whole, because the generator tells of no single tokens."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from burnish.checkpoint.load import CheckpointSource
+from burnish.cli.output import print_text
+from burnish.config.load import load_config
+from burnish.config.schema import DataConfig, RunConfig
+from burnish.data.chat import ChatEncoder
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch
+from burnish.records import Request
+from burnish.rollout.base import Generator
+from burnish.tracking.progress import Progress
+from burnish.tracking.rundir import RunDirectory
+from burnish.train.collect import sampling
+from burnish.train.evaluate import newest_model
+from burnish.train.intact import Intact
+from burnish.train.localize import local_inputs
+from burnish.train.newest_steps import name_newest_steps
+from burnish.train.setup import Foundation, lay_foundation, load_frozen, make_generator
+
+
+def chat(given: Namespace) -> None:
+    """Answer each line of standard input with the model, or the newest model of a run, until it ends; `/reset` begins anew."""
+    place, step = given.config, None
+    file = RunDirectory(Path(place or "")).config
+    if place and file.is_file():
+        config = load_config(file, given.overrides).config
+        model, step = newest_model(file.parent, config.model)
+    else:
+        named = [f"model.path={place}"] if place else []
+        config = load_config(None, [*named, *given.overrides]).config
+        values = config.model_dump()
+        name_newest_steps(values)
+        model = RunConfig.model_validate(values).model
+    data = DataConfig(chat_template_kwargs=config.data.chat_template_kwargs)
+    asked = RunConfig(model=model, data=data, engine=config.engine, rollout=config.rollout)
+
+    def talk(layout: Layout, device: torch.device) -> None:
+        foundation = lay_foundation(local_inputs(asked, layout)[1], layout, device)
+        Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
+        if step is not None:
+            foundation = replace(foundation, source=CheckpointSource(step, layout))
+        generator = make_generator(foundation)
+        generator.load_weights(load_frozen(foundation).published(), version=0)
+        _converse(foundation, generator)
+
+    launch(talk, config.distributed)
+
+
+def _converse(foundation: Foundation, generator: Generator) -> None:
+    tokenizer, config = foundation.tokenizer, foundation.config
+    encoder = ChatEncoder(tokenizer, config.data.chat_template_kwargs)
+    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
+    messages: list[dict[str, str]] = []
+    for turn, line in enumerate(_lines()):
+        if line == "/reset":
+            messages = []
+            continue
+        messages.append({"role": "user", "content": line})
+        text = "".join(each["content"] for each in messages)
+        if tokenizer.chat_template:
+            text = encoder.prompt(messages, "the conversation")
+        [ids] = encoder.ids([text], special=not tokenizer.chat_template)
+        how = sampling(config.rollout, config.rollout, config.seed, turn)
+        if positions is not None:
+            how = replace(how, max_tokens=max(1, min(how.max_tokens, positions - len(ids))))
+        [[completion]] = generator.generate([Request(turn, np.array(ids), 1)], how)
+        answer = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        print_text(answer)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
