@@ -61,9 +61,11 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
         )
     _json_object(directory / "config.json", "model.path")
     try:
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
+        has_value_head(found)  # reads the names of its architectures
+        return found
     except Exception as error:  # an unknown model_type, code without consent, and any wrong value
         raise UsageError(
             f"{directory / 'config.json'} is not a configuration that transformers takes",
@@ -140,7 +142,9 @@ def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
     origin = hf_config.name_or_path
     if origin and (Path(origin) / "generation_config.json").is_file():
         try:
-            return GenerationConfig.from_pretrained(origin)
+            found = GenerationConfig.from_pretrained(origin)
+            torch.tensor(found.eos_token_id or [], dtype=torch.int64)  # one number, or several
+            return found
         except Exception as error:
             raise UsageError(
                 f"{origin}/generation_config.json is not one that transformers takes",
@@ -181,7 +185,7 @@ def _json_object(path: Path, setting: str) -> dict[str, Any]:
     """Return the content of the JSON file that a setting names. Raises `UsageError` if it is no object."""
     try:
         values = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is not JSON", have=error, do=f"correct the file that {setting} names"
         ) from error

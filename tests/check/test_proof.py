@@ -11,15 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_engines import ENGINES
+from ranks import run_ranks
 from tiny import FAMILIES, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
 from burnish.check import proof
-from burnish.errors import IncompatibleError, UsageError
+from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.engines.factory import make_engine
+from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models import scorer
 from burnish.models.logprobs import LogitTransform
-from burnish.rollout.builtin import generator
+from burnish.rollout.builtin import decoding, generator
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -454,3 +461,47 @@ def test_values_of_which_no_model_can_be_built_are_refused(fields: dict[str, Any
         setattr(config, name, value)
     with pytest.raises(UsageError):
         prove(config)
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_latent_attention_is_generated_right_from_both_caches(
+    has_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "has_matrix_units", lambda _: has_units)
+    prove(AutoConfig.for_model("deepseek_v3"))
+
+
+def prove_ranks(
+    layout: Layout, family: str, engine: EngineConfig, fault: str, cache: Path
+) -> tuple[str, bool]:
+    """What a rank is told of a layout, and whether that is remembered."""
+    config = tiny_config(family)
+    made = make_engine(config, engine, OptimConfig(), layout=layout, device=CPU)
+
+    def faulty(*settings: Any, beside: Engine, **options: Any) -> Engine:
+        return ENGINES[fault](*settings, **options)
+
+    told = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(cache))
+        if fault:
+            patch.setattr(proof, "make_engine", faulty)
+        try:
+            proof.prove_layout(made, config, engine, None, CPU)
+        except BurnishError as error:
+            told = str(error)
+        gather_objects(None, layout)  # now the file is there
+        patch.setattr(proof, "compared", None)  # is not called again
+        try:
+            proof.prove_layout(made, config, engine, None, CPU)
+        except TypeError:
+            return told, False
+    return told, True
+
+
+def test_layouts_are_proven_once_and_faults_of_theirs_found(tmp_path: Path) -> None:
+    tensor, whole = EngineConfig(tensor_parallel=2), EngineConfig()
+    assert run_ranks(prove_ranks, 2, "qwen3", tensor, "", tmp_path) == [("", True)] * 2
+    for told, is_remembered in run_ranks(prove_ranks, 2, "llama", whole, "Averaging", tmp_path):
+        assert "gradient norm" in told
+        assert not is_remembered

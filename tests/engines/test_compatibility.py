@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -13,7 +14,10 @@ from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.torch.parallelize import require_fitting
-from burnish.errors import UsageError
+from burnish.engines.torch.tensor_parallel import share_matrices
+from burnish.errors import IncompatibleError, UsageError
+from burnish.models.meta_init import build_on_meta
+from burnish.models.scorer import Scorer
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
@@ -65,3 +69,13 @@ def test_experts_may_have_a_width_for_each_layer(widths: list[int], fits: bool) 
     )
     with contextlib.nullcontext() if fits else pytest.raises(UsageError):
         require_fitting(config, EngineConfig(precision="bf16"))
+
+
+def test_norms_with_a_row_for_each_head_are_not_cut() -> None:
+    config = AutoConfig.for_model(
+        "cohere", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, use_qk_norm=True,
+    )  # fmt: skip
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    with pytest.raises(IncompatibleError, match="norm"):
+        share_matrices(Scorer(build_on_meta(config)), group)

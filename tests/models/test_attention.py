@@ -68,3 +68,9 @@ def test_a_layer_that_is_not_told_of_packing_is_refused():
     query = torch.randn(1, 2, 5, 16)
     with pytest.raises(IncompatibleError):
         attention_forward(Layer(), query, query, query, None)
+
+
+def test_one_sequence_that_is_longer_than_the_window_gives_contiguous_output():
+    """As every interface of transformers does, so that a model may view it (afmoe)."""
+    parts = [torch.randn(1, 2, 20, 16) for _ in range(3)]
+    assert PackedLayout.of([20], CPU).attend(0, parts, 0.25, 8).is_contiguous()

@@ -23,7 +23,7 @@ from burnish.distributed.tensor_collectives import gather_rows, scatter_sums
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.logprobs import VocabularyPart
 from burnish.models.lora.adapter_config import plain_names
-from burnish.models.names import Cut
+from burnish.models.names import Cut, is_matrix
 from burnish.models.scorer import Scorer
 
 _STYLES: Mapping[str, tuple[int, int]] = {
@@ -99,7 +99,8 @@ def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collec
             continue
         inside = match[0] in blocks
         is_factor = bool(names[name][1])
-        if inside and (parameter.shape[-2] != hidden or is_factor):
+        by_head = not is_matrix(name, parameter.ndim)  # a norm with a row for each head
+        if inside and not by_head and (parameter.shape[-2] != hidden or is_factor):
             continue
         if inside or match[0].rsplit(".", 2)[0] in lists:
             raise IncompatibleError(

@@ -80,7 +80,8 @@ class Adapter:
     ) -> None:
         """Add an undefined fp32 adapter on the model's device; the model's own weights get `base_dtype`.
 
-        Raises `IncompatibleError` if the model lacks layers that `config` names or PEFT would adapt others, `UsageError` without PEFT.
+        Raises `IncompatibleError` if the model lacks layers that `config` names, PEFT would adapt others, or it could not be merged, and
+        `UsageError` without PEFT.
         """
         plain = regions(model)
         _inject(model, config)
@@ -104,6 +105,13 @@ class Adapter:
         for before, region in zip(plain, self.base, strict=True):
             if layer := layers.get(before.parameter):
                 *expert, row, column = region.box.offsets
+                if expert and region.box.sizes[0] > 1:
+                    raise IncompatibleError(
+                        f"an adapter of {before.parameter} could not be merged into the model",
+                        have=f"a checkpoint with all experts of a layer in one tensor {region.shape}",
+                        want="a tensor for each expert",
+                        do="take the experts out of model.lora.targets",
+                    )
                 experts = model.get_parameter(region.parameter).shape[0] if expert else 1
                 self.changes[region.name] = Change(layer, row, column, sum(expert), experts)
         if base_dtype is not None:
