@@ -168,7 +168,7 @@ def prepare(
     config = RunConfig.model_validate(values)
     if command != "eval":
         if config.mirror_url is not None:
-            Remote(config.mirror_url).connect(write=True)
+            Remote(config.mirror_url).connect()
         require_own_directory(RunDirectory(config.directory), RunIdentity(command, config))
     return config, remarks
 

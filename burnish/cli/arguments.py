@@ -200,7 +200,7 @@ _POSITIONAL = {
     "SOURCE": (
         "path",
         _argument(
-            "a directory or URL of Hugging Face, torch's DCP (Megatron's torch_dist too), or verl's FSDP (global_step_N/actor)",
+            "an id of the hub, a directory or URL of Hugging Face, torch's DCP (Megatron's torch_dist too), or verl's FSDP (global_step_N/actor)",
             type=_place,
         ),
     ),

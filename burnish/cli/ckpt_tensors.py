@@ -155,6 +155,8 @@ def import_weights(
     if not isinstance(source, Path):
         selection = select(Remote(str(path)), lambda name: True, deep=True)
         source = copied(selection, Progress(True).phase)
+    elif is_elsewhere(str(source)):
+        source = local_directory(str(source), Progress(True).phase)
     foreign = _foreign(source, assets, unsafe_pickle, without_sandbox)
     place = save_foreign(foreign, run / CHECKPOINTS, step)
     done = one_step(place)

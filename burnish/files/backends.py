@@ -1,6 +1,6 @@
 """Kinds of remote storage behind one interface. Files appear whole or not at all.
 
-S3, Google Cloud Storage, the Hugging Face Hub and fsspec's memory share one fsspec adapter. `file://` writes through
+S3, Google Cloud Storage and fsspec's memory share one fsspec adapter. `file://` writes through
 `LocalStorage`, which syncs. The clients' own retries and listing caches are off or small: `Remote` retries.
 """
 
@@ -36,7 +36,7 @@ _CONNECT_SECONDS = 10
 _READ_SECONDS = 30
 _MAX_ATTEMPTS = 2
 _UNFINISHED = ".part"
-_VERSIONS = ("ETag", "etag", "generation", "created", "blob_id", "xet_hash")
+_VERSIONS = ("ETag", "etag", "generation", "created")
 # Give up soon on a name node that does not answer: `Remote` retries. Several attempts, for a standby.
 _HDFS_CONFIG = {
     "dfs.client.failover.max.attempts": "4",
@@ -112,11 +112,9 @@ class Backend:
         system: Any,
         faults: tuple[type[Exception], ...] = (),
         verdict: Callable[[Exception], Verdict | None] = lambda error: None,
-        **read_options: Any,
     ) -> None:
         self._system = system
         self._verdict = verdict
-        self._read_options = read_options
         self.faults: tuple[type[Exception], ...] = (OSError, *faults)
         """The errors that its calls raise. Any other error is a bug."""
 
@@ -152,7 +150,7 @@ class Backend:
 
     def read(self, path: str, offset: int, size: int) -> bytes:
         """Return `size` bytes of a file, fewer at its end."""
-        options = {"start": offset, "end": offset + size, **self._read_options}
+        options = {"start": offset, "end": offset + size}
         data: bytes = self._system.cat_file(path, **options)
         return data
 
@@ -204,7 +202,7 @@ def open_backend(url: Url) -> Backend:
     """Connect to a URL's service. Raises `ModuleNotFoundError` if its client is not installed."""
     if url.scheme == "hdfs":
         return _Hdfs(url.host)
-    openers = {"s3": _open_s3, "gs": _open_gs, "hf": _open_hf, "memory": _Memory, "file": _Local}
+    openers = {"s3": _open_s3, "gs": _open_gs, "memory": _Memory, "file": _Local}
     return openers[url.scheme]()
 
 
@@ -255,24 +253,6 @@ def _open_gs() -> Backend:
     )
     faults = (HttpError, GoogleAuthError, aiohttp.ClientError, ValueError)
     return Backend(system, faults, verdict)
-
-
-def _open_hf() -> Backend:
-    """Connect to the Hugging Face Hub. HF_TOKEN or a login gives credentials, HF_ENDPOINT another address."""
-    from huggingface_hub import HfFileSystem, errors
-
-    def verdict(error: Exception) -> Verdict | None:
-        if isinstance(error, (ValueError, NotImplementedError)):  # not the name of a repository
-            return "wrong"
-        # The hub answers 401 for a repository that does not exist as for one that is private.
-        cause = error.__cause__ or error
-        return _http_verdict(getattr(getattr(cause, "response", None), "status_code", None))
-
-    transport = errors.HfHubHTTPError.__mro__[1]  # of the HTTP client that the package uses
-    faults = (transport, ValueError, NotImplementedError)
-    # By default a read fetches 5 MiB more than it is asked for.
-    system = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"))
-    return Backend(system, faults, verdict, cache_type="none")
 
 
 def _http_verdict(code: object) -> Verdict | None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
 from burnish.files.backends import Backend, Pulse, RemoteFile, Verdict, open_backend
 from burnish.files.storage import Bytes
-from burnish.files.urls import READ_ONLY, SCHEMES, Url, redacted
+from burnish.files.urls import SCHEMES, Url, redacted
 
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for a user who may",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS for a user who may",
     "hdfs": "set HADOOP_USER_NAME, or get a Kerberos ticket, for a user who may",
-    "hf": "correct the name, or set HF_TOKEN for a user who may, and accept the model's terms on the hub",
 }
 _CHANGES = ("written", "removed")
 _REASON_CHARACTERS = 300
@@ -81,19 +80,9 @@ class Remote:
         """Whether an abandoned write or removal may still take effect while this process lives."""
         return self._connection.may_change_late
 
-    def connect(self, *, write: bool = False) -> None:
-        """Load the client. Raises `MissingError` with the command that installs it.
-
-        With `write`, raises `UsageError` for a read-only scheme.
-        """
+    def connect(self) -> None:
+        """Load the client. Raises `MissingError` with the command that installs it."""
         self._connection.backend()
-        if write and self.url.scheme in READ_ONLY:
-            raise UsageError(
-                f"Burnish only reads {self.url.scheme}://",
-                have=self.url,
-                want=", ".join(f"{scheme}://" for scheme in SCHEMES if scheme not in READ_ONLY),
-                do="write to one of these, and upload the exported model with hf upload",
-            )
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
         """Return a directory's files by name, with `deep` at any depth; [] if it does not exist.
@@ -233,8 +222,6 @@ class Remote:
         return self.url.below(name).key
 
     def _retry(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
-        if done in _CHANGES:
-            self.connect(write=True)
         backend, url = self._connection.backend(), self.url.below(name)
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 

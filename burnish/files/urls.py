@@ -13,19 +13,14 @@ from typing import Self
 from burnish.errors import UsageError
 
 SCHEMES: Mapping[str, str] = {
-    "hf": "hf://OWNER/MODEL/PATH or hf://datasets/OWNER/NAME/PATH, each with @REVISION after the name if wanted",
     "hdfs": "hdfs://NAMENODE:PORT/PATH",
     "s3": "s3://BUCKET/PATH",
     "gs": "gs://BUCKET/PATH",
     "file": "file:///PATH",
     "memory": "memory://PATH",
 }
-"""The schemes Burnish understands, each with its form."""
+"""The schemes of files, each with its form; `hf://` is read by `burnish.files.hub`."""
 
-READ_ONLY = frozenset({"hf"})
-"""Schemes that Burnish only reads."""
-
-_NO_HOST = ("hf", "memory")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _SECRETS = (
     (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
@@ -74,7 +69,7 @@ class Url:
                 text, "is no URL that Burnish understands", f"one of {', '.join(SCHEMES)}"
             )
         host, _, path = (
-            ("", "", found["rest"]) if scheme in _NO_HOST else found["rest"].partition("/")
+            ("", "", found["rest"]) if scheme == "memory" else found["rest"].partition("/")
         )
         path = path.strip("/")
         if "@" in host:
@@ -87,8 +82,6 @@ class Url:
             raise _refusal(text, "names another machine", "file:///PATH, absolute, on this one")
         if scheme in ("s3", "gs") and not host:
             raise _refusal(text, "names no bucket", SCHEMES[scheme])
-        if scheme == "hf" and path.count("/") < (2 if path.startswith("datasets/") else 1):
-            raise _refusal(text, "names no repository", SCHEMES[scheme])
         if any(part in (".", "..") for part in path.split("/")):
             raise _refusal(text, "has . or .. in it", "a path without")
         return cls(scheme, "" if scheme == "file" else host, path)
@@ -108,14 +101,14 @@ class Url:
         """The absolute path in the client's form."""
         if self.scheme in ("s3", "gs"):
             return f"{self.host}/{self.path}".rstrip("/")
-        return self.path if self.scheme == "hf" else f"/{self.path}"
+        return f"/{self.path}"
 
     def below(self, name: str) -> Self:
         """Return the URL of a name below this one; itself for ""."""
         return replace(self, path="/".join(part for part in (self.path, name.strip("/")) if part))
 
     def __str__(self) -> str:
-        if self.scheme in _NO_HOST:
+        if self.scheme == "memory":
             return f"{self.scheme}://{self.path}"
         return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
 

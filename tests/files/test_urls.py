@@ -20,8 +20,6 @@ from burnish.files.urls import Url, is_url, redacted
         ("file:///tmp/a b", "file", "", "tmp/a b"),
         ("file://localhost/tmp", "file", "", "tmp"),
         ("memory://a/b", "memory", "", "a/b"),
-        ("hf://me/model@main/a", "hf", "", "me/model@main/a"),
-        ("hf://datasets/me/data", "hf", "", "datasets/me/data"),
     ],
 )
 def test_taking_apart(text: str, scheme: str, host: str, path: str) -> None:
@@ -35,7 +33,6 @@ def test_taking_apart(text: str, scheme: str, host: str, path: str) -> None:
     [
         "http://host/file",
         "hf://model",
-        "hf://datasets/me",
         "s3:///key",
         "file://host/share",
         "s3://bucket/a/../b",

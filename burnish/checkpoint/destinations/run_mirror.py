@@ -54,7 +54,7 @@ def open_mirror(
     """Return a run's mirror at a URL. Raises for a wrong URL or a client that is not installed. Collective."""
     with agree(layout):
         remote = Remote(url)
-        remote.connect(write=True)
+        remote.connect()
     start = gather_objects(uuid.uuid4().hex, layout)[0]
     return RunMirror(Mirror(directory, remote, Retention.of_mirror(settings), start), layout)
 
