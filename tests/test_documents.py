@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,13 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 
 
 @pytest.fixture(scope="module")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with a tokenizer and a chat template."""
-    path = tmp_path_factory.mktemp("models") / "Qwen3-0.6B"
+def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Variables of a reader whose cache of the Hugging Face Hub has a tiny model, with a tokenizer and a chat template."""
+    home = tmp_path_factory.mktemp("home")
+    repository, commit = home / "hub" / "models--Qwen--Qwen3-0.6B", "1" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    path = repository / "snapshots" / commit
     torch.manual_seed(0)
     tokenizer = char_tokenizer()
     model = tiny_model(
@@ -50,15 +55,7 @@ def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model.save_pretrained(path)
     save_char_tokenizer(path)
-    return path
-
-
-@pytest.fixture
-def place(tmp_path: Path, _model: Path) -> Path:
-    """Where a reader of a page stands: the model has been downloaded, nothing else is there."""
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "Qwen3-0.6B").symlink_to(_model, target_is_directory=True)
-    return tmp_path
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 BY_NIGHT = ("docs/guides/from-trl.md",)
@@ -69,7 +66,10 @@ BY_NIGHT = ("docs/guides/from-trl.md",)
     "page",
     [pytest.param(each, marks=pytest.mark.nightly if each in BY_NIGHT else ()) for each in RUN],
 )
-def test_every_code_block_runs_as_it_stands(page: str, place: Path) -> None:
+def test_every_code_block_runs_as_it_stands(
+    page: str, tmp_path: Path, environ: Mapping[str, str]
+) -> None:
+    place = tmp_path
     text = (ROOT / page).read_text()
     blocks = BLOCK.findall(text)
     assert len(blocks) == len(re.findall(r"^```\w", text, re.M))
@@ -81,10 +81,10 @@ def test_every_code_block_runs_as_it_stands(page: str, place: Path) -> None:
             subprocess.run(["bash", "-n"], input=code, text=True, check=True)
         elif language == "sh":
             for line in code.splitlines():
-                _run(line, place)
+                _run(line, place, environ)
         elif language == "python" and not title:
             (place / "script.py").write_text(code)
-            _call([sys.executable, "script.py"], place)
+            _call([sys.executable, "script.py"], place, environ)
         elif language == "yaml" and not title:
             (place / "piece.yaml").write_text(code)
             load_config(place / "piece.yaml")
@@ -92,7 +92,7 @@ def test_every_code_block_runs_as_it_stands(page: str, place: Path) -> None:
             assert title or language in ("text", "mermaid"), language
 
 
-def _run(line: str, place: Path) -> None:
+def _run(line: str, place: Path, environ: Mapping[str, str]) -> None:
     """Run one command, in processes forked from one that has imported everything."""
     command = shlex.split(line.replace("$PWD", str(place)), comments=True)
     match command:
@@ -104,18 +104,19 @@ def _run(line: str, place: Path) -> None:
             "--processes",
             count,
         ]:
-            started = ranks(place, arguments, int(count))
+            started = ranks(place, arguments, int(count), environ=environ)
             assert [each.wait() for each in started] == [0] * len(started), started[0].output
         case ["burnish", *arguments]:
-            code, output = burnish(place, *arguments)
+            code, output = burnish(place, *arguments, environ=environ)
             assert code == 0, f"{line}\n{output}"
         case _:
-            _call(command, place)
+            _call(command, place, environ)
 
 
-def _call(command: list[str], place: Path) -> None:
-    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True)
+def _call(command: list[str], place: Path, environ: Mapping[str, str]) -> None:
+    own = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**own, **environ}
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

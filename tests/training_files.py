@@ -224,7 +224,7 @@ def ranks(
     """Start a command in `world` processes that find each other as ranks started by hand do; each in a `root` of its own where so many are given, `at` for the first."""
     roots = [root] * world if isinstance(root, Path) else root
     if world == 1:
-        return [Command(roots[0], argv, at=at, audit=audit)]
+        return [Command(roots[0], argv, environ, at=at, audit=audit)]
     shared = {
         **(environ or {}),
         "WORLD_SIZE": str(world),

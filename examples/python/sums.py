@@ -1,7 +1,7 @@
 """Train a model with a Python function as reward, in one process or under torchrun.
 
-python examples/python/sums.py models/Qwen3-0.6B
-torchrun --nproc-per-node 2 examples/python/sums.py models/Qwen3-0.6B
+python examples/python/sums.py Qwen/Qwen3-0.6B
+torchrun --nproc-per-node 2 examples/python/sums.py Qwen/Qwen3-0.6B
 """
 
 import json
