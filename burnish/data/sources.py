@@ -12,6 +12,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ _REASON = 300
 _EXCERPT = 60
 _CHUNK = 16 << 20
 _MEGA = 1e6
-_DEEP = b"[" * 64
-"""Arrow takes minutes for a thousand nested lists, and crashes at ten thousand."""
+_DEEP, _NULL = b"[" * 64, re.compile(rb"\n\s*null")
+"""Arrow crashes at thousands of nested lists, and at rows that are null."""
 # Newer readers take some column names for logs of coding agents and change the rows.
 _JSON_OPTIONS = {
     name: False for name in JsonConfig.__dataclass_fields__ if name == "parse_agent_traces"
@@ -288,7 +289,7 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
                 shutil.rmtree(directory, ignore_errors=True)
                 seal.truncate(0)
                 for file in files if kind == "json" else ():
-                    if any(_DEEP in chunk for chunk in _chunks(file)):
+                    if any(_DEEP in c or _NULL.search(b"\n" + c) for c in _chunks(file)):
                         _require_readable(file)
                 with progress.phase("converting"):
                     builder.download_and_prepare()

@@ -258,4 +258,5 @@ def _plain(value: Any) -> Any:
 def _text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{type(error).__name__}: {str(error)[:_LONGEST]}{place}"
+    # A text that cannot be made is told as well.
+    return traceback.format_exception_only(error)[-1].strip()[:_LONGEST] + place

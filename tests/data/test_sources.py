@@ -174,6 +174,8 @@ def test_reading_is_silent_and_asks_no_network(write, monkeypatch, capfd, caplog
         ('{"x": 1}\n{"x": ' + "9" * 5000 + "}\n", 2, "999"),
         ('{"x": 1}\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}\n", 2, "[[["),
         ('[{"x": 1},\n{"x": oops}]', 2, "x"),
+        ('null\n{"x": {"y": 1}}\n', 1, "null"),
+        ('{"x": [{"y": "a"}], "z": 1}\n null\n{"x": null}\n', 2, "null"),
     ],
 )
 def test_a_broken_line_is_named(write, text, line, excerpt):
