@@ -24,8 +24,16 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
 _OTHERS_NAME = re.compile(r"^rank \d+: ")
-_OF_PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP)
+_OF_PLACES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 """Errors of the operating system that are about a file that the user named."""
+_LONGEST_NAME = 200
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 # Loggers that warn of what nobody asked for: transformers imports torchao wherever it is installed.
 
@@ -54,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last frame: say what happened and set the exit code
         if isinstance(error, OSError) and error.errno in _OF_PLACES and error.filename:
             refused = BurnishError(
-                f"{error.filename} cannot be used",
+                f"{str(error.filename)[:_LONGEST_NAME]} cannot be used",
                 have=error.strerror,
                 do="give another place, or change who may use this one",
             )

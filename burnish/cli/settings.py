@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def check_file(given: Namespace) -> None:
 def show(given: Namespace) -> None:
     """Print the whole resolved configuration, YAML with each value's origin as a comment."""
     file = given.config
-    if file and Path(file).is_dir():
+    if file and os.path.isdir(file):
         file = recorded_config(Path(file))
     resolved = load_config(file, given.overrides)
     console = Console(highlight=False, soft_wrap=True)

@@ -109,7 +109,7 @@ class _Draft:
         """Apply one `a.b=c`."""
         name, equals, written = text.partition("=")
         name = name.strip()
-        if not equals or not name:
+        if not equals or not name.isprintable() or not name:
             self.problems.append(
                 UsageError(
                     f"{text!r} is not an override",

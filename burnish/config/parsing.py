@@ -6,6 +6,7 @@ and the size of numbers are bounded, so hostile text is refused at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ _DEEPEST = 100
 _LARGEST = 1 << 63
 """Whole numbers are smaller than this."""
 _LONGEST_SHOWN = 80
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""What neither a path nor a file in UTF-8 may have; escapes can write it."""
 
 
 def _constructors() -> dict[str | None, Any]:
@@ -76,13 +79,15 @@ class _Loader(CoreLoader):
         )
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Refuse a text that is not of its tag, and a whole number of more than 64 bits."""
+        """Refuse a text that is not of its tag or no Unicode, and a whole number of more than 64 bits."""
+        problem = f"no {node.tag.rpartition(':')[2]}, or one of more than 64 bits"
         try:
             value = super().construct_object(node, deep)
         except (ValueError, KeyError):  # `!!int abc`, `!!bool abc`, more digits than `int` takes
             value = _LARGEST
+        if isinstance(value, str) and (found := _NO_TEXT.search(value)):
+            value, problem = _LARGEST, f"a text with the character {found[0]!a}"
         if isinstance(value, int) and abs(value) >= _LARGEST:
-            problem = f"no {node.tag.rpartition(':')[2]}, or one of more than 64 bits"
             mark: Any = node.start_mark
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return value

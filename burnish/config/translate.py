@@ -193,7 +193,7 @@ def _of_several(names: Names) -> Names:
         place = next((each for each in _take(names, *main) if each), None)
         if place:
             mark = "@" if key == "model.path" else ":"
-            settings[key] = place + ((suffixes and mark + "/".join(map(str, suffixes))) or "")
+            settings[key] = f"{place}{mark if suffixes else ''}{'/'.join(map(str, suffixes))}"
     settings |= _batch(names)
     ratio, steps = _take(names, "warmup_ratio", "max_steps")
     settings |= {} if steps in (None, -1) else {"steps": steps}

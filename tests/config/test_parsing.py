@@ -97,6 +97,8 @@ def test_an_empty_document_has_no_values(text: str) -> None:
         ("a: " + "1" * 6000, ["f.yaml:1", "int"]),
         ("a: 9223372036854775808", ["f.yaml:1", "int"]),
         ("a: &x [*x]", ["f.yaml:1", "alias"]),
+        ('b: 1\na: "x\\0"', ["f.yaml:2", "x00"]),
+        ('a: "\\ud800"', ["f.yaml:1", "ud800"]),
         ("a: &x {<<: *x}", ["f.yaml:1", "alias"]),
     ],
 )
