@@ -258,5 +258,6 @@ def _plain(value: Any) -> Any:
 def _text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    # A text that cannot be made is told as well.
-    return traceback.format_exception_only(error)[-1].strip()[:_LONGEST] + place
+    # Its own text may fail to be made.
+    said = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
+    return f"{type(error).__name__}: {said[:_LONGEST]}{place}"
