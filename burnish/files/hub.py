@@ -260,8 +260,7 @@ def _transport() -> type[Exception]:
     """Return the base of all errors of the HTTP client that huggingface_hub uses."""
     from huggingface_hub import errors
 
-    found: type[Exception] = errors.HfHubHTTPError.__mro__[1]
-    return found
+    return errors.HfHubHTTPError.__mro__[1]
 
 
 def _may_pass(error: Exception) -> bool:
@@ -301,55 +300,54 @@ def _quiet(*, bars: bool) -> Iterator[None]:
 @contextmanager
 def _explained(place: HubPlace) -> Iterator[None]:
     """Raise errors of huggingface_hub as errors for people."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
-    what = "data set" if place.kind == "dataset" else "model"
     try:
         yield
-    except errors.GatedRepoError as error:
-        page = f"{constants.ENDPOINT}/{'datasets/' if place.kind == 'dataset' else ''}{place.repo}"
-        raise UsageError(
+    except (OSError, _transport(), errors.RevisionResolutionError) as error:
+        raise _explanation(place, error) from error
+
+
+def _explanation(place: HubPlace, error: Exception) -> BurnishError:
+    from huggingface_hub import constants, errors
+
+    is_data = place.kind == "dataset"
+    what, page = ("data set", f"datasets/{place.repo}") if is_data else ("model", place.repo)
+    page = f"{constants.ENDPOINT}/{page}"
+    here = "" if place.is_url else f"there is no file or directory {place}, and "
+    want = f"a path on this machine, or {FORMS[place.kind]}"
+    if isinstance(error, errors.GatedRepoError):
+        return UsageError(
             f"{place} is only for those who have accepted its terms",
             have=_reason(error),
             want="an account that has, and its token",
             do=f"accept the terms at {page}, then hf auth login or set HF_TOKEN",
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        here = "" if place.is_url else f"there is no file or directory {place}, and "
-        raise MissingError(
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return MissingError(
             f"{here}the hub has no {what} {place.repo}",
             have=f"{_status(error)} from {constants.ENDPOINT}",
-            want=f"a path on this machine, or {FORMS[place.kind]}",
+            want=want,
             do="correct the name; for a private one, hf auth login or set HF_TOKEN",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise MissingError(
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return MissingError(
             f"the {what} {place.repo} has no revision {place.revision or 'main'}",
             want="a branch, a tag or a commit",
-            do=f"see {constants.ENDPOINT}/{place.repo}",
-        ) from error
-    except (OSError, _transport(), errors.RevisionResolutionError) as error:
-        raise _unreached(place, error) from error
-
-
-def _unreached(place: HubPlace, error: Exception) -> BurnishError:
-    from huggingface_hub import constants, errors
-
-    what = "data set" if place.kind == "dataset" else "model"
-    absent = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)
-    here = "" if place.is_url else f"there is no file or directory {place}, and "
+            do=f"see {page}",
+        )
     if any(isinstance(each, errors.OfflineModeIsEnabled) for each in _causes(error)):
         return MissingError(
-            f"{here}the {what} {place} is not in the cache, not all of it",
+            f"{here}the cache has not all of the {what} {place}",
             have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}",
-            want=f"a path on this machine, or {FORMS[place.kind]} in the cache",
-            do=f"run hf download {place.repo}{' --type dataset' if place.kind == 'dataset' else ''} where there is a network",
+            want=want,
+            do=f"run hf download {place.repo}{' --type dataset' if is_data else ''} where there is a network",
         )
-    if isinstance(error, absent):
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         return MissingError(
-            f"{here}the {what} {place} is not in the cache, and {constants.ENDPOINT} does not answer",
+            f"{here}the cache has not all of the {what} {place}, and {constants.ENDPOINT} does not answer",
             have=_reason(error.__cause__ or error),
-            want=f"a path on this machine, or {FORMS[place.kind]}",
+            want=want,
             do="see that the hub can be reached from here, then start again",
         )
     return BurnishError(

@@ -35,7 +35,8 @@ def pin(
         for section, key, kind, setting in hub_entries(values)
         if (place := HubPlace.of(section[key], kind)) and not place.commit
     ]
-    began = _began_with(run_dir, mirror) if moving else {}
+    goes_on = moving and values["resume"] != "fresh"
+    began = _began_with(run_dir, mirror) if goes_on else {}
     for section, key, place, setting in moving:
         if commit := began.get((setting, place.repo)):
             _log.info("%s stays at commit %s, with which the run began", place, commit)

@@ -56,16 +56,19 @@ def local_inputs(
     found = RunConfig.model_validate(values)
     local = found
     shown = config.tracking.progress and place_of(os.environ).layout.is_main
+    watch = Progress(True).phase if shown else None
     for first in (True, False):  # the other processes of a machine find what its first has brought
         with agree(layout):
             if (layout.local_rank == 0) is first:
-                _copy_all(values, Progress(shown).phase, trains=trains, only_small=only_small)
+                _copy_all(values, watch, trains=trains, only_small=only_small)
                 local = RunConfig.model_validate(values)
                 local = local.model_copy(update={"model": _with_adapter(local.model)})
     return found, local
 
 
-def _copy_all(values: Mapping[str, Any], watch: Watch, *, trains: bool, only_small: bool) -> None:
+def _copy_all(
+    values: Mapping[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
+) -> None:
     """Replace ids and URLs by paths of copies."""
     model = values["model"]
     if only_small and is_elsewhere(model["path"]):
@@ -86,7 +89,7 @@ def _copy_all(values: Mapping[str, Any], watch: Watch, *, trains: bool, only_sma
         _copy_large(values, watch, trains=trains)
 
 
-def _copy_large(values: Mapping[str, Any], watch: Watch, *, trains: bool) -> None:
+def _copy_large(values: Mapping[str, Any], watch: Watch | None, *, trains: bool) -> None:
     data, critic = values["data"], values["critic"]
     for judge in values["reward"]["models"]:
         if is_elsewhere(judge["path"]):  # the copy's directory has another name
@@ -100,12 +103,12 @@ def _copy_large(values: Mapping[str, Any], watch: Watch, *, trains: bool) -> Non
         critic["path"] = str(local_directory(critic["path"], watch))
 
 
-def _data(entry: str, setting: str, watch: Watch) -> list[str]:
+def _data(entry: str, setting: str, watch: Watch | None) -> list[str]:
     if place := HubPlace.of(entry, "dataset"):
         with of_setting(setting):
             place = place.at_commit()
             names = list(split_files(place, setting))
-            root = place.fetch(names, shown=True)
+            root = place.fetch(names, shown=watch is not None)
         return [str(root / name) for name in names]
     return [str(file) for file in local_files(entry, is_data, watch)] if is_url(entry) else [entry]
 
@@ -141,6 +144,6 @@ def local_directory(place: str, watch: Watch | None = None, *, weights: bool = T
     return hub.fetch(names, shown=watch is not None) / folder
 
 
-def _file(url: str, watch: Watch) -> Path:
+def _file(url: str, watch: Watch | None) -> Path:
     hub = HubPlace.of(url, "model")
     return local_files(url, lambda name: False, watch)[0] if hub is None else hub.file("")

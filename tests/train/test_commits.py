@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -112,6 +113,23 @@ def test_ranks_agree_on_commits_and_each_machine_downloads_once(hub: HubServer, 
     blobs = [path for method, path in hub.asked if path.startswith("blobs/") and method == "GET"]
     assert len(blobs) == len(set(blobs)) > 0
     assert sum(path.startswith("api/") and "/revision/" in path for _, path in hub.asked) <= 2
+
+
+def test_ranks_tell_a_wrong_id_together(hub: HubServer, work: Path) -> None:
+    argv = ["sft", "sft.yaml", "model.path=me/nobody"]
+    started = ranks(work, argv, 2, environ=environ(hub, work / "home"))
+    assert [command.wait(100) for command in started] == [5, 5]
+
+
+def test_a_run_that_is_on_its_mirror_alone_keeps_its_commits(hub: HubServer, work: Path) -> None:
+    mirror, commit = f"checkpoint.mirror=file://{work}/mirror", hub.commit("models/me/tiny")
+    call(hub, work, "sft", "sft.yaml", mirror)
+    shutil.rmtree(work / "runs")
+    hub.repositories["models/me/tiny"] = {"config.json": b"{}"}
+    home = str(work / "another home")
+    call(hub, work, "sft", "sft.yaml", mirror, "steps=2", HF_HOME=home)
+    recorded = load_config(work / "runs/run/config.yaml").config
+    assert recorded.model.path == f"me/tiny@{commit}"
 
 
 def test_the_planner_reads_the_configuration_alone(hub: HubServer, work: Path) -> None:
