@@ -32,6 +32,7 @@ def settings_page() -> str:
         "",
         "Every setting, its values and its default. `burnish config explain KEY` prints the same.",
         "On the command line write `key=value`, for example `optim.lr=1e-6`.",
+        "One value may stand for a list of one (`data.train=x.jsonl`), and for a mapping with its main key alone (`reward.functions=numeric`).",
         "A setting marked ↻ may change when a run is resumed. The others decide what a run computes, and have to stay.",
     ]
     for name, keys in sections.items():
