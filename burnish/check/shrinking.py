@@ -53,25 +53,18 @@ def shrunk(
     hf_config: PretrainedConfig,
     engine: EngineConfig,
     vocabulary: int | None = None,
-    *,
-    narrow: bool = True,
 ) -> PretrainedConfig:
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
-    `vocabulary` is its size, where it shall have another one. If not `narrow`, only layers and vocabulary are fewer.
+    `vocabulary` is its size, where it shall have another one.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
     tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
     by_layer = _cut_layers(text, engine.pipeline_parallel * engine.virtual_stages)
-    if narrow:
-        _narrow_heads(text, tensor, engine.sequence_parallel)
-    if (
-        narrow
-        and getattr(text, "qk_rope_head_dim", None)
-        and getattr(text, "qk_nope_head_dim", None)
-    ):
+    _narrow_heads(text, tensor, engine.sequence_parallel)
+    if getattr(text, "qk_rope_head_dim", None) and getattr(text, "qk_nope_head_dim", None):
         text.head_dim = _ROTARY
         text.qk_head_dim = _ROTARY + 16
     for each in {id(each): each for each in (config, text)}.values():
@@ -80,19 +73,14 @@ def shrunk(
                 setattr(each, name, None if name.startswith("eos") else 0)
             elif vocabulary and name.startswith("vocab_size") and value:
                 setattr(each, name, vocabulary)
-            elif narrow:
-                _set(each, name, _lowered(name, value, tensor, engine.expert_parallel))
+            elif (lower := _lowered(name, value, tensor, engine.expert_parallel)) != value:
+                setattr(each, name, lower)
     if by_layer:
         text.per_layer_config = {
-            layer: {n: _lowered(n, v, tensor, 1) if narrow else v for n, v in fields.items()}
+            layer: {n: _lowered(n, v, tensor, 1) for n, v in fields.items()}
             for layer, fields in by_layer.items()
         }
     return config
-
-
-def _set(config: PretrainedConfig, name: str, value: Any) -> None:
-    if vars(config)[name] != value:
-        setattr(config, name, value)
 
 
 def _lowered(name: str, value: Any, tensor: int, expert: int) -> Any:
@@ -171,8 +159,8 @@ def _is_numbering(values: list[Any], layers: int) -> bool:
 def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
     """Make heads 16 wide, as few as the ranks can share, and the hidden size their sum."""
     heads: int = getattr(text, "num_attention_heads", None) or 0
-    hidden: int = text.hidden_size
-    if not heads:
+    hidden: int = getattr(text, "hidden_size", None) or 0
+    if not heads or not hidden:
         return
     own: int = getattr(text, "num_key_value_heads", None) or heads
     sharing = heads // own

@@ -27,7 +27,7 @@ from burnish.train.evaluate import newest_model
 from burnish.train.intact import Intact
 from burnish.train.localize import local_inputs
 from burnish.train.newest_steps import name_newest_steps
-from burnish.train.setup import Foundation, lay_foundation, load_frozen, make_generator
+from burnish.train.setup import Foundation, lay_foundation, load_frozen, make_generator, prove
 
 
 def chat(given: Namespace) -> None:
@@ -48,6 +48,7 @@ def chat(given: Namespace) -> None:
 
     def talk(layout: Layout, device: torch.device) -> None:
         foundation = lay_foundation(local_inputs(asked, layout)[1], layout, device)
+        prove(foundation.hf_config, layout, device, generates=True)
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
         if step is not None:
             foundation = replace(foundation, source=CheckpointSource(step, layout))

@@ -31,6 +31,9 @@ from burnish.models.kernels.fused import fuse
 from burnish.models.names import is_matrix
 from burnish.models.value_head import has_value_head, value_class
 
+_SENSES = re.compile("vision|audio|image|speech|video|vq")
+"""In the names of configurations of what does not read text."""
+
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in fp32 on the meta device, with packed attention and without dropout or noise.
@@ -93,11 +96,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     Raises `IncompatibleError` for a model with parts beside the language model, and `UsageError` for a configuration of which
     transformers cannot build one.
     """
-    others = [
-        n
-        for n in config.sub_configs
-        if getattr(config, n, None) not in (None, config.get_text_config())
-    ]
+    others = [n for n in config.sub_configs if _SENSES.search(n) and getattr(config, n, None)]
     if others:
         raise IncompatibleError(
             f"models of type {config.model_type} do not only read text",

@@ -277,7 +277,7 @@ def make_engine(
         lora=lora,
         beside=beside,
     )
-    if optim is not None and (foundation.layout.world > 1 or settings.kind == "megatron"):
+    if foundation.layout.world > 1 or settings.kind == "megatron":
         proof = import_module("burnish.check.proof")
         proof.prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
     return engine

@@ -494,7 +494,7 @@ def prove_ranks(
         patch.setattr(proof, "compared", None)  # is not called again
         try:
             proof.prove_layout(made, config, engine, None, CPU)
-        except TypeError:
+        except BurnishError:
             return told, False
     return told, True
 
