@@ -1,7 +1,7 @@
 """Hostile inputs of a command: each ends with a documented exit code, in time, without a traceback, and leaves nothing behind.
 
 A generator writes files into an empty directory and returns the words of a command. All that is random comes from its seed, so
-`python tests/door/fuzz.py GENERATOR SEED` shows one input again. Add a generator to `GENERATORS`, with how many inputs are quick.
+`PYTHONPATH=tests:. python -m door.fuzz GENERATOR SEED` shows one input again. Add a generator to `GENERATORS`, with how many inputs are quick.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from door.training_inputs import rewards, rows, template
 
 from burnish.cli.main import main
 from burnish.config.keys import known_keys
@@ -304,7 +306,12 @@ class Generator:
     """How many are tried by night."""
 
 
-GENERATORS: dict[str, Generator] = {"configuration": Generator(configuration, 200, 2000)}
+GENERATORS: dict[str, Generator] = {
+    "configuration": Generator(configuration, 200, 2000),
+    "rows": Generator(rows, 30, 400),
+    "template": Generator(template, 12, 150),
+    "rewards": Generator(rewards, 8, 80),
+}
 
 
 def complaints(name: str, seeds: range) -> Iterator[str]:
