@@ -54,7 +54,7 @@ from burnish.errors import BurnishError, IncompatibleError
 from burnish.files.cache import cache_root
 from burnish.files.durable import make_dirs_durably, write_durably
 from burnish.files.storage import LocalStorage
-from burnish.models.meta_init import plain_model, position_limit
+from burnish.models.meta_init import build_on_meta, plain_model, position_limit
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
@@ -174,7 +174,7 @@ def _material(
     """Return what is compared. Raises `IncompatibleError` for a model that cannot be made small."""
     engine = engine.model_copy(update=_PLAIN)
     with torch.device("meta"):
-        plain_model(hf_config)  # which says by itself why it cannot be built
+        build_on_meta(hf_config)  # which says by itself why it cannot be built
         config = shrunk(hf_config, engine, _VOCABULARY)
         parameters = plain_model(config).num_parameters()
     if parameters > _MOST_PARAMETERS:
