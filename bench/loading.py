@@ -73,7 +73,9 @@ def load(path: Path, layout: Layout, device: torch.device) -> dict[str, int]:
     ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which would count as held before
     reset_peak_memory(device)
     before = used_memory(device)
-    engine = TorchEngine(hf_config, EngineConfig(), None, layout=layout, device=device)
+    engine = TorchEngine(
+        hf_config, EngineConfig(precision="bf16"), None, layout=layout, device=device
+    )
     engine.load(SafetensorsSource(path), Part.WEIGHTS)
     shard = sum(local(s.tensor).nbytes for s in engine.shards(Part.WEIGHTS))
     beyond = peak_memory(device) - before - shard

@@ -135,7 +135,7 @@ def run_command(
             config = config.model_copy(update={"model": model})
 
         def measure(layout: Layout, device: torch.device) -> dict[str, float]:
-            _, local = local_inputs(config, layout, trains=False)
+            _, local = local_inputs(config, device, layout, trains=False)
             return validate(local, step, layout, device)
 
         return launch(measure, config.distributed)
@@ -144,7 +144,7 @@ def run_command(
     else:
         from burnish.train.rl import train
     launch(
-        lambda layout, device: train(*local_inputs(config, layout), layout, device),
+        lambda layout, device: train(*local_inputs(config, device, layout), layout, device),
         config.distributed,
     )
     return {}

@@ -47,7 +47,7 @@ def chat(given: Namespace) -> None:
     asked = RunConfig(model=model, data=data, engine=config.engine, rollout=config.rollout)
 
     def talk(layout: Layout, device: torch.device) -> None:
-        foundation = lay_foundation(local_inputs(asked, layout)[1], layout, device)
+        foundation = lay_foundation(local_inputs(asked, device, layout)[1], layout, device)
         prove(foundation.hf_config, layout, device, generates=True)
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
         if step is not None:

@@ -106,6 +106,10 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
     if (adapter := config.model.lora.path) is not None:
         model = with_adapter(config.model, _content(adapter, ADAPTER_CONFIG))
         config = config.model_copy(update={"model": model})
+    if config.engine.precision == "auto":
+        precision = "fp32" if devices.cpu else "bf16"
+        engine = config.engine.model_copy(update={"precision": precision})
+        config = config.model_copy(update={"engine": engine})
     judges = config.reward.models if command == "rl" else ()
     shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
     shape = ModelShape.of(model_fields(config.model))

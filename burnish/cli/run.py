@@ -57,7 +57,9 @@ def run(given: Namespace) -> None:
     config, said = prepare(config, command, world, run_dir)
     from burnish.train.dry_run import set_up
 
-    set_up(config, command, run_dir)
+    found = set_up(config, command, run_dir)
+    if devices is None:
+        config = config.model_copy(update={"engine": found.engine})
     if layout.is_main:
         memory = None if command == "eval" else fit(config, command, target)
         paragraphs = (

@@ -63,7 +63,11 @@ _OF_ENGINE: Sequence[Constraint] = (
     ("engine.expert_parallel", "engine.kind=megatron", ""),
     ("engine.expert_tensor_parallel", "engine.kind=megatron", ""),
     ("engine.layers", "engine.kind=megatron", ""),
-    ("engine.layers=transformer_engine", "engine.precision=bf16", "it multiplies fp32 in tf32"),
+    (
+        "engine.layers=transformer_engine",
+        "engine.precision=auto|bf16",
+        "it multiplies fp32 in tf32",
+    ),
     ("engine.virtual_stages", "engine.pipeline_parallel", "they are stages of a pipeline"),
 )
 _OF_ALL: Sequence[Constraint] = (

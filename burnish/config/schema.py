@@ -125,8 +125,8 @@ class EngineConfig(Section):
 
     kind: MayChange[Literal["torch", "megatron"]] = "torch"
     """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline and expert parallelism; needs megatron-core."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything in fp32."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything in fp32. auto: fp32 on processors without fast products in bf16, else bf16; a run keeps the precision that it began with."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clip gradients to this global 2-norm."""
     max_skipped_steps: MayChange[int] = Field(3, ge=1)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,14 +276,14 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
     """
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
     with _quiet_datasets():
+        make: Any = partial(Json, **named, **_JSON_OPTIONS)
         if kind == "parquet":
-            builder: Any = Parquet(**named, batch_size=_PARQUET_ROWS)
-        else:
-            builder = Json(**named, **_JSON_OPTIONS)
-        directory = Path(builder.cache_dir)
+            make = partial(Parquet, **named, batch_size=_PARQUET_ROWS)
+        directory = Path(make().cache_dir)
         directory.parent.mkdir(parents=True, exist_ok=True)
         with directory.with_suffix(".digest").open("a+") as seal:
             fcntl.flock(seal, fcntl.LOCK_EX)
+            builder = make()  # knows what another process has converted meanwhile
             seal.seek(0)
             digest = seal.read()
             if digest != _content(sorted(directory.glob("*.arrow")), progress):

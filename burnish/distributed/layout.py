@@ -86,7 +86,7 @@ def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]
 
 
 def _by_torch(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    multiple = _ROW_BYTES // (2 if engine.precision == "bf16" else 4)
+    multiple = _ROW_BYTES // (4 if engine.precision == "fp32" else 2)
     tensor, width = engine.tensor_parallel, sizes.expert_intermediate
     if sizes.experts and (width % (tensor * multiple) or sizes.hidden % multiple):
         yield UsageError(

@@ -40,8 +40,8 @@ class Part(Enum):
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype of matrix products, in training and in generation."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    """The dtype of matrix products, in training and in generation. Precision is no longer auto."""
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.precision]
 
 
 class Engine(Protocol):

@@ -36,7 +36,7 @@ _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 
 def product_bytes(engine: EngineConfig) -> int:
     """Return the bytes of a number in matrix products."""
-    return _BF16 if engine.precision == "bf16" else FP32
+    return FP32 if engine.precision == "fp32" else _BF16
 
 
 def shards_of(engine: EngineConfig, processes: int) -> int:

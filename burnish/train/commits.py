@@ -1,6 +1,6 @@
-"""Put ids of the Hugging Face Hub at commits, once for the life of a run.
+"""Settle once for the life of a run what its settings leave open: commits of the Hugging Face Hub, the precision.
 
-The run's config.yaml records them, so a branch that moves does not change a run. Loads no torch.
+The run's config.yaml records both, so neither a branch that moves nor another machine changes a run. Loads no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.document import recorded
+from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
 from burnish.files.remote import Remote
@@ -28,15 +29,20 @@ def pin(
 ) -> None:
     """Put ids of the hub in a configuration's values at commits: those that the run began with, else those of today.
 
-    The run is recorded in `run_dir` or on its `mirror`. Without `ask` other ids stay as they are.
+    The precision, if it is auto, becomes that of the run's beginning. The run is recorded in `run_dir` or on its `mirror`. Without
+    `ask` other ids stay as they are.
     """
     moving = [
         (section, key, place, setting)
         for section, key, kind, setting in hub_entries(values)
         if (place := HubPlace.of(section[key], kind)) and not place.commit
     ]
-    goes_on = moving and values["resume"] != "fresh"
-    began = _began_with(run_dir, mirror) if goes_on else {}
+    engine = values["engine"]
+    goes_on = (moving or engine["precision"] == "auto") and values["resume"] != "fresh"
+    before = _recorded(run_dir, mirror) if goes_on else None
+    if before is not None and engine["precision"] == "auto":
+        engine["precision"] = before.engine.precision
+    began = {} if before is None else _commits(before.model_dump())
     for section, key, place, setting in moving:
         if commit := began.get((setting, place.repo)):
             _log.info("%s stays at commit %s, with which the run began", place, commit)
@@ -60,24 +66,27 @@ def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str
             yield data[name], index, "dataset", f"data.{name}"
 
 
-def _began_with(run_dir: Path, mirror: str | None) -> dict[tuple[str, str], str]:
-    """Return the commits that a run has recorded, here or on its mirror, by setting and repository."""
+def _recorded(run_dir: Path, mirror: str | None) -> RunConfig | None:
+    """Return the configuration that a run has recorded, here or on its mirror."""
     path = RunDirectory(run_dir).config
     if path.is_file():
-        before = recorded(path)
-    elif mirror is not None:
-        try:
-            content = Remote(mirror).read(path.name, _CONFIG_LIMIT)
-        except MissingError:
-            return {}
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, path.name)
-            copy.write_bytes(content)
-            before = recorded(copy)
-    else:
-        return {}
+        return recorded(path)
+    if mirror is None:
+        return None
+    try:
+        content = Remote(mirror).read(path.name, _CONFIG_LIMIT)
+    except MissingError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        copy.write_bytes(content)
+        return recorded(copy)
+
+
+def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Return the commits of a configuration's values by setting and repository."""
     found: dict[tuple[str, str], set[str]] = {}
-    for section, key, kind, setting in hub_entries(before.model_dump()):
+    for section, key, kind, setting in hub_entries(before):
         place = HubPlace.of(section[key], kind)
         if place is not None and place.commit:
             found.setdefault((setting, place.repo), set()).add(place.commit)

@@ -18,6 +18,7 @@ from burnish.algorithms.policy_loss import load_policy_loss
 from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.distributed.device import pick_device
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
 from burnish.files.hub import is_elsewhere
@@ -34,17 +35,18 @@ _ROWS = 512
 """Rows of each data set that are tokenized."""
 
 
-def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
-    """Set `command` up without weights. Raises what the run would raise, several errors as one.
+def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> RunConfig:
+    """Set `command` up without weights, and return the configuration that a run would record.
 
-    With `run_dir` the model is that of the run's newest step.
+    Raises what the run would raise, several errors as one. With `run_dir` the model is that of the run's newest step.
     """
     errors: list[BurnishError] = []
     if run_dir is not None:
         model, _ = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
     trains = command != "eval"
-    config, local = local_inputs(config, trains=trains, only_small=True)
+    device = pick_device(local_rank=0)
+    config, local = local_inputs(config, device, trains=trains, only_small=True)
     with ExitStack() as stack:
         pool = None
         if command != "sft" and config.reward.given:
@@ -72,6 +74,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                         pool.require_answer(dataset[0], dataset.first_row)
     if errors:
         raise together(errors, "the setup of this run")
+    return config
 
 
 def _functions(

@@ -34,7 +34,7 @@ def check_layout(config: RunConfig) -> None:
     """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
 
     def run(layout: Layout, device: torch.device) -> None:
-        _check(lay_foundation(local_inputs(config, layout)[1]), layout, device)
+        _check(lay_foundation(local_inputs(config, device, layout)[1]), layout, device)
 
     launch(run, config.distributed)
 

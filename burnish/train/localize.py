@@ -12,10 +12,13 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
 from burnish.data.columns import is_data
 from burnish.data.splits import split_files
 from burnish.distributed.collectives import agree, from_main
+from burnish.distributed.device import has_bf16_products
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, of_setting
@@ -32,6 +35,7 @@ _MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py
 
 def local_inputs(
     config: RunConfig,
+    device: torch.device,
     layout: Layout | None = None,
     *,
     trains: bool = True,
@@ -39,7 +43,7 @@ def local_inputs(
 ) -> tuple[RunConfig, RunConfig]:
     """Return the configuration to record, and the one to work with. Collective.
 
-    The first has ids of the hub at the commits that rank 0 finds. The second has paths instead of ids and URLs, and rank and
+    The first has ids of the hub at the commits that rank 0 finds, and the precision that its `device` is quick in. The second has paths instead of ids and URLs, and rank and
     layers of the adapter that it starts from. Training data and a critic are copied only if it `trains`. With `only_small` data,
     critic and reward models stay where they are, and a model elsewhere becomes a new one with the same config.json and tokenizer.
     Raises `MissingError` for missing files, and `BurnishError` if copying fails.
@@ -49,7 +53,15 @@ def local_inputs(
     with agree(layout):
         if layout.is_main:
             pin(pinned, config.directory, config.mirror_url)
-    told = from_main([section[key] for section, key, *_ in hub_entries(pinned)], layout)
+            if pinned["engine"]["precision"] == "auto":
+                pinned["engine"]["precision"] = "bf16" if has_bf16_products(device) else "fp32"
+    told, values["engine"]["precision"] = from_main(
+        (
+            [section[key] for section, key, *_ in hub_entries(pinned)],
+            pinned["engine"]["precision"],
+        ),
+        layout,
+    )
     for (section, key, kind, _), value in zip(hub_entries(values), told, strict=False):
         if HubPlace.of(section[key], kind) is not None:
             section[key] = value

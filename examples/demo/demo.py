@@ -36,10 +36,9 @@ def main() -> None:
     )
     make_world()
     say("2/4  a new model of 2.5 million parameters, fine-tuned for a moment: still poor at it")
-    precision = precision_of_this_machine()
-    burnish("sft", HERE / "sft.yaml", *precision)
+    burnish("sft", HERE / "sft.yaml")
     say("3/4  reinforcement learning: eight answers to each sum, better ones made likelier (GRPO)")
-    burnish("rl", HERE / "rl.yaml", *precision)
+    burnish("rl", HERE / "rl.yaml")
     say("4/4  the result, loaded with plain transformers")
     model = newest_model(RUNS / "rl")
     answers = ask(model)
@@ -50,7 +49,7 @@ def main() -> None:
         "seconds": round(time.monotonic() - begun, 1),
     }
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    report(answers, summary, model, precision)
+    report(answers, summary, model)
     if missed := unkept(before, after):
         raise SystemExit(f"\nThe demo did not show what it should: {missed}")
 
@@ -70,13 +69,6 @@ def make_world() -> None:
 
     write_tokenizer(RUNS / "tokenizer")
     write_data(RUNS)
-
-
-def precision_of_this_machine() -> list[str]:
-    """A setting for processors that compute in bf16 a hundred times slower than in fp32; none elsewhere."""
-    from burnish.distributed.device import has_bf16_products, pick_device
-
-    return [] if has_bf16_products(pick_device(local_rank=0)) else ["engine.precision=fp32"]
 
 
 def burnish(*arguments: object) -> None:
@@ -124,10 +116,7 @@ def say(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
-def report(
-    answers: dict[str, str], summary: dict[str, float], model: Path, settings: list[str]
-) -> None:
-    more = "".join(f" {setting}" for setting in settings)
+def report(answers: dict[str, str], summary: dict[str, float], model: Path) -> None:
     for question, answer in answers.items():
         right = sum(map(int, question.rstrip("=").split("+")))
         print(f"  {question}{answer}{'' if answer == str(right) else f'   (wrong: {right})'}")
@@ -141,8 +130,8 @@ def report(
 
 Try next
   burnish eval runs/demo/rl                          validate the newest committed step
-  burnish rl examples/demo/rl.yaml name=dr algorithm.advantage=dr_grpo{more}
-  torchrun --nproc-per-node 2 -m burnish rl examples/demo/rl.yaml name=two{more}
+  burnish rl examples/demo/rl.yaml name=dr algorithm.advantage=dr_grpo
+  torchrun --nproc-per-node 2 -m burnish rl examples/demo/rl.yaml name=two
   burnish config show examples/demo/rl.yaml          every setting, and where its value came from
 (with .venv/bin on the PATH: source .venv/bin/activate)"""
     )

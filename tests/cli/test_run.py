@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import save_tiny
@@ -331,7 +332,7 @@ def test_evaluating_a_runs_directory(
 def test_each_command_starts_its_trainer(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[tuple[object, ...]] = []
+    started: list[tuple[Any, ...]] = []
 
     def stand_in(function: str, result: object) -> None:
         def start(*given: object) -> object:
@@ -354,6 +355,8 @@ def test_each_command_starts_its_trainer(
     assert main(["eval", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
     config = load_config("c.yaml", ["steps=5"]).config
+    decided = config.engine.model_copy(update={"precision": started[0][1].engine.precision})
+    config = config.model_copy(update={"engine": decided})
     assert [given[:3] for given in started[:3]] == [
         ("sft.train", config, config),
         ("rl.train", config, config),

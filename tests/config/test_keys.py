@@ -27,7 +27,7 @@ def test_every_setting_leaves_a_choice_and_is_read() -> None:
         ("rollout.n", "a whole number, 1 or more"),
         ("steps", "a whole number, 1 or more, or null"),
         ("rollout.top_p", "a number, more than 0, at most 1"),
-        ("engine.precision", "one of bf16, fp32"),
+        ("engine.precision", "one of auto, bf16, fp32"),
         ("data.shuffle", "true or false"),
         ("data.train", "a list of texts"),
         ("rollout.stop", "a list of texts, each not empty"),

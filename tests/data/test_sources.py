@@ -1,3 +1,4 @@
+import fcntl
 import json
 import logging
 import os
@@ -22,6 +23,19 @@ def test_reads_json_lines_with_random_access(write):
     assert rows[0] == {"x": 1, "y": None}
     assert rows.span(0, 2) == [rows[0], rows[1]]
     assert rows.columns == ["x", "y"]
+
+
+def test_files_that_another_process_converts_at_the_same_time_are_read(write, monkeypatch):
+    path, lock, earlier = write("a.jsonl", '{"x": 1}\n'), fcntl.flock, []
+
+    def second(file, operation):
+        if not earlier:
+            earlier.append(None)
+            earlier.append(load_rows([path])[0])
+        lock(file, operation)
+
+    monkeypatch.setattr("burnish.data.sources.fcntl.flock", second)
+    assert load_rows([path])[0] == earlier[1] == {"x": 1}
 
 
 def test_the_table_lies_on_disk_and_not_in_memory(write, tmp_path):

@@ -82,7 +82,7 @@ COMMANDS = [
     ("rl rl.yaml gradient_accumulation_steps=4", 2, "batch.tokens_per_device leave"),
     ("rl rl.yaml loss_type=dr_grpo scale_rewards=false", 2, "aggregation=sequence_sum_fixed advantage=dr_grpo"),
     ("sft sft.yaml use_peft=true lora_r=16", 2, "model.lora.rank=16"),
-    ("sft sft.yaml gradient_checkpointing=true bf16=true", 2, "activation_checkpointing=full leave"),
+    ("sft sft.yaml gradient_checkpointing=true bf16=true", 2, "activation_checkpointing=full precision=bf16"),
     ("sft sft.yaml report_to=wandb", 2, "tracking"),
     ("sft sft.yaml model.revision=main", 2, "model.path @REVISION"),
     ("config translate --model_name_or_path Qwen/Qwen3-0.6B --learning_rate 2e-5", 0, "Qwen/Qwen3-0.6B 2.0e-05"),

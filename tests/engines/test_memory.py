@@ -41,7 +41,10 @@ LARGEST_MODULE = 4 * SHAPE["hidden_size"] * SHAPE["vocab_size"]
 
 def peak_beyond_shard(layout, path, fresh, settings, optim=None, lora=None):
     """The rank's bytes of weights and of the optimizer's state (and of Megatron's buffers), and what building and loading took beyond them at the peak."""
-    config, told = AutoConfig.from_pretrained(path), EngineConfig(**settings)
+    config, told = (
+        AutoConfig.from_pretrained(path),
+        EngineConfig(**{"precision": "bf16", **settings}),
+    )
     if told.kind == "megatron":  # whose code is loaded when it is asked for
         small = tiny_config(config.model_type)
         make_engine(small, told, optim, layout=layout, device=CPU).close()

@@ -98,7 +98,10 @@ def said_rank(layout: Layout) -> list[str]:
     full = replace(mesh, arena=Full(CPU)) if layout.rank == layout.world - 1 else mesh
 
     def engine(*, moves: bool) -> TorchEngine:
-        config, model = EngineConfig(optimizer_offload=moves), tiny_config("qwen3")
+        config, model = (
+            EngineConfig(precision="bf16", optimizer_offload=moves),
+            tiny_config("qwen3"),
+        )
         return TorchEngine(model, config, OptimConfig(), layout=layout, device=CPU, mesh=full)
 
     with pytest.raises(BurnishError) as made:

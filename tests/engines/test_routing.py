@@ -144,6 +144,6 @@ def test_a_compiled_model_sends_tokens_where_it_is_told(
 
 
 def test_a_model_that_is_only_asked_need_have_no_routers() -> None:
-    config = EngineConfig(router_aux_loss=0.1)
+    config = EngineConfig(precision="bf16", router_aux_loss=0.1)
     with process_group(CPU, 60) as layout:
         make_bare(tiny_config("qwen3"), config, None, layout=layout, device=CPU).close()

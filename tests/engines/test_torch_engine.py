@@ -297,7 +297,7 @@ def test_an_engine_describes_the_whole_of_its_state_once(tmp_path: Path, alone: 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 def test_closing_frees_the_model(tmp_path: Path, alone: Layout, lora: LoraConfig | None) -> None:
     hf_config = tiny_config("qwen3")
-    config = EngineConfig(activation_offload=True)
+    config = EngineConfig(precision="bf16", activation_offload=True)
     engine = TorchEngine(hf_config, config, OPTIM, layout=alone, device=CPU, lora=lora)
     engine.load(FreshAdapter(1) if lora else FreshSource(hf_config, 1), Part.WEIGHTS)
     engine.load(FreshSource(hf_config, 1), Part.FROZEN)
@@ -314,7 +314,10 @@ def test_parking_frees_memory_and_changes_nothing(
     tmp_path: Path, alone: Layout, lora: LoraConfig | None
 ) -> None:
     path = save_tiny(tmp_path / "m", "qwen3", torch.float32)
-    hf_config, config = AutoConfig.from_pretrained(path), EngineConfig(logprob_chunk=5)
+    hf_config, config = (
+        AutoConfig.from_pretrained(path),
+        EngineConfig(precision="bf16", logprob_chunk=5),
+    )
     batch, sizes = cut(make_examples(VOCAB), alone, 3), []
     engines = [
         TorchEngine(hf_config, config, OPTIM, layout=alone, device=CPU, lora=lora) for _ in range(2)

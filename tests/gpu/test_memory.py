@@ -40,6 +40,7 @@ def test_activations_on_the_host_change_nothing_and_free_an_accelerators_memory(
     found, peaks = [], []
     for moves in (False, True):
         config = EngineConfig(
+            precision="bf16",
             activation_checkpointing=checkpointing,
             activation_offload=moves,
         )

@@ -7,17 +7,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from s3_server import S3Server
 from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, REWARDS, burnish, make_files
 
+from burnish.config.document import dump_yaml
 from burnish.config.load import load_config
-from burnish.config.schema import RunConfig
+from burnish.config.schema import EngineConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.functions import load_function
 from burnish.train.localize import local_inputs
+
+CPU = torch.device("cpu")
 
 number = itertools.count()
 
@@ -65,13 +69,14 @@ def config(store: Remote, **data: list[str]) -> RunConfig:
                 "models": [{"path": f"{url}/model"}],
             },
             "critic": {"path": f"{url}/model"},
+            "engine": {"precision": "fp32"},
             "tracking": {"progress": False},
         }
     )
 
 
 def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) -> None:
-    found, local = local_inputs(config(store))
+    found, local = local_inputs(config(store), CPU)
     assert found == config(store)
     model = Path(local.model.path or "")
     names = {path.name for path in model.rglob("*")}
@@ -90,30 +95,31 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
 
 
 def test_a_pattern_stands_for_what_fits_it(store: Remote) -> None:
-    _, local = local_inputs(config(store, train=[f"{store.url}/*/part-[12].jsonl"]))
+    _, local = local_inputs(config(store, train=[f"{store.url}/*/part-[12].jsonl"]), CPU)
     assert [Path(path).name for path in local.data.train] == ["part-1.jsonl", "part-2.jsonl"]
 
 
 def test_a_new_model_is_made_from_a_file_behind_a_url(store: Remote) -> None:
     fresh = RunConfig.model_validate({"model": {"fresh": f"{store.url}/model/config.json"}})
-    path = local_inputs(fresh)[1].model.fresh
+    path = local_inputs(fresh, CPU)[1].model.fresh
     assert json.loads(Path(str(path)).read_text()) == FRESH
 
 
 def test_paths_of_this_machine_stay_as_they_are(cache: Path) -> None:
     plain = RunConfig.model_validate(
         {
+            "engine": {"precision": "bf16"},
             "model": {"path": "~/model", "chat_template": "t.jinja"},
             "data": {"train": ["data/*.jsonl"]},
             "reward": {"functions": [{"function": "r.py:f"}, {"function": "numeric"}]},
         }
     )
-    assert local_inputs(plain) == (plain, plain)
+    assert local_inputs(plain, CPU) == (plain, plain)
     assert not cache.exists()
 
 
 def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
-    _, local = local_inputs(config(store), trains=False)
+    _, local = local_inputs(config(store), CPU, trains=False)
     assert local.data.train == [f"{store.url}/data"]
     assert local.critic.path == f"{store.url}/model"
     assert "://" not in local.data.validation[0]
@@ -133,7 +139,7 @@ def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
 def test_what_is_not_there_is_an_error(setting: str, value: object, kind: type[Exception]) -> None:
     section, _, field = setting.partition(".")
     with pytest.raises(kind) as caught:
-        local_inputs(RunConfig.model_validate({section: {field: value}}))
+        local_inputs(RunConfig.model_validate({section: {field: value}}), CPU)
     assert "secret" not in str(caught.value)
 
 
@@ -161,3 +167,19 @@ def test_a_run_with_everything_behind_urls(tmp_path: Path, s3_server: S3Server) 
     assert code == 0, log
     recorded = load_config(work / "runs/far/config.yaml").config
     assert recorded.data.train == [f"{bucket.url}/train.jsonl"]
+
+
+@pytest.mark.parametrize(("quick", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_the_first_start_decides_on_the_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool, precision: str
+) -> None:
+    settings = RunConfig(output_dir=str(tmp_path))
+    monkeypatch.setattr("burnish.train.localize.has_bf16_products", lambda device: quick)
+    recorded, local = local_inputs(settings, CPU)
+    assert recorded.engine.precision == local.engine.precision == precision
+    settings.directory.mkdir()
+    (settings.directory / "config.yaml").write_text(dump_yaml(recorded))
+    monkeypatch.setattr("burnish.train.localize.has_bf16_products", lambda device: not quick)
+    assert local_inputs(settings, CPU)[0] == recorded
+    given = settings.model_copy(update={"engine": EngineConfig(precision="bf16")})
+    assert local_inputs(given, CPU)[0] == given

@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import require_divisible
 from burnish.distributed.processes import Mesh
+from burnish.engines.base import compute_dtype
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import Cut
 from burnish.models.routing import require_routers
@@ -121,7 +122,7 @@ def parallelize(
     weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
     parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+        param_dtype=None if config.precision == "fp32" else compute_dtype(config),
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )

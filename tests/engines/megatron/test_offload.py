@@ -95,7 +95,7 @@ class Full(Arena):
 
 def full_rank(layout: Layout) -> str:
     """What is said where the last rank has no room."""
-    config = EngineConfig(kind="megatron", optimizer_offload=True)
+    config = EngineConfig(kind="megatron", precision="bf16", optimizer_offload=True)
     mesh = MegatronMesh.of(config, CPU)
     if layout.rank == layout.world - 1:
         mesh = replace(mesh, arena=Full(CPU))

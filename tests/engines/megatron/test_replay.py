@@ -259,7 +259,7 @@ def test_what_one_engine_records_the_other_replays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "megatron"])
 def test_what_does_not_fit_is_refused(path: Path, kind: str) -> None:
-    engine = EngineConfig(kind=kind, router_aux_loss=0.1)
+    engine = EngineConfig(kind=kind, precision="bf16", router_aux_loss=0.1)
     with pytest.raises(UsageError, match=r"engine\.router_aux_loss"):
         making.require_fitting(tiny_config("qwen3"), engine)
     run_ranks(refusing_rank, 1, path, kind)
