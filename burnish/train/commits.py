@@ -49,7 +49,9 @@ def pin(
             section[key] = str(replace(place, revision=commit))
         elif ask:
             with of_setting(setting):
-                section[key] = str(place.at_commit())
+                found = place.at_commit()
+            _log.info("%s is at commit %s", place, found.commit)
+            section[key] = str(found)
 
 
 def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str]]:
