@@ -368,12 +368,15 @@ def _changes(
         early, late = by_step[min(by_step)], by_step[max(by_step)]
         before, after = (fmean(map(_finite_reward, group)) for group in (early, late))
         if before != after:
-            changes.append((_typical(early, before), _typical(late, after), before, after))
+            typical = _typical(early, before, after), _typical(late, after, before)
+            changes.append((*typical, before, after))
     return sorted(changes, key=lambda change: -abs(change[3] - change[2]))[:count]
 
 
-def _typical(group: list[Row], mean: float) -> Row:
-    return min(group, key=lambda row: abs(_finite_reward(row) - mean))
+def _typical(group: list[Row], mean: float, other: float) -> Row:
+    """Return the row nearest to its group's mean; of two as near, the one farther from the other group's mean."""
+    farthest_first = sorted(group, key=_finite_reward, reverse=mean > other)
+    return min(farthest_first, key=lambda row: abs(_finite_reward(row) - mean))
 
 
 def _order(row: Row) -> float:

@@ -399,6 +399,21 @@ def test_changed_most_compares_the_same_prompt_early_and_late(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.parametrize(("late", "shown"), [(1.0, ("low", "high")), (0.0, ("high", "low"))])
+def test_a_reward_has_the_colour_of_its_own_value(
+    run: RunDirectory, late: float, shown: tuple[str, str]
+) -> None:
+    """Of answers as near to the mean, the one on the side of the change is shown."""
+    log(run, {1: {"reward/mean": 0.5}})
+    write(run.rollouts, 1, {0: [0.0, 1.0, 0.0, 1.0], 1: [0.0, 0.0]})
+    write(run.rollouts, 2, {0: [late, late], 1: [0.0, 0.0]})
+    page = write_report(run.root).read_text("utf-8")
+    pair = page.partition('<div class="pair">')[2].partition("</article>")[0]
+    found = re.findall(r'<span class="reward (high|low)">([^<]*)<', pair)
+    assert found == [(each, "1" if each == "high" else "0") for each in shown]
+    assert '<span class="reward high">0<' not in page
+
+
 def test_no_rollouts_are_no_examples(tmp_path: Path) -> None:
     assert choose_examples(tmp_path / "rollouts") is None
     write(tmp_path, 1, {})
