@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from burnish.errors import CorruptError, IncompatibleError, MissingError, few
+from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.files.strict_json import clipped, parse_json, shortened
 
 MAX_HEADER_BYTES = 16 << 20
@@ -317,3 +317,18 @@ def model_digest(directory: Path) -> str:
                 file.seek(first + (size - first) * number // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def code_files(directory: Path) -> list[Path]:
+    """Return a model directory's Python files. Raises `UsageError` for a link that leads out of it, but to a hub's cache, and for no file."""
+    home = directory.resolve()
+    homes = [home] + [home.parents[1] / "blobs"] * (home.parent.name == "snapshots")
+    found = sorted(directory.glob("*.py"))
+    for path in found:
+        if not path.is_file() or not any(map(path.resolve().is_relative_to, homes)):
+            raise UsageError(
+                f"{path} is not copied: a copy would show what is not the model's",
+                have=f"a link to {path.resolve()}" if path.is_symlink() else "no regular file",
+                do="put the file itself there, or remove it",
+            )
+    return found

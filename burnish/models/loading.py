@@ -30,7 +30,8 @@ from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
-from burnish.models.meta_init import build_on_meta, initialized_copy, owned_modules
+from burnish.files.safetensors import code_files
+from burnish.models.meta_init import build_on_meta, has_own_code, initialized_copy, owned_modules
 from burnish.models.names import regions, tensor_specs, tied_names
 from burnish.models.value_head import has_value_head
 from burnish.records.seeds import derive_seed
@@ -65,7 +66,6 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
         has_value_head(found)  # reads the names of its architectures
-        return found
     except Exception as error:  # an unknown model_type, code without consent, and any wrong value
         raise UsageError(
             f"{directory / 'config.json'} is not a configuration that transformers takes",
@@ -74,6 +74,9 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             do="correct model.path or the file; for a model with code of its own, read that code and "
             "set model.trust_remote_code=true",
         ) from error
+    if has_own_code(found):
+        code_files(directory)  # refused now, not when a checkpoint is written
+    return found
 
 
 def weights_source(
@@ -163,7 +166,8 @@ def save_model_assets(
 ) -> None:
     """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
 
-    These are config.json, generation_config.json (not beside a value head), the tokenizer's files, and a model's own Python files.
+    These are config.json, generation_config.json (not beside a value head), the tokenizer's files, and a model's own Python files
+    where its configuration was read with `trust_remote_code`. The weights are not quantized, whatever they were trained from.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -173,11 +177,14 @@ def save_model_assets(
         if architecture := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
             config.architectures = [architecture]
         generation_config(config).save_pretrained(directory)
+    for stale in ("quantization_config", *(() if has_own_code(hf_config) else ("auto_map",))):
+        if hasattr(config, stale):
+            delattr(config, stale)
     config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    if hf_config.name_or_path and getattr(hf_config, "auto_map", None):
-        for source in sorted(Path(hf_config.name_or_path).glob("*.py")):
+    if has_own_code(hf_config):
+        for source in code_files(Path(hf_config.name_or_path)):
             shutil.copyfile(source, directory / source.name)
 
 

@@ -35,6 +35,11 @@ _SENSES = re.compile("vision|audio|image|speech|video|vq")
 """In the names of configurations of what does not read text."""
 
 
+def has_own_code(config: PretrainedConfig) -> bool:
+    """Return whether the configuration's class is code of the model's directory, read with `trust_remote_code`."""
+    return type(config).__module__.startswith("transformers_modules.")
+
+
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in fp32 on the meta device, with packed attention and without dropout or noise.
 
@@ -112,8 +117,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
         language: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            # A configuration class from the model's own directory was loaded with this consent.
-            trust_remote_code=type(config).__module__.startswith("transformers_modules."),
+            trust_remote_code=has_own_code(config),
         )
         return language
     except BurnishError:

@@ -1,7 +1,8 @@
 import json
+import os
 import struct
 import tracemalloc
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import numpy as np
 import pytest
@@ -9,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from burnish.errors import CorruptError, IncompatibleError, MissingError
+from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files import safetensors
 from burnish.files.safetensors import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
     build_header,
+    code_files,
     header_size,
     parse_header,
     read_header,
@@ -217,3 +219,19 @@ def test_blanks_are_read_over():
         entries, ()
     )
     assert parsed.metadata == {"format": "pt"}
+
+
+@pytest.mark.parametrize("how", ["outside", "a FIFO", "nowhere"])
+def test_code_is_a_file_of_the_model(tmp_path: Path, how: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "modeling.py").write_text("x = 1")
+    (model / "same.py").symlink_to("modeling.py")
+    assert [path.name for path in code_files(model)] == ["modeling.py", "same.py"]
+    (tmp_path / "secret").write_text("hunter2")
+    if how == "a FIFO":
+        os.mkfifo(model / "z.py")
+    else:
+        (model / "z.py").symlink_to(tmp_path / "secret" if how == "outside" else "absent")
+    with pytest.raises(UsageError, match=r"z\.py"):
+        code_files(model)

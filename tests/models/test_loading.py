@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,15 +168,18 @@ def test_the_generation_config_is_carried_over(tmp_path):
     assert saved["eos_token_id"] == [2, 5]
 
 
-def test_code_of_a_model_is_carried_over(tmp_path):
+def test_neither_code_without_consent_nor_a_stale_quantization_is_kept(tmp_path):
     save_tiny(tmp_path / "in")
     (tmp_path / "in" / "modeling_mine.py").write_text("x = 1\n")
     config = AutoConfig.from_pretrained(tmp_path / "in")
-    save_model_assets(config, None, tmp_path / "plain", torch.float32)
-    assert not list((tmp_path / "plain").glob("*.py"))
     config.auto_map = {"AutoConfig": "modeling_mine.MyConfig"}
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     save_model_assets(config, None, tmp_path / "out", torch.float32)
-    assert (tmp_path / "out" / "modeling_mine.py").read_text() == "x = 1\n"
+    assert not list((tmp_path / "out").glob("*.py"))
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"auto_map", "quantization_config"} & saved.keys()
+    assert config.auto_map
+    assert config.quantization_config
 
 
 CUSTOM = {
@@ -213,10 +217,12 @@ save_model_assets(hf_config, None, target, torch.float32)
 
 
 def test_a_model_with_code_of_its_own(tmp_path):
-    """In a process of its own, because transformers keeps such code in its cache directory."""
-    source, target = save_tiny(tmp_path / "in", "llama"), tmp_path / "out"
+    """In a process of its own, because transformers keeps such code in its cache directory; its files are links into a hub's cache."""
+    source, target = save_tiny(tmp_path / "snapshots" / "in", "llama"), tmp_path / "out"
+    (tmp_path / "blobs").mkdir()
     for name, text in CUSTOM.items():
-        (source / name).write_text(text)
+        (tmp_path / "blobs" / name).write_text(text)
+        (source / name).symlink_to(Path("../../blobs") / name)
     values = json.loads((source / "config.json").read_text())
     values["model_type"] = "mine"
     values["architectures"] = ["MineForCausalLM"]

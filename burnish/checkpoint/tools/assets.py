@@ -12,14 +12,14 @@ from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.steps import step_number
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import read_whole
-from burnish.files.safetensors import INDEX
+from burnish.files.safetensors import INDEX, code_files
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import parse_json
 
 CONFIG = "config.json"
 """The model's configuration."""
 
-_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
+_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
 _TEMPLATES = "additional_chat_templates"
 _LIMIT = 64 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -39,10 +39,10 @@ def require_outside_steps(target: Path, storage: Source) -> None:
 def read_assets(directory: Path) -> dict[str, bytes]:
     """Return the small files of a Hugging Face directory by name.
 
-    Raises `MissingError` without config.json, `IncompatibleError` for a file that is too large.
+    Raises `MissingError` without config.json, `IncompatibleError` for a large file, `UsageError` for code that is a link to elsewhere.
     """
     paths = [path for path in directory.glob("*") if path.suffix in _SUFFIXES]
-    paths += (directory / _TEMPLATES).glob("*.jinja")
+    paths += [*(directory / _TEMPLATES).glob("*.jinja"), *code_files(directory)]
     names = {path.relative_to(directory).as_posix(): path for path in sorted(paths)}
     names.pop(INDEX, None)
     if CONFIG not in names:
