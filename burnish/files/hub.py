@@ -115,7 +115,6 @@ class HubPlace:
             found = HfApi().resolve_revision(**asked, local_files_only=True)  # type: ignore[arg-type]
         except errors.RevisionResolutionError:
             found = self._call(lambda: HfApi().resolve_revision(**asked))  # type: ignore[arg-type]
-        log.info("%s is commit %s", self, found.resolved)
         return replace(self, revision=found.resolved)
 
     def files(self) -> dict[str, int]:
