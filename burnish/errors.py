@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 
 _SHOWN = 5
 
@@ -135,6 +137,19 @@ def bytes_text(size: float) -> str:
     units = ("B", "kB", "MB", "GB", "TB")
     power = min((len(str(int(size))) - 1) // 3, len(units) - 1)
     return f"{size / 1000**power:.{1 if power else 0}f} {units[power]}"
+
+
+def neighbours(path: Path) -> str:
+    """Return the names beside a missing path: all, or those like it and of these the last, as the newest of steps."""
+    if path.exists():
+        return "a directory without data" if path.is_dir() else "a file"
+    folder = next((each for each in path.parents if each.is_dir()), Path())
+    missing = path.relative_to(folder).parts[0]
+    names = sorted(each.name for each in folder.iterdir())
+    near = names
+    if len(names) > _SHOWN and (near := get_close_matches(missing, names, n=len(names))):
+        near = list(dict.fromkeys([*near[:2], max(near)]))
+    return f"no {missing} in {folder}, but {', '.join(near) or f'{len(names)} other entries'}"
 
 
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from burnish.checkpoint.load import CheckpointSource
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
-from burnish.config.schema import DataConfig, RunConfig
+from burnish.config.schema import DataConfig, RewardConfig, RunConfig
 from burnish.data.chat import ChatEncoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
@@ -44,10 +44,11 @@ def chat(given: Namespace) -> None:
         name_newest_steps(values)
         model = RunConfig.model_validate(values).model
     data = DataConfig(chat_template_kwargs=config.data.chat_template_kwargs)
-    asked = RunConfig(model=model, data=data, engine=config.engine, rollout=config.rollout)
+    settings = config.model_copy(update={"model": model, "data": data, "reward": RewardConfig()})
 
     def talk(layout: Layout, device: torch.device) -> None:
-        foundation = lay_foundation(local_inputs(asked, device, layout)[1], layout, device)
+        local = local_inputs(settings, device, layout, trains=False)[1]
+        foundation = lay_foundation(local, layout, device)
         prove(foundation.hf_config, layout, device, generates=True)
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
         if step is not None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from burnish.cli.output import print_text
 from burnish.config.document import recorded
-from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.errors import BurnishError, MissingError, UsageError, table
 from burnish.files.lease import LEASE, is_held
 from burnish.tracking.console import duration
 from burnish.tracking.rundir import RunDirectory
@@ -41,21 +39,15 @@ def runs(given: Namespace) -> None:
         print_text(json.dumps(tables))
         return
     for rows in tables.values():
-        table = Table(box=None, pad_edge=False)
-        columns = [
-            n for n in max(rows, key=len, default={}) if any(row.get(n) is not None for row in rows)
+        heads = [
+            n for n in max(rows, key=len, default={}) if any(r.get(n) is not None for r in rows)
         ]
-        for name in columns:
-            table.add_column(name, overflow="fold", no_wrap=name == "run")
-        for row in rows:
-            cells = (row.get(name) for name in columns)
-            table.add_row(
-                *(
-                    f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x)
-                    for x in cells
-                )
-            )
-        Console(highlight=False).print(table)
+        for line in table([heads, *([_cell(row.get(name)) for name in heads] for row in rows)]):
+            print_text(line)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _listed(root: Path) -> Rows:
@@ -72,7 +64,7 @@ def _described(run: RunDirectory) -> dict[str, Any]:
         return {"run": str(run.root), "state": error.problem}
     step = int(rows[-1]["step"]) if rows else 0
     state = "running" if is_held(run.checkpoints / LEASE) else "done" if step == total else "ended"
-    values = {name: [row[name] for row in rows if name in row] for name in _SHOWN}
+    values = {name: _finite(rows, name) for name in _SHOWN}
     told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in values.items() if v}
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
     place = {"run": str(run.root), "state": state, "step": step, "of": total, "started": age}
@@ -95,13 +87,15 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(each, f"{key}.{name}")
 
 
+def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
 def _curves(names: Sequence[str]) -> Rows:
     logged = {name: read_metrics(RunDirectory(Path(name)).metrics) for name in names}
     found: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
-        values = {
-            run: [row[metric] for row in rows if metric in row] for run, rows in logged.items()
-        }
+        values = {run: _finite(rows, metric) for run, rows in logged.items()}
         every = [value for each in values.values() for value in each]
         for run, each in values.items():
             if each:

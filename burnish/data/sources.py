@@ -28,7 +28,7 @@ from datasets.packaged_modules.json.json import Json, JsonConfig
 from datasets.packaged_modules.parquet.parquet import Parquet
 
 from burnish.data.columns import READERS, Row
-from burnish.errors import MissingError, UsageError
+from burnish.errors import MissingError, UsageError, neighbours
 from burnish.tracking.progress import Progress
 
 _TEMPORAL = ("timestamp", "date", "time", "duration")
@@ -228,23 +228,11 @@ def _matches(path: str, setting: str) -> list[Path]:
     if not found:
         raise MissingError(
             f"{setting}: nothing to read at {path}",
-            have=_neighbours(plain),
+            have=neighbours(plain),
             want=want,
             do=f"correct {setting}",
         )
     return [file.absolute() for file in found]
-
-
-def _neighbours(path: Path) -> str:
-    """List the entries next to a missing path, for a hint."""
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        return f"no directory {folder}"
-    names = sorted(entry.name for entry in folder.iterdir())
-    near = get_close_matches(path.name, names, n=3) or names[:3]
-    return f"{folder} holds {len(names)} entries" + (
-        f", among them {', '.join(near)}" if near else ""
-    )
 
 
 def _kind(files: Sequence[Path], setting: str) -> str:

@@ -10,11 +10,9 @@ import glob
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from burnish.checkpoint.steps import step_number
 from burnish.config.constraints import Command
 from burnish.config.schema import (
     CriticConfig,
@@ -32,6 +30,7 @@ from burnish.errors import (
     UsageError,
     few,
     install,
+    neighbours,
     of_setting,
     together,
 )
@@ -138,7 +137,7 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
     else:
         yield MissingError(
             f"{setting}: there is no directory {path}",
-            have=_neighbours(folder),
+            have=neighbours(folder),
             want=f"a directory on this machine that holds {wanted}, or {FORMS['model']} of the hub",
             do=f"correct {setting}",
         )
@@ -170,7 +169,7 @@ def _file(path: str, setting: str) -> Iterator[BurnishError]:
         have = "" if is_there else f"{folder} with {few(folder.names()) or 'nothing'}"
     else:
         file = Path(path).expanduser()
-        have = "" if file.is_file() else _neighbours(file)
+        have = "" if file.is_file() else neighbours(file)
     if have:
         yield MissingError(
             f"{setting}: there is no file {path}", have=have, want="a file", do=f"correct {setting}"
@@ -183,7 +182,7 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
             data_sizes(path, setting)
         return
     try:
-        have = "" if data_sizes(path, setting) else _neighbours(Path(path).expanduser())
+        have = "" if data_sizes(path, setting) else neighbours(Path(path).expanduser())
     except MissingError as error:  # of a URL
         have = str(error.have)
     if have:
@@ -237,16 +236,3 @@ def _importable(package: str) -> bool:
     except ValueError:
         return False
     return found is not None
-
-
-def _neighbours(path: Path) -> str:
-    """Return the names beside a missing path, so that a typing error shows itself."""
-    if path.exists():
-        return "a directory without data" if path.is_dir() else "a file"
-    if not path.parent.is_dir():
-        above = next((each for each in path.parents if each.is_dir()), Path())
-        steps = [each.name for each in above.iterdir() if step_number(each.name) is not None]
-        return f"no directory {path.parent}" + (f"; the newest is {max(steps)}" if steps else "")
-    names = sorted(each.name for each in path.parent.iterdir())
-    near = names if len(names) <= 5 else get_close_matches(path.name, names, n=3)
-    return f"{path.parent} with {', '.join(near) if near else f'{len(names)} other entries'}"

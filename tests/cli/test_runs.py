@@ -29,7 +29,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rewards = [{"step": n, "reward/mean": n / 4, "val/reward": 1 - n / 8} for n in range(1, 5)]
     make("rl", rewards, optim={"lr": 1e-6})
-    make("sft", [{"step": 1, "train/loss": 2.5, "val/loss": 3.0}])
+    make("sft", [{"step": 1, "train/loss": 2.5, "val/loss": 3.0}, {"step": 2, "train/loss": "NaN"}])  # type: ignore[dict-item]
     make("sweep/again", rewards[:2], optim={"lr": 1e-5})
     make("empty", [])
     make("broken", []).joinpath("metrics.jsonl").write_text("{\n{}\n")
