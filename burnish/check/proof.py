@@ -325,8 +325,9 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
 
 
 def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
-    """Return the file that a proof leaves behind."""
-    config = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    """Return the file that a proof leaves behind; where the model lies does not matter."""
+    fields = {n: v for n, v in hf_config.to_dict().items() if n != "_name_or_path"}
+    config = json.dumps(fields, sort_keys=True, default=str)
     versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
     said = json.dumps([config, _model_code(hf_config), versions, device_name(device), how])
     return cache_root() / "proofs" / hashlib.sha256(said.encode()).hexdigest()[:32]

@@ -50,9 +50,7 @@ _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
 
 
 def shrunk(
-    hf_config: PretrainedConfig,
-    engine: EngineConfig,
-    vocabulary: int | None = None,
+    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int | None = None
 ) -> PretrainedConfig:
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
@@ -85,7 +83,7 @@ def shrunk(
 
 def _lowered(name: str, value: Any, tensor: int, expert: int) -> Any:
     """Return a field's value, or the numbers in a list, as `_AT_MOST` allows. Soft caps and epsilons become such as matter."""
-    if isinstance(value, float) and "softcap" in name:
+    if isinstance(value, int | float) and "softcap" in name:
         return min(value, _SOFTCAP)
     if isinstance(value, float) and name.endswith(("_eps", "_epsilon")):
         return max(value, _EPSILON)
@@ -124,8 +122,8 @@ def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]
         listed = [repr(each[index]) for each in values.values()]
         named = [index in each for each in numbers.values()]
         behind = [index >= start for start in starts.values()]
-        special_fields = repr(overrides.get(index))
-        kinds.setdefault((*listed, *named, *behind, special_fields, index in mixtures), index)
+        kind = (*listed, *named, *behind, repr(overrides.get(index)), index in mixtures)
+        kinds.setdefault(kind, index)
     periods = [v for n, v in fields.items() if _PERIOD.search(n) and _is_size(v) and not values]
     others = [index for index in range(own) if index not in kinds.values()]
     count = -(-max(LAYERS, len(kinds), *periods) // stages) * stages
