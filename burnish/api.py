@@ -119,7 +119,11 @@ def run_command(
         subject = run_dir or config.model.path or "a new model"
         inside = "" if command == "eval" else f" in {config.directory}"
         processes = "one process" if layout.world == 1 else f"{layout.world} processes"
-        _log.info("%s of %s%s, on %s", command, subject, inside, processes)
+        data = config.data.validation if command == "eval" else config.data.train
+        engine = config.engine.kind
+        _log.info(
+            "%s of %s on %s%s, %s, %s", command, subject, ", ".join(data), inside, engine, processes
+        )
         for remark in remarks:
             _log.warning("%s", remark)
     from burnish.distributed.processes import launch

@@ -284,8 +284,6 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
                     builder.download_and_prepare()
                 digest = _content(sorted(directory.glob("*.arrow")), progress)
                 seal.write(digest)
-            elif builder.info.splits is None:  # another process has converted them meanwhile
-                builder.download_and_prepare()  # reads its record
         return builder.as_dataset(split="train"), digest
 
 

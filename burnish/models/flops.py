@@ -54,6 +54,8 @@ class ModelFlops:
     """
     head: float = 0.0
     """The output layer's share of `per_token`, spared where a token is not scored."""
+    parameters: int = 0
+    """Elements of all parameters."""
 
     def each(self, lengths: Iterable[int]) -> list[float]:
         """Return the operations over each sequence of these lengths, in tokens."""

@@ -225,6 +225,7 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
         per_token=2.0 * sum(_active_weights(model, text)),
         attention=attention,
         head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
 

@@ -91,9 +91,8 @@ class Run:
         if resumed is None:
             places = main.foundation.places(fresh=True)
             session.intact.require(*places, self._config.critic.path)
-        if self.position.step >= total_steps and self._layout.is_main:
-            made = self.position.step
-            log.info("step %d of %d is made already: nothing is left to do", made, total_steps)
+        if self._layout.is_main:
+            self._introduce()
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
             if resumed is None:
@@ -102,6 +101,22 @@ class Run:
             with agree(self._layout), self._writing():
                 if self._layout.is_main:
                     session.mirror.bring_back(session.directory)
+
+    def _introduce(self) -> None:
+        """Say what is about to be trained, and where it is recorded."""
+        made, total = self.position.step, self._total_steps
+        if made >= total:
+            log.info("step %d of %d is made already: nothing is left to do", made, total)
+            return
+        log.info(
+            "%s parameters in %s, %d rows; steps %d to %d; metrics and report.html are in %s",
+            f"{self._learners[MAIN].foundation.flops.parameters:,}",
+            self._config.engine.precision,
+            self._inputs.samples,
+            made + 1,
+            total,
+            self._session.directory.root,
+        )
 
     @contextmanager
     def training(self, validate: Validation | None) -> Iterator[None]:
