@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.checkpoint.tools import sandbox
 from burnish.checkpoint.tools.assets import read_assets
 from burnish.checkpoint.tools.importing import Foreign, mapped_tensors
-from burnish.checkpoint.tools.sandbox import landlock_version
 from burnish.checkpoint.tools.torch_dist import is_torch_dist, shards_of, tensor_names
 from burnish.checkpoint.tools.unpickle import known_part, without_numbers
 from burnish.config.schema import ModelConfig
@@ -41,11 +41,14 @@ import json, sys
 task = json.load(sys.stdin)
 sys.path[:] = task.pop("path")
 from pathlib import Path
-from burnish.checkpoint.tools.sandbox import keep_writes_to, limit_files
+from burnish.checkpoint.tools import sandbox
 if task.pop("sandboxed"):
-    keep_writes_to(Path(task["target"]))
-limit_files(task.pop("most_bytes"))
+    sandbox.keep_writes_to(Path(task["target"]))
+if sandbox.has_seccomp():
+    sandbox.forbid_calls()
+sandbox.limit_files(most_bytes := task.pop("most_bytes"))
 from burnish.checkpoint.tools.unpickle import convert
+sandbox.limit_memory((1 << 30) + 2 * most_bytes)
 task |= {name: Path(task[name]) for name in ("source", "target")}
 try:
     convert(**task | {"names": frozenset(task["names"])})
@@ -61,12 +64,19 @@ def pickled_kind(source: Path) -> str | None:
     return "verl" if any(_VERL.fullmatch(path.name) for path in source.glob("*.pt")) else None
 
 
-def guarded_by(version: int) -> str:
-    """Say what a Landlock of this version, 0 for none, forbids to the child."""
-    if version:
-        network = ", and from TCP" if version >= 4 else ""
-        return f"unpickled by a process that Landlock {version} kept from writing elsewhere, from starting programs{network}"
-    return "unpickled by a process of its own; this kernel has no Landlock to keep it from writing"
+def guarded_by(version: int, *, seccomp: bool) -> str:
+    """Say what a Landlock of this version, 0 for none, and seccomp forbid to the child, and what they leave."""
+    forbidden = {
+        "writing elsewhere and starting programs": version > 0,
+        "TCP": seccomp or version >= sandbox.TCP_VERSION,
+        "signals to other processes": seccomp or version >= sandbox.SCOPES_VERSION,
+        "other sockets and changing files' modes, owners and times": seccomp,
+    }
+    kept = ", ".join(right for right, is_so in forbidden.items() if is_so) or "nothing"
+    left = ", ".join(right for right, is_so in forbidden.items() if not is_so)
+    lacks = f"; this kernel could not keep it from: {left}" if left else ""
+    guards = f"Landlock {version or 'absent'}, seccomp {'present' if seccomp else 'absent'}"
+    return f"unpickled by a process that was kept from: {kept} ({guards}){lacks}"
 
 
 def pickled(
@@ -86,7 +96,7 @@ def pickled(
     tensor, `IncompatibleError` for another shape.
     """
     files = _verl_files(source) if kind == "verl" else _dcp_files(source)
-    version = landlock_version() if landlock is None else landlock
+    version = sandbox.landlock_version() if landlock is None else landlock
     if not version and not without_sandbox:
         raise UsageError(
             f"{source} cannot be unpickled in a sandbox",
@@ -119,7 +129,7 @@ def pickled(
             )
         return shards
 
-    return Foreign(kind, source, found, weights, guarded_by(version))
+    return Foreign(kind, source, found, weights, guarded_by(version, seccomp=sandbox.has_seccomp()))
 
 
 def _of_module(

@@ -1,7 +1,8 @@
 """Give up rights for good in a process that reads files which could run code.
 
 With Linux's Landlock (https://docs.kernel.org/userspace-api/landlock.html) it cannot write outside one directory, start programs,
-or use TCP. It needs no privileges. Left out: reading, which imports need.
+use TCP, or reach processes outside. A seccomp filter closes what Landlock leaves. Neither needs privileges. Left out: reading,
+which imports need.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
 import resource
+import struct
+import sys
 from pathlib import Path
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on every architecture
@@ -24,11 +28,30 @@ _WRITE_BY_VERSION = {
 }
 _OF_FILES = 1 << 1 | 1 << 14
 _TCP = 0b11  # bind, connect
-_TCP_VERSION = 4
+_OUTSIDE = 0b11  # abstract UNIX sockets, signals
+TCP_VERSION, SCOPES_VERSION = 4, 6
+"""The first versions of Landlock that forbid TCP, and signals to processes outside."""
+
+_SET_SECCOMP, _FILTER = 22, 2
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF's instructions
+_REFUSE, _ALLOW = 0x00050000 | errno.EPERM, 0x7FFF0000
+_X32 = 1 << 30  # system calls of the x32 ABI, which have other numbers
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # in <linux/audit.h>
+# The numbers of the refused system calls on each of these machines. aarch64 lacks the older forms.
+_REFUSED: dict[str, tuple[int, int | None]] = {
+    "socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425), "ptrace": (101, 117),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "process_vm_writev": (311, 271),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "file_setattr": (469, 469),
+    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
+}  # fmt: skip
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("net", ctypes.c_uint64))
+    _fields_ = (("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
 
 
 class _PathBeneath(ctypes.Structure):
@@ -37,25 +60,39 @@ class _PathBeneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
 
 
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
 def landlock_version() -> int:
     """Return the kernel's version of Landlock; 0 for none."""
     libc = ctypes.CDLL(None, use_errno=True)
     return max(0, int(libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG)))
 
 
+def has_seccomp() -> bool:
+    """Return whether `forbid_calls` works: the kernel has seccomp, and the numbers of its calls are known."""
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_SET_SECCOMP, *map(ctypes.c_ulong, (_FILTER, 0)))  # no filter: nothing is changed
+    return ctypes.get_errno() == errno.EFAULT
+
+
 def keep_writes_to(directory: Path, version: int | None = None) -> None:
     """Allow this process writes below `directory` and to /dev/null only, no programs and no TCP connections.
 
-    Call it before there is a second thread. `version` is `landlock_version`'s answer, asked if None. Raises `OSError` without
-    Landlock.
+    From version 6 on it cannot send signals to processes outside either, or connect to their abstract UNIX sockets. Call it before
+    there is a second thread. `version` is `landlock_version`'s answer, asked if None. Raises `OSError` without Landlock.
     """
     version = landlock_version() if version is None else version
     if not version:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "Landlock")
     libc = ctypes.CDLL(None, use_errno=True)
     writes = sum(bits for since, bits in _WRITE_BY_VERSION.items() if version >= since)
-    rules = _Ruleset(writes | _EXECUTE, _TCP)
-    size = ctypes.sizeof(rules) if version >= _TCP_VERSION else ctypes.sizeof(ctypes.c_uint64)
+    rules = _Ruleset(writes | _EXECUTE, _TCP, _OUTSIDE)
+    fields = 1 + (version >= TCP_VERSION) + (version >= SCOPES_VERSION)
+    size = fields * ctypes.sizeof(ctypes.c_uint64)
     ruleset = _checked(libc.syscall(_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), 0))
     try:
         for path, allowed in ((directory, writes), (Path(os.devnull), writes & _OF_FILES)):
@@ -72,14 +109,46 @@ def keep_writes_to(directory: Path, version: int | None = None) -> None:
         os.close(ruleset)
 
 
+def forbid_calls() -> None:
+    """Refuse sockets, signals, and changes of files' modes, owners, times and attributes to this process: they fail with EPERM.
+
+    Threads that are started later inherit it. Raises `OSError` without seccomp.
+    """
+    machine = platform.machine()
+    column = list(_MACHINES).index(machine)
+    numbers = [each for call in _REFUSED.values() if (each := call[column]) is not None]
+    # A comparison's two counts say how many instructions to skip where it holds, and where it does not.
+    program = [
+        (_LOAD, 0, 0, 4),  # the machine whose call it is
+        (_EQUAL, 0, len(numbers) + 3, _MACHINES[machine]),
+        (_LOAD, 0, 0, 0),  # the call's number
+        (_AT_LEAST, len(numbers) + 1, 0, _X32),
+        *((_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    packed = b"".join(struct.pack("=HBBI", *each) for each in program)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.prctl(_NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0))))
+    filters = ctypes.byref(_Program(len(program), packed))
+    _checked(libc.prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), filters))
+
+
 def limit_files(most_bytes: int) -> None:
     """Limit this process to files of so many bytes, and no core dump."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def limit_memory(more_bytes: int) -> None:
+    """Let this process have so much more private memory than it has now. Without effect outside Linux."""
+    if (pages := Path("/proc/self/statm")).exists():
+        most = int(pages.read_text().split()[5]) * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
 def _checked(result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), "Landlock")
+        raise OSError(number, os.strerror(number), "sandbox")
     return result

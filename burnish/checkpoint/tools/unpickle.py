@@ -141,7 +141,9 @@ def _write(path: Path, pieces: list[Piece]) -> None:
     )
     with path.open("xb") as out:
         out.write(header)
-        for *_, value in pieces:
+        for name, *_, value in pieces:
+            if value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"{name} has more elements than its file holds")
             flat = value.contiguous().view(-1)
             for start in range(0, len(flat), _CHUNK):
                 out.write(flat[start : start + _CHUNK].view(torch.uint8).numpy().data)
