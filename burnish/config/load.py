@@ -291,19 +291,20 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
     Raises `MissingError` for an absent file and `UsageError` for anything but YAML.
     """
+    return parse_document(read_text(path), str(path))
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file as far as it may be parsed. Raises `MissingError` or `UsageError` if it cannot be read."""
     try:
+        if Path(path).is_dir():
+            do = f"give a file in it, as {Path(path) / 'config.yaml'}"
+            raise UsageError(f"{path} is a directory", want="a text file", do=do)
         if Path(path).exists() and not Path(path).is_file():
-            is_directory = Path(path).is_dir()
-            raise UsageError(
-                f"{path} is no file",
-                have="a directory" if is_directory else "a pipe or a device",
-                want="a YAML file",
-                do=f"give a file in it, as {Path(path) / 'config.yaml'}"
-                if is_directory
-                else "write its content to a file",
-            )
+            do = "write its content to a file"
+            raise UsageError(f"{path} is a pipe or a device", want="a text file", do=do)
         with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MOST_CHARACTERS + 1)
+            return file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise MissingError(
             f"there is no configuration file {path}",
@@ -315,17 +316,16 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         raise UsageError(
             f"{path} cannot be read",
             have=error.strerror,
-            want="a YAML file",
+            want="a text file",
             do="give another file, or change who may read it",
         ) from None
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path} is not a text file",
             have=f"byte {error.object[error.start]:#04x} at offset {error.start}",
-            want="YAML in UTF-8",
-            do="give the configuration file",
+            want="a text in UTF-8",
+            do="give another file",
         ) from None
-    return parse_document(text, str(path))
 
 
 def _meant(path: str) -> str:

@@ -9,14 +9,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from string import Template
 from typing import Any
 
 from burnish.config.constraints import Command, check
 from burnish.config.document import one_line, write_yaml
 from burnish.config.keys import known_keys
-from burnish.config.load import load_settings, read_document
+from burnish.config.load import load_settings, read_document, read_text
 from burnish.config.parsing import parse_value
 from burnish.config.suggestions import counterpart, is_default, suggestion
 from burnish.errors import UsageError
@@ -25,7 +24,7 @@ _NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
 _OF_RL = ("algorithm.", "critic.", "reward.", "rollout.")
 _YAML = (".yaml", ".yml")
-
+_LARGEST = 1e15
 _NUMBERS = (
     "train_batch_size", "ppo_mini_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
     "num_generations", "generation_batch_size", "steps_per_generation", "num_processes", "nproc_per_node",
@@ -37,7 +36,8 @@ Names = dict[str, Any]
 
 def translated(words: Sequence[str]) -> str:
     """Return a configuration as YAML, with comments. `words` are a file's name or arguments. Raises `UsageError` if they set nothing."""
-    given = _of_words(words) if len(words) != 1 or "=" in words[0] else _of_file(words[0])
+    is_file = len(words) == 1 and "=" not in words[0] and not words[0].startswith("-")
+    given = _of_file(words[0]) if is_file else _of_words(words)
     if not given:
         raise UsageError(
             "there is nothing to translate",
@@ -89,16 +89,7 @@ def translated(words: Sequence[str]) -> str:
 def _of_file(name: str) -> Names:
     if name.endswith(_YAML):
         return dict(_flat(read_document(name).values, ""))
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{name} cannot be read",
-            have=error,
-            want="a YAML file, a shell script, or arguments",
-            do="give the arguments themselves",
-        ) from None
-    text = re.sub(r"`#.*?`", "", text).replace("\\\n", " ")
+    text = re.sub(r"`#.*?`", "", read_text(name)).replace("\\\n", " ")
     assigned = re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", text, re.M)
     for variable, value in reversed(assigned):
         text = Template(text).safe_substitute({variable: value.strip("\"'")})
@@ -153,7 +144,8 @@ def _value(text: str) -> Any:
 
 def _require_numbers(names: Names) -> None:
     for name, value in names.items():
-        if name.rpartition(".")[2] in _NUMBERS and not isinstance(value, int | float | None):
+        is_number = isinstance(value, int | float) and abs(value) < _LARGEST
+        if name.rpartition(".")[2] in _NUMBERS and not is_number and value is not None:
             raise UsageError(
                 f"{name} is no number", have=one_line(value), want="a number", do=f"correct {name}"
             )
@@ -176,7 +168,7 @@ def _of_several(names: Names) -> Names:
         listed = functions if isinstance(functions, list) else [functions]
         given = weights if isinstance(weights, list) else [weights or 1.0] * len(listed)
         settings["reward.functions"] = [
-            {"function": _function(str(each)), "weight": float(weight)}
+            {"function": _function(str(each)), "weight": weight}
             for each, weight in zip(listed, given, strict=False)
         ]
     for switch, coefficient in (("use_kl_loss", "kl_loss_coef"), ("use_kl_in_reward", "kl_coef")):

@@ -12,7 +12,7 @@ from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.config.translate import translated
-from burnish.errors import UsageError
+from burnish.errors import MissingError, UsageError
 
 VERL = r"""
 set -x
@@ -130,7 +130,8 @@ def test_yaml(tmp_path: Path, written: str, settings: dict[str, Any]) -> None:
     "words",
     [
         [],
-        ["missing.sh"],
+        ["."],
+        ["--max_steps", ".inf", "--warmup_ratio", "0.1"],
         ["trl", "sft"],
         ["--num_generations", "many"],
         ["data.train_batch_size=x", "ppo_mini_batch_size=3"],
@@ -139,6 +140,11 @@ def test_yaml(tmp_path: Path, written: str, settings: dict[str, Any]) -> None:
 def test_what_cannot_be_translated(words: list[str]) -> None:
     with pytest.raises(UsageError):
         translated(words)
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(MissingError):
+        translated(["missing.sh"])
 
 
 def test_what_is_missing_and_what_does_not_fit_is_said(tmp_path: Path) -> None:

@@ -170,7 +170,15 @@ def _mutated(rng: random.Random, value: Any) -> Any:
 def _name(rng: random.Random) -> str:
     """The name of a setting here or elsewhere, misspelt now and then."""
     foreign = foreign_names()
-    names = [*known_keys(), *foreign.renamed, *foreign.different, *foreign.absent, *_WORDS]
+    names = [
+        *known_keys(),
+        "reward_weights",
+        "warmup_ratio",
+        *foreign.renamed,
+        *foreign.different,
+        *foreign.absent,
+        *_WORDS,
+    ]
     name = rng.choice(names)
     return name + rng.choice(["", "", "", "s", ".x", "[0]", ".", "="])
 
