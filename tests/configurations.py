@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from burnish.config.schema import RunConfig, Section
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(
+TEXT = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
+) | st.sampled_from(
     ["1e5", "no", "null", "~", "<<", "1_000", "0x1f", "# x", "a: b", "- a", "'", "a\nb", "\x85", ""]
 )
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
