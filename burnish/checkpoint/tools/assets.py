@@ -23,6 +23,7 @@ _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
 _TEMPLATES = "additional_chat_templates"
 _LIMIT = 64 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_QUANTIZATION = "quantization_config"
 
 
 def require_outside_steps(target: Path, storage: Source) -> None:
@@ -68,7 +69,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
 
 
 def with_dtype(data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
-    """Return config.json with this dtype wherever it names one. Raises `CorruptError` naming `path` if it is not JSON."""
+    """Return config.json with this dtype wherever it names one, for weights that are not quantized. Raises `CorruptError` naming `path` if it is not JSON."""
     config = parse_json(data, str(path))
     if not isinstance(config, dict):
         raise CorruptError(
@@ -89,4 +90,5 @@ def _named(value: Any, name: str) -> Any:
     return {
         key: name if key in _DTYPE_KEYS and isinstance(inner, str) else _named(inner, name)
         for key, inner in value.items()
+        if key != _QUANTIZATION
     }

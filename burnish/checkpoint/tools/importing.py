@@ -114,9 +114,11 @@ def save_foreign(
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
     assets = dict(foreign.assets)
-    split = {s.spec.dtype for s in weights if s.spec.dtype.is_floating_point} == {torch.float32}
-    if split:
-        assets[CONFIG] = with_dtype(assets[CONFIG], torch.bfloat16, foreign.source / CONFIG)
+    dtypes = {s.spec.dtype for s in weights}
+    split = {dtype for dtype in dtypes if dtype.is_floating_point} == {torch.float32}
+    if split or dtypes in ({torch.bfloat16}, {torch.float16}):
+        dtype = torch.bfloat16 if split else dtypes.pop()
+        assets[CONFIG] = with_dtype(assets[CONFIG], dtype, foreign.source / CONFIG)
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     return Contents(
         models={MAIN: ModelContents(weights, [], Assets(assets))},

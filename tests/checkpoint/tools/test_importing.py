@@ -29,7 +29,11 @@ def imported(source, root, step=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_weight_comes_over_exactly(tmp_path, dtype):
     source = save_tiny(tmp_path / "source", dtype=dtype)
+    config = json.loads((source / "config.json").read_text())
+    stale = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (source / "config.json").write_text(json.dumps(config | stale))
     step = imported(source, tmp_path / "run/checkpoints", 7)
+    assert "quantization_config" not in json.loads((step.path / "model/config.json").read_text())
     assert list(verify(step.path)) == []
     assert (step.step, step.healthy) == (7, True)
     assert step.state["training"] == "absent"
