@@ -500,7 +500,8 @@ def prove_ranks(
 
 
 def test_layouts_are_proven_once_and_faults_of_theirs_found(tmp_path: Path) -> None:
-    tensor, whole = EngineConfig(tensor_parallel=2), EngineConfig()
+    whole = EngineConfig(precision="fp32")
+    tensor = EngineConfig(precision="fp32", tensor_parallel=2)
     assert run_ranks(prove_ranks, 2, "qwen3", tensor, "", tmp_path) == [("", True)] * 2
     for told, is_remembered in run_ranks(prove_ranks, 2, "llama", whole, "Averaging", tmp_path):
         assert "gradient norm" in told

@@ -266,8 +266,8 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path):
         pytest.raises(BurnishError, match="step 7") as caught,
     ):
         checkpoints.save(7, contents_of(*make_state(0)))
-    assert "0.001" in caught.value.have
-    assert "0.001" in caught.value.want
+    assert "1.0 MB" in caught.value.have
+    assert "999.0 kB" in caught.value.want
     assert "keep_last" in caught.value.do
 
 

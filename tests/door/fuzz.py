@@ -59,8 +59,12 @@ def complaint(make: Callable[[random.Random], list[str]], seed: int) -> str | No
 
 
 def _listing() -> list[tuple[str, int]]:
-    """Every file and directory below this one with its size; a half-written file of a refused command would show."""
-    return sorted((str(path), path.lstat().st_size) for path in Path().rglob("*"))
+    """Every file and directory below this one with its size; a half-written file of a refused command would show.
+
+    Left out: bytecode, which importing a reward function leaves.
+    """
+    found = (path for path in Path().rglob("*") if "__pycache__" not in path.parts)
+    return sorted((str(path), path.lstat().st_size) for path in found)
 
 
 def _ended(argv: list[str]) -> tuple[int | None, str]:

@@ -314,15 +314,6 @@ def test_a_plan_that_leaves_a_part_whole_is_refused(left: str, said: str) -> Non
         share_matrices(scorer, FakeGroup())
 
 
-def test_families_that_are_not_tested_are_named_with_the_command_that_checks_them(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for family in ("llama", "granite"):
-        caplog.clear()
-        require_fitting(other_config(family), EngineConfig(tensor_parallel=2))
-        assert ("burnish check CONFIG" in caplog.text) == (family == "granite")
-
-
 def other_config(family: str) -> PretrainedConfig:
     """As tiny as the others, of any family with a Llama's fields."""
     fields = tiny_config("llama").to_dict()
