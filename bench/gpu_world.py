@@ -114,7 +114,7 @@ def _config(
             "model": {"path": str(model)},
             "data": {"train": [str(rows)]},
             "batch": batch,
-            "engine": engine,
+            "engine": {"precision": "bf16", **engine},
             "optim": {"lr": LR},
             **(more or {}),
         }

@@ -166,6 +166,7 @@ def write_world(directory: Path, size: str) -> RunConfig:
             "data": {"train": [str(prompts)]},
             "batch": {"prompts": PROMPTS, "tokens_per_device": one_pass},
             "rollout": {"n": SAMPLES, "max_response_length": LONGEST},
+            "engine": {"precision": "bf16"},
             "reward": {"functions": [{"function": "bench.words:even_share"}]},
             "optim": {"lr": LR},
         }

@@ -59,6 +59,7 @@ def write_world(directory: Path, size: str, lengths: Sequence[int], examples: in
             "model": {"path": str(model)},
             "data": {"train": [str(rows)]},
             "batch": {"examples": examples, "tokens_per_device": 4096},
+            "engine": {"precision": "bf16"},
             "optim": {"lr": LR},
         }
     )
