@@ -26,7 +26,7 @@ from burnish.errors import UsageError
 from burnish.files.remote import Remote
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.train.commits import pin
+from burnish.train.commits import beginning, pin
 from burnish.train.newest_steps import name_newest_steps
 from burnish.train.own_directory import make_way, recorded_config, require_own_directory
 from burnish.train.preflight import require_inputs
@@ -163,12 +163,13 @@ def prepare(
     """
     check(config, command, world)
     remarks = list(notices(config, command))
-    values, record = config.model_dump(), (config.directory, config.mirror_url)
+    values = config.model_dump()
     name_newest_steps(values, config.directory)
-    pin(values, *record, ask=False)
+    before = beginning(values, config.directory, config.mirror_url)
+    pin(values, before, ask=False)
     config = RunConfig.model_validate(values)
     require_inputs(config, command, run_dir)
-    pin(values, *record, ask=place_of(os.environ).layout.world == 1)
+    pin(values, before, ask=place_of(os.environ).layout.world == 1)
     config = RunConfig.model_validate(values)
     if command != "eval":
         if config.mirror_url is not None:

@@ -91,13 +91,13 @@ def prove(
     device: torch.device,
     *,
     generates: bool,
-    is_main: bool = True,
+    layout: Layout | None = None,
 ) -> None:
-    """Compare a small model in this process; say so on the main rank.
+    """Compare a small model in this process; say so on the main rank of `layout`.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """
-    kind = hf_config.get_text_config().model_type
+    kind, layout = hf_config.get_text_config().model_type, layout or Layout()
     place = _place(hf_config, device, [generates, lora and lora.model_dump(mode="json")])
     if place.is_file():
         return
@@ -107,14 +107,14 @@ def prove(
         differences = _of_packing(given, device)
         if generates and lora is None:
             differences += _of_generation(given, device)
-    if is_main:
+    if layout.is_main:
         worst = max(each.error for each in differences)
         how = "packed, alone and generated" if generates else "packed and alone"
         seconds = perf_counter() - begun
         _log.info(
             "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
         )
-    _keep(place, is_main)
+    _keep(place, layout)
 
 
 def prove_layout(
@@ -149,7 +149,7 @@ def prove_layout(
         worst, seconds = max(each.error for each in differences), perf_counter() - begun
         said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
         _log.info(said, layout.world, worst, seconds)
-    _keep(place, layout.is_main)
+    _keep(place, layout)
 
 
 @contextmanager
@@ -333,8 +333,9 @@ def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
     return cache_root() / "proofs" / hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
-def _keep(place: Path, is_main: bool) -> None:
-    if is_main:
+def _keep(place: Path, layout: Layout) -> None:
+    """Leave the file, once on each machine."""
+    if layout.local_rank == 0:
         with suppress(OSError):  # the next run proves it again
             make_dirs_durably(LocalStorage(), place.parent, above=2)
             write_durably(LocalStorage(), place, b"passed\n")

@@ -2,8 +2,8 @@
 
 A file's name is a digest of all that its content follows from: the rows, the tokenizer, the
 settings, and the code that reads them. It appears by one rename, and its own digest is checked. So
-processes and runs may share it, and a crash leaves nothing that is read. The files lie in
-`~/.cache/burnish/lengths`, or below `BURNISH_CACHE`; the least recently used go first.
+processes and runs may share it, and a crash leaves nothing that is read. The files lie in `lengths`
+of Burnish's cache; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.data.tasks import Lengths
+from burnish.files.cache import cache_root
 
 logger = logging.getLogger(__name__)
 
@@ -96,4 +97,4 @@ def _remove_old(directory: Path) -> None:
 
 
 def _directory() -> Path:
-    return Path(os.environ.get("BURNISH_CACHE") or "~/.cache/burnish").expanduser() / "lengths"
+    return cache_root() / "lengths"

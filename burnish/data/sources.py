@@ -182,11 +182,17 @@ def _states(files: Sequence[Path]) -> list[tuple[int, ...]]:
     return [(each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino) for each in found]
 
 
+def _arrow_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.arrow"))
+
+
 def _content(files: Sequence[Path], progress: Progress) -> str:
-    """Return a digest of Arrow files."""
+    """Return a digest of Arrow files, which are synced."""
     digest = xxhash.xxh3_128()
     with progress.phase("reading", sum(file.stat().st_size for file in files) / _MEGA) as bar:
         for file in files:
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
             for chunk in _chunks(file):
                 digest.update(chunk)
                 bar.advance(len(chunk) / _MEGA)
@@ -260,7 +266,8 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
     """Return the files' `datasets.Dataset`, and a digest of its content.
 
     `datasets` itself would know the files by path and mtime. It does not look at its Arrow files
-    again, of which a power failure may leave zeros. So their digest lies beside them.
+    again, of which a power failure may leave zeros. So they are synced, and what `stat` says of
+    them lies beside them with their digest.
     """
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
     with _quiet_datasets():
@@ -273,8 +280,8 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
             fcntl.flock(seal, fcntl.LOCK_EX)
             builder = make()  # knows what another process has converted meanwhile
             seal.seek(0)
-            digest = seal.read()
-            if digest != _content(sorted(directory.glob("*.arrow")), progress):
+            digest, _, states = seal.read().partition(" ")
+            if not digest or states != str(_states(_arrow_files(directory))):
                 shutil.rmtree(directory, ignore_errors=True)
                 seal.truncate(0)
                 for file in files if kind == "json" else ():
@@ -282,8 +289,8 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
                         _require_readable(file)
                 with progress.phase("converting"):
                     builder.download_and_prepare()
-                digest = _content(sorted(directory.glob("*.arrow")), progress)
-                seal.write(digest)
+                digest = _content(_arrow_files(directory), progress)
+                seal.write(f"{digest} {_states(_arrow_files(directory))}")
         return builder.as_dataset(split="train"), digest
 
 

@@ -45,7 +45,6 @@ _SMALL = ("README.md", "config.json", "adapter_config.json")
 _POLICY = RetryPolicy(tries=4, seconds=20, silence=1e6)
 """huggingface_hub tries downloads again by itself and has deadlines of its own, but it asks for a list of files only once."""
 _REASON = 300
-_MEGA = 1e6
 
 log = logging.getLogger("burnish")
 

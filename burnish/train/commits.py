@@ -24,26 +24,27 @@ _CONFIG_LIMIT = 16 << 20
 _log = logging.getLogger("burnish")
 
 
-def pin(
-    values: Mapping[str, Any], run_dir: Path, mirror: str | None = None, *, ask: bool = True
-) -> None:
-    """Put ids of the hub in a configuration's values at commits: those that the run began with, else those of today.
+def beginning(
+    values: Mapping[str, Any], run_dir: Path, mirror: str | None = None
+) -> Mapping[str, Any] | None:
+    """Return the values that a run began with, as `run_dir` or its `mirror` records them, if these leave something open."""
+    is_open = values["engine"]["precision"] == "auto" or any(_moving(values))
+    if not is_open or values["resume"] == "fresh":
+        return None
+    recorded_values = _recorded(run_dir, mirror)
+    return None if recorded_values is None else recorded_values.model_dump()
 
-    The precision, if it is auto, becomes that of the run's beginning. The run is recorded in `run_dir` or on its `mirror`. Without
-    `ask` other ids stay as they are.
+
+def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: bool = True) -> None:
+    """Put ids of the hub in a configuration's values at commits: those of the run's `beginning`, else those of today.
+
+    The precision, if it is auto, becomes that of the beginning. Without `ask` other ids stay as they are.
     """
-    moving = [
-        (section, key, place, setting)
-        for section, key, kind, setting in hub_entries(values)
-        if (place := HubPlace.of(section[key], kind)) and not place.commit
-    ]
     engine = values["engine"]
-    goes_on = (moving or engine["precision"] == "auto") and values["resume"] != "fresh"
-    before = _recorded(run_dir, mirror) if goes_on else None
     if before is not None and engine["precision"] == "auto":
-        engine["precision"] = before.engine.precision
-    began = {} if before is None else _commits(before.model_dump())
-    for section, key, place, setting in moving:
+        engine["precision"] = before["engine"]["precision"]
+    began = {} if before is None else _commits(before)
+    for section, key, place, setting in list(_moving(values)):
         if commit := began.get((setting, place.repo)):
             _log.info("%s stays at commit %s, with which the run began", place, commit)
             section[key] = str(replace(place, revision=commit))
@@ -52,6 +53,13 @@ def pin(
                 found = place.at_commit()
             _log.info("%s is at commit %s", place, found.commit)
             section[key] = str(found)
+
+
+def _moving(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:
+    """Yield the settings whose ids of the hub are at no commit yet."""
+    for section, key, kind, setting in hub_entries(values):
+        if (place := HubPlace.of(section[key], kind)) and not place.commit:
+            yield section, key, place, setting
 
 
 def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str]]:

@@ -27,7 +27,7 @@ from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
-from burnish.train.commits import hub_entries, pin
+from burnish.train.commits import beginning, hub_entries, pin
 
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
@@ -43,16 +43,17 @@ def local_inputs(
 ) -> tuple[RunConfig, RunConfig]:
     """Return the configuration to record, and the one to work with. Collective.
 
-    The first has ids of the hub at the commits that rank 0 finds, and the precision that its `device` is quick in. The second has paths instead of ids and URLs, and rank and
-    layers of the adapter that it starts from. Training data and a critic are copied only if it `trains`. With `only_small` data,
-    critic and reward models stay where they are, and a model elsewhere becomes a new one with the same config.json and tokenizer.
+    The first has ids of the hub at the commits that rank 0 finds, and the precision that its `device` is quick in. The second has
+    paths instead of ids and URLs, and rank and layers of the adapter that it starts from. Training data and a critic are copied only
+    if it `trains`. With `only_small` data, critic and reward models stay where they are, and a model elsewhere becomes a new one
+    with the same config.json and tokenizer.
     Raises `MissingError` for missing files, and `BurnishError` if copying fails.
     """
     layout = layout or Layout()
     values, pinned = config.model_dump(), config.model_dump()
     with agree(layout):
         if layout.is_main:
-            pin(pinned, config.directory, config.mirror_url)
+            pin(pinned, beginning(pinned, config.directory, config.mirror_url))
             if pinned["engine"]["precision"] == "auto":
                 pinned["engine"]["precision"] = "bf16" if has_bf16_products(device) else "fp32"
     told, values["engine"]["precision"] = from_main(

@@ -14,7 +14,6 @@ from burnish.config.document import write_yaml
 from burnish.config.schema import DataConfig, ModelConfig
 from burnish.files.hub import HubPlace, Kind
 
-NAME = "README.md"
 _SETTINGS: Mapping[str, Sequence[str]] = {
     "sft": ("batch.examples",),
     "rl": (

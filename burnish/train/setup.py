@@ -184,7 +184,7 @@ def prove(
 ) -> None:
     """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly; see `burnish.check.proof`."""
     proof = import_module("burnish.check.proof")
-    proof.prove(hf_config, lora, device, generates=generates, is_main=layout.is_main)
+    proof.prove(hf_config, lora, device, generates=generates, layout=layout)
 
 
 def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:

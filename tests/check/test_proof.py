@@ -438,7 +438,10 @@ def test_what_is_proven_is_remembered(
         assert lines(tiny_config("qwen3", name_or_path="elsewhere")) == 0
         assert lines(tiny_config("qwen3"), generates=False) == 1
         assert lines(tiny_config("qwen3", rope_theta=2.0)) == 1
-        assert lines(tiny_config("llama"), is_main=False) == 0
+        assert (
+            lines(tiny_config("llama"), layout=Layout(rank=1, world=2, local_rank=1, local_world=2))
+            == 0
+        )
         monkeypatch.setattr(proof, "version", lambda _: "tomorrow's")
         assert lines(tiny_config("qwen3")) == 1
         monkeypatch.setenv("BURNISH_CACHE", "/dev/null/nowhere")
