@@ -22,7 +22,8 @@ from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
 SIZES = {

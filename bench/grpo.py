@@ -46,7 +46,8 @@ from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.decoding import Decoding
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.stopping import StopRule
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, GroupSampler
@@ -85,7 +86,7 @@ class GivenLengths(BuiltinGenerator):
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
         """See `Generator.generate`."""
-        decoding = Decoding(self._network, requests, sampling, self.rule, MOST_SLOTS)
+        decoding = Decoding(self._model, requests, sampling, self.rule, MOST_SLOTS)
         return decoding.run(self._version or 0, watch)
 
 

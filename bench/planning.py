@@ -55,7 +55,8 @@ from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 
 TABLE = Path(__file__).parents[1] / "tests/plan/measured.json"
 CPU = torch.device("cpu")

@@ -17,7 +17,8 @@ from burnish.engines.base import Engine
 from burnish.models.meta_init import count_flops
 from burnish.records import Completion, Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 
 CPU = torch.device("cpu")
 DRAWN = Sampling(12, temperature=0.7, top_p=0.9)

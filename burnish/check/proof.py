@@ -58,7 +58,8 @@ from burnish.models.meta_init import build_on_meta, plain_model, position_limit
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.stats import Stats
 
 _VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5

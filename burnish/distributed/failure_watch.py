@@ -46,49 +46,15 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _LONGEST_LINE = 1 << 20
 
 
-@contextmanager
-def watching(layout: Layout, host: str, store: Store) -> Iterator[FailureWatch | None]:
-    """Connect to the relay during the block. A lone process gets None.
-
-    `host` is the machine of rank 0; all ranks share `store`. Nothing can interrupt a kernel that waits
-    for a lost rank. So a rank still inside five seconds after a failure is ended, with the failure and
-    its threads' stacks on standard error.
-    """
-    if layout.world == 1:
-        yield None
-        return
-    watch = FailureWatch(layout, host, store)
-    try:
-        yield watch
-    finally:
-        watch.leave()
-
-
-@contextmanager
-def naming_failures(watch: FailureWatch | None, rank: int) -> Iterator[None]:
-    """Report an error of the block to the other ranks.
-
-    If another rank failed first, raise its failure instead.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if watch is None:
-            raise
-        may_be_a_peers = isinstance(
-            error, RuntimeError | OSError
-        )  # torch raises such an error then
-        failure = watch.failure(_VERDICT_SECONDS if may_be_a_peers else 0.0)
-        watch.report(error)
-        if failure is not None and not isinstance(error, BurnishError):
-            raise failure.error(rank, _work(traceback.walk_tb(error.__traceback__))) from error
-        raise
-
-
 class FailureWatch:
-    """This rank's connection to the relay."""
+    """This rank's connection to the relay, until `leave`.
+
+    Nothing can interrupt a kernel that waits for a lost rank. So a rank that has not left five seconds
+    after a failure is ended, with the failure and its threads' stacks on standard error.
+    """
 
     def __init__(self, layout: Layout, host: str, store: Store) -> None:
+        """Connect to rank 0 on the machine `host`. All ranks share `store`."""
         self._rank = layout.rank
         self._failure: Failure | None = None
         self._told = threading.Event()
@@ -105,6 +71,21 @@ class FailureWatch:
         self._socket = self._connect(host)
         self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
         self._listener.start()
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Report an error of the block to the other ranks. If one of them failed first, raise its failure instead."""
+        try:
+            yield
+        except BaseException as error:
+            # torch raises such errors when a peer is gone
+            may_be_a_peers = isinstance(error, RuntimeError | OSError)
+            failure = self.failure(_VERDICT_SECONDS if may_be_a_peers else 0.0)
+            self.report(error)
+            if failure is not None and not isinstance(error, BurnishError):
+                work = _work(traceback.walk_tb(error.__traceback__))
+                raise failure.error(self._rank, work) from error
+            raise
 
     def failure(self, wait_seconds: float) -> Failure | None:
         """Wait this long for another rank's failure; return it, or None."""

@@ -10,9 +10,10 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import Place, place_of
-from burnish.distributed.failure_watch import naming_failures, watching
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
@@ -76,21 +76,28 @@ def process_group(
     backend = backend_of(device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-    with (
-        _meeting(place, timeout) as store,
-        watching(layout, place.host, store) as watch,
-    ):
-        try:
-            with naming_failures(watch, layout.rank), _named_timeout(layout, timeout_seconds):
-                dist.init_process_group(
-                    backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
-                )
-                # A rank that left now would break the joining of the others.
-                _await_everybody(store, layout, timeout, "joined")
-                yield layout
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    with ExitStack() as held:
+        store = held.enter_context(_meeting(place, timeout))
+        watch = None
+        if layout.world > 1:
+            watched = import_module("burnish.distributed.failure_watch").FailureWatch
+            watch = watched(layout, place.host, store)
+            held.callback(watch.leave)
+        held.callback(_destroy_group)
+        if watch is not None:
+            held.enter_context(watch.naming_failures())
+        held.enter_context(_named_timeout(layout, timeout_seconds))
+        dist.init_process_group(
+            backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
+        )
+        # A rank that left now would break the joining of the others.
+        _await_everybody(store, layout, timeout, "joined")
+        yield layout
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def backend_of(device: torch.device) -> str:

@@ -36,7 +36,8 @@ from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, Judge
 from burnish.train.signals import Stopper

@@ -16,7 +16,7 @@ from ports import free_port
 from ranks import RankFailed, run_ranks
 
 from burnish.distributed import failure_watch as watch
-from burnish.distributed.failure_watch import FailureWatch, naming_failures, watching
+from burnish.distributed.failure_watch import FailureWatch
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, StoppedError
 
@@ -101,13 +101,6 @@ def test_a_relay_out_of_reach_is_an_error_that_names_it():
     store.set("watch", f'{{"address": "127.0.0.1", "port": {port}, "host": "h", "pid": 1}}')
     with pytest.raises(BurnishError, match=rf"rank 1 .*rank 0\n.*{port}"):
         FailureWatch(Layout(1, 2, 1, 2), "", store)
-
-
-def test_a_lone_process_watches_nobody():
-    store = dist.HashStore()
-    with watching(Layout(), "", store) as nobody:
-        assert nobody is None
-        assert store.num_keys() == 0
 
 
 def _all_reduce_until(layout, step, act):
@@ -219,25 +212,19 @@ def test_forked_children_do_not_keep_a_dead_rank_alive(tmp_path):
     assert "most recent call first" in printed
 
 
-def test_an_orderly_stop_is_not_a_failure():
-    store = dist.HashStore()
-    with watching(Layout(0, 2, 0, 2), "", store) as first:
-        stopped = StoppedError("asked to", signal_number=15)
-        with (
-            pytest.raises(StoppedError),
-            watching(Layout(1, 2, 1, 2), "", store) as second,
-            naming_failures(second, 1),
-        ):
-            raise stopped
-        assert first.failure(0.3) is None
+def test_an_orderly_stop_is_not_a_failure(pair):
+    _, first, second = pair
+    stopped = StoppedError("asked to", signal_number=15)
+    with pytest.raises(StoppedError), second.naming_failures():
+        raise stopped
+    second.leave()
+    assert first.failure(0.3) is None
 
 
 def _hangs_after_its_own_error(layout, stderr_path):
     _shorten_grace(stderr_path)
-    store = dist.HashStore()
-    with watching(Layout(0, 2, 0, 2), "", store) as own:
-        own.report(ValueError("boom"))
-        time.sleep(LONG)  # as the end of a group does whose peers are in a collective
+    FailureWatch(Layout(0, 2, 0, 2), "", dist.HashStore()).report(ValueError("boom"))
+    time.sleep(LONG)  # as the end of a group does whose peers are in a collective
 
 
 def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):

@@ -24,7 +24,8 @@ from burnish.boxes.shards import Publication
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
 
 
 def builtin(

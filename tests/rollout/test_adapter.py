@@ -71,14 +71,13 @@ def test_fused_products_are_the_modules(lora: LoraConfig, dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in held.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    model._model._refresh()
-    assert isinstance(model._network.forward, FusedForward)
+    assert isinstance(model._model.forward, FusedForward)
     rows = torch.randn(7, 32, generator=generator).to(next(held.parameters()).dtype)
     attention = held.base_model.layers[1].self_attn
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     wanted = torch.cat([layer(rows) for layer in layers], 1)
     tolerance = {"fp32": 1e-6, "bf16": 2e-2}[dtype]
-    found = model._network.forward._blocks[1].linears[0](rows)
+    found = model._model.forward._blocks[1].qkv(rows)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 

@@ -25,8 +25,8 @@ from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import decoding
-from burnish.rollout.builtin.forward import FusedForward, ModuleForward
-from burnish.rollout.builtin.generator import BuiltinGenerator, InferenceModel
+from burnish.rollout.builtin.forward import FusedForward, InferenceModel, ModuleForward
+from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.kv_cache import PromptCache
 from burnish.rollout.builtin.stopping import Decode
 
@@ -78,11 +78,9 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     asked: list[int] = []
 
     class Watched(decoding.Decoding):
-        def __init__(
-            self, network: Any, requests: Any, sampling: Any, rule: Any, slots: int
-        ) -> None:
+        def __init__(self, model: Any, requests: Any, sampling: Any, rule: Any, slots: int) -> None:
             asked.append(slots)
-            super().__init__(network, requests, sampling, rule, slots)
+            super().__init__(model, requests, sampling, rule, slots)
 
     monkeypatch.setattr("burnish.rollout.builtin.generator.Decoding", Watched)
     token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -102,10 +100,10 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
 class TestForward:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_the_plain_families_run_fused_and_the_others_by_module(self, family: str) -> None:
-        network = builtin(tiny_model(family))._network
+        model = builtin(tiny_model(family))._model
         fused = family_of(family).has_llama_layers and family not in MIXTURES
         kind = FusedForward if fused else ModuleForward
-        assert type(network.forward) is kind
+        assert type(model.forward) is kind
 
     @pytest.mark.parametrize(
         ("family", "changes"),
@@ -138,11 +136,8 @@ class TestForward:
         generator = builtin(tiny_model(family, **changes))
         requests, sampling = make_requests(), Sampling(20)
         fused = generator.generate(requests, sampling)
-        assert type(generator._network.forward) is FusedForward
-        network = generator._network
-        generator._network = decoding.Network(
-            ModuleForward(generator._model.module), network.logits, CPU, network.layers
-        )
+        assert type(generator._model.forward) is FusedForward
+        generator._model.forward = ModuleForward(generator._model.module)
         assert_same(fused, generator.generate(requests, sampling))
 
     @pytest.mark.parametrize("units", [False, True])
@@ -170,13 +165,13 @@ class TestSchedule:
     def test_a_prompt_is_read_once_for_all_its_samples(self) -> None:
         generator = builtin(tiny_model(), slots=2)
         seen: list[int] = []
-        network = generator._network
+        forward_of_model = generator._model.forward
 
         def forward(token_ids: Tensor, *others: Any) -> Tensor:
             seen.append(len(token_ids))
-            return network.forward(token_ids, *others)
+            return forward_of_model(token_ids, *others)
 
-        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        generator._model.forward = forward
         generator.generate(make_requests((9, 30), samples=5), Sampling(4))
         assert seen[0] == 39
         assert set(seen[1:]) == {2}
@@ -190,13 +185,13 @@ class TestSchedule:
         monkeypatch.setattr(decoding, "steps_behind", lambda device: behind)
         generator = builtin(tiny_model(), slots=5, eos=range(3, 12))
         rows: list[int] = []
-        network = generator._network
+        forward_of_model = generator._model.forward
 
         def forward(token_ids: Tensor, *others: Any) -> Tensor:
             rows.append(len(token_ids))
-            return network.forward(token_ids, *others)
+            return forward_of_model(token_ids, *others)
 
-        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        generator._model.forward = forward
         groups = generator.generate(make_requests(samples=6), Sampling(30))
         made = sum(len(c.token_ids) - 1 for group in groups for c in group)
         surplus = sum(rows[1:]) - made
@@ -213,13 +208,13 @@ class TestSchedule:
 
     def test_attention_is_not_cudnns_which_plans_every_shape_anew(self) -> None:
         generator = builtin(tiny_model())
-        network, asked = generator._network, []
+        forward_of_model, asked = generator._model.forward, []
 
         def forward(*given: Any) -> Tensor:
             asked.append(torch.backends.cuda.cudnn_sdp_enabled())
-            return network.forward(*given)
+            return forward_of_model(*given)
 
-        generator._network = decoding.Network(forward, network.logits, CPU, network.layers)
+        generator._model.forward = forward
         before = torch.backends.cuda.cudnn_sdp_enabled()
         generator.generate(make_requests(), Sampling(3))
         assert set(asked) == {False}
@@ -355,8 +350,7 @@ class TestWeights:
 
     def test_layers_without_keys_and_values_are_refused(self) -> None:
         generator = builtin(tiny_model())
-        network = generator._network
-        generator._network = decoding.Network(network.forward, network.logits, CPU, 3)
+        generator._model.layers = 3
         with pytest.raises(IncompatibleError):
             generator.generate(make_requests(), Sampling(2))
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.rollout.builtin.kv_cache import PromptCache, SharedCache, SlotCache
+from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
+from burnish.rollout.builtin.shared_cache import SharedCache
 
 LAYERS, WIDTH, SCALING = 2, 4, 0.3
-
-Kind = type[SlotCache] | type[SharedCache]
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Row:
 class World:
     """What decoding does with a cache: completions wait, start, take steps, end, and are moved together."""
 
-    def __init__(self, seed: int, kind: Kind, window: int | None) -> None:
+    def __init__(self, seed: int, kind: type[SlotCache], window: int | None) -> None:
         self.rng, self.window = np.random.default_rng(seed), window
         self.torch_rng = torch.Generator().manual_seed(seed)
         self.kv_heads, self.shared = int(self.rng.integers(1, 3)), int(self.rng.choice([1, 3]))
@@ -121,7 +120,7 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, window: int | None)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000))
 def test_attention_is_that_over_prompt_and_completion(
-    kind: Kind, window: int | None, seed: int
+    kind: type[SlotCache], window: int | None, seed: int
 ) -> None:
     world = World(seed, kind, window)
     while True:
@@ -139,9 +138,9 @@ def test_a_prompt_lies_there_once_however_late_its_completions_start() -> None:
     cache, first, second = SharedCache(4, 8, 8), world.chunk(), world.chunk()
 
     def prompts_there() -> int:
-        step = cache.step(positions, int(positions.max()) + 1)
-        assert step._groups.prompts <= len(step._prompts.layers[0][0])
-        return step._groups.prompts
+        cache.step(positions, int(positions.max()) + 1)
+        assert cache._groups.prompts <= len(cache._prompts.layers[0][0])
+        return cache._groups.prompts
 
     cache.place(torch.tensor([0, 1, 2]), first, [0, 0, 0])
     positions = torch.tensor([first.lengths[0]] * 3)

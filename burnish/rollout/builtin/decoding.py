@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.models.kernels.attention import Attends
 from burnish.models.routing import Routing
 from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.kv_cache import PromptCache, SharedCache, SlotCache
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
 from burnish.rollout.builtin.stopping import StopRule
 
@@ -38,20 +39,6 @@ _KERNELS = [
     SDPBackend.OVERRIDEABLE,
 ]
 """Attention kernels to use. cuDNN's is left out: it is planned anew for every shape, and shapes change at every step."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Network:
-    """The parts of the model that decoding uses."""
-
-    forward: Callable[[Tensor, Tensor, Attends, Routing | None], Tensor]
-    """Maps token ids and positions to hidden states, as `ModuleForward` does."""
-    logits: Callable[[Tensor], Tensor]
-    """Maps hidden states [n, hidden] to fp32 logits [n, V] in new memory."""
-    device: torch.device
-    """Where it computes."""
-    layers: int
-    """Number of layers with keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,26 +88,26 @@ class Decoding:
 
     def __init__(
         self,
-        network: Network,
+        model: InferenceModel,
         requests: Sequence[Request],
         sampling: Sampling,
         stop_rule: StopRule,
         slots: int,
     ) -> None:
-        self._network, self._sampling, self._stop_rule = network, sampling, stop_rule
+        self._model, self._sampling, self._stop_rule = model, sampling, stop_rule
         prompts = [_Prompt(request) for request in requests]
         self._groups = [_sequences(prompt, sampling) for prompt in prompts]
         self._waiting = deque(sequence for group in self._groups for sequence in group)
         self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
         slots = min(slots, len(self._waiting))
         longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
-        self._cache = _kind(network)(slots, longest, sampling.max_tokens)
+        self._cache = _kind(model.device)(slots, longest, sampling.max_tokens)
         self._read = 0
         self._slots: list[_Sequence | None] = [None] * slots
         self._readbacks: deque[Readback] = deque()
-        self._behind = steps_behind(network.device)
+        self._behind = steps_behind(model.device)
         self._ended = 0
-        self._state = torch.zeros(4, slots, dtype=torch.int64, device=network.device)
+        self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
     def run(self, version: int, watch: Watch | None = None) -> list[list[Completion]]:
@@ -196,23 +183,23 @@ class Decoding:
             prompts.append(self._unread.popleft())
             room -= len(prompts[-1].request.token_ids)
         lengths = [len(prompt.request.token_ids) for prompt in prompts]
-        device = self._network.device
+        device = self._model.device
         cache = PromptCache(lengths, device, self._read)
         self._read += len(prompts)
         tokens = np.concatenate([prompt.request.token_ids for prompt in prompts])
         positions = torch.cat([torch.arange(length) for length in lengths])
         routing = self._routing()
-        hidden = self._network.forward(
+        hidden = self._model.forward(
             torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True),
             positions.to(device, non_blocking=True),
             cache,
             routing,
         )
-        if len(cache.layers) != self._network.layers:
+        if len(cache.layers) != self._model.layers:
             raise IncompatibleError(
                 "some layers of the model keep no keys and values, so it cannot be decoded here",
                 have=f"{len(cache.layers)} attention layers",
-                want=f"attention in all of the model's {self._network.layers} layers",
+                want=f"attention in all of the model's {self._model.layers} layers",
             )
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
@@ -227,7 +214,7 @@ class Decoding:
         span = read + self._behind
         token, position, key, count = self._state[:, :running]
         routing, cache = self._routing(), self._cache.step(position, span)
-        hidden = self._network.forward(token, position, cache, routing)
+        hidden = self._model.forward(token, position, cache, routing)
         drawn = self._draw(hidden, key, count)
         token.copy_(drawn.tokens)
         position += 1
@@ -238,7 +225,7 @@ class Decoding:
         return Routing() if self._sampling.experts else None
 
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
-        return draw(self._network.logits(hidden), self._sampling, uniforms(keys, counts))
+        return draw(self._model.logits(hidden), self._sampling, uniforms(keys, counts))
 
     def _receive(
         self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None = None
@@ -261,25 +248,29 @@ class Decoding:
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         # Copied without blocking: a tensor made on the device would wait for everything queued there.
-        return torch.tensor(rows).to(self._network.device, non_blocking=True)
+        return torch.tensor(rows).to(self._model.device, non_blocking=True)
 
 
 def _free(slot: _Sequence | None) -> bool:
     return slot is None or slot.reason is not None
 
 
-def _kind(network: Network) -> type[SlotCache] | type[SharedCache]:
-    return SlotCache if has_matrix_units(network.device) else SharedCache
+def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
+    """Return the cache that is fastest on a device."""
+    if has_matrix_units(device):
+        return SlotCache
+    shared: type[SlotCache] = import_module("burnish.rollout.builtin.shared_cache").SharedCache
+    return shared
 
 
-def slot_bytes(network: Network) -> tuple[int, int]:
+def slot_bytes(model: InferenceModel) -> tuple[int, int]:
     """Return the bytes of a slot for each token of its sequence, and for its logits. Reads one token."""
-    cache = PromptCache([1], network.device)
-    token = torch.zeros(1, dtype=torch.int64, device=network.device)
-    hidden = network.forward(token, token, cache, None)
+    cache = PromptCache([1], model.device)
+    token = torch.zeros(1, dtype=torch.int64, device=model.device)
+    hidden = model.forward(token, token, cache, None)
     parts = [part for layer in cache.layers.values() for part in layer]
-    width = 4 if _kind(network) is SharedCache else parts[0].element_size()
-    logits = network.logits(hidden)
+    width = parts[0].element_size() if has_matrix_units(model.device) else 4
+    logits = model.logits(hidden)
     return width * sum(part.numel() for part in parts), _LOGIT_COPIES * logits.nbytes
 
 

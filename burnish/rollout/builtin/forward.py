@@ -1,4 +1,4 @@
-"""Compute the model's forward pass for generation: token ids in, last hidden states out.
+"""The model as generation runs it: weights in; token ids in, hidden states and logits out.
 
 `FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for
 gate and up: small batches spend their time between products. Other families run through their own
@@ -8,15 +8,19 @@ fused experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.distributed.device import has_bf16_products
+from burnish.boxes.shards import Publication
+from burnish.boxes.transfer import Transfer
+from burnish.config.schema import LoraConfig
+from burnish.distributed.layout import Layout
 from burnish.models.kernels.attention import Attends
 from burnish.models.kernels.fused import (
     FusedAttention,
@@ -25,15 +29,66 @@ from burnish.models.kernels.fused import (
     rotate,
     rotation_of,
 )
+from burnish.models.meta_init import build_on_meta, materialize, position_limit
+from burnish.models.names import Region, model_shards, regions
 from burnish.models.routing import Routers, Routing
+from burnish.models.scorer import logit_transform
 
 
-def forward_of(model: PreTrainedModel) -> FusedForward | ModuleForward:
-    """Return the fastest forward that is right for this model.
+class InferenceModel:
+    """A causal language model without gradients, whose weights are undefined until `load`."""
 
-    Some weights become views of fused ones, so take the model's shards afterwards.
-    """
-    return FusedForward(model) if _is_plain(model) else ModuleForward(model)
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """Build the model; `lora` is an unmerged adapter or None.
+
+        Raises `IncompatibleError` if Burnish cannot build the model, or it lacks the layers of
+        `lora`.
+        """
+        limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
+        self.max_positions: int | None = min(filter(None, limits), default=None)
+        """Most tokens of a sequence; None without a limit."""
+        self.device, self.layers = device, hf_config.get_text_config().num_hidden_layers
+        self.module = build_on_meta(hf_config)
+        """What transformers has, with packed attention."""
+        self._fixed: tuple[Region, ...] = ()
+        if lora is None:
+            self._changing = regions(self.module)
+        else:
+            adapter = import_module("burnish.models.lora.adapter").Adapter(self.module, lora)
+            self._fixed, self._changing = adapter.base, adapter.weights
+        self.module.requires_grad_(False).eval()
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        materialize(self.module, device)
+        kind = FusedForward if _is_plain(self.module) else ModuleForward
+        self.forward: Callable[[Tensor, Tensor, Attends, Routing | None], Tensor] = kind(
+            self.module
+        )
+        """Maps token ids [T] and positions [T] to hidden states [T, hidden]. Routing records the experts."""
+        self._transform = logit_transform(hf_config)
+        self._transfer: Transfer | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits [n, V] of hidden states [n, hidden] as `Scorer` computes them, in new memory."""
+        head = self.module.get_output_embeddings().weight
+        return self._transform.apply_(linear(hidden, head).float())
+
+    def load(self, weights: Publication, layout: Layout) -> None:
+        """See `Generator.load_weights`. Every call must bring the same shards."""
+        if self._transfer is None and self._fixed:
+            have, want = list(weights.fixed), list(model_shards(self.module, parts=self._fixed))
+            Transfer(have, want, layout).run(have, want)
+        have, want = list(weights.changing), list(model_shards(self.module, parts=self._changing))
+        if self._transfer is None:
+            self._transfer = Transfer(have, want, layout)
+        self._transfer.run(have, want)
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
@@ -53,16 +108,9 @@ class ModuleForward:
         self._routers = Routers(model)
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        packing: Attends,
-        routing: Routing | None = None,
+        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Routing | None
     ) -> Tensor:
-        """Return hidden states [T, hidden] of `token_ids` [T] at `positions` [T].
-
-        `routing` records the experts.
-        """
+        """See `InferenceModel.forward`."""
         if routing is not None:
             self._routers.listen()
         hidden: Tensor = self._model(
@@ -74,12 +122,12 @@ class ModuleForward:
         ).last_hidden_state[0]
         return hidden
 
-    def refresh(self) -> None:
-        """Do nothing: the modules read their weights each time."""
-
 
 class FusedForward:
-    """Run pre-norm blocks of grouped attention with rotary positions and a gated MLP."""
+    """Run pre-norm blocks of grouped attention with rotary positions and a gated MLP.
+
+    Some weights become views of fused ones, so take the model's shards afterwards.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model
@@ -89,25 +137,15 @@ class FusedForward:
         self._norm: FusedRMSNorm = base.norm
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        packing: Attends,
-        routing: Routing | None = None,
+        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Routing | None
     ) -> Tensor:
-        """See `ModuleForward`; these models have no experts."""
+        """See `InferenceModel.forward`; these models have no experts."""
         hidden: Tensor = self._embed(token_ids)
         rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:
             hidden = block(hidden, rotation, packing)
         final: Tensor = self._norm(hidden)
         return final
-
-    def refresh(self) -> None:
-        """Re-read the weights after they changed; adapters need no refresh."""
-        for block in self._blocks:
-            for projection in block.linears:
-                projection.refresh()
 
 
 class _Block:
@@ -119,13 +157,9 @@ class _Block:
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self._qkv, self._out = FusedLinear(*projections), FusedLinear(attention.o_proj)
-        self._gate_up, self._down = (
-            FusedLinear(mlp.gate_proj, mlp.up_proj),
-            FusedLinear(mlp.down_proj),
-        )
-        self.linears = (self._qkv, self._out, self._gate_up, self._down)
-        self._act = mlp.act_fn
+        self.qkv, self._out = FusedLinear(*projections), FusedLinear(attention.o_proj)
+        self._gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
+        self._down, self._act = FusedLinear(mlp.down_proj), mlp.act_fn
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
     def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
@@ -136,7 +170,7 @@ class _Block:
 
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Return attention of [T, hidden] before its output projection, [T, heads · head_dim]."""
-        qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
+        qkv = self.qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         rotating = self._rotated(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
@@ -163,8 +197,8 @@ class FusedLinear:
     def __init__(self, *layers: Any) -> None:
         """Turn the weights, biases and A of the layers, perhaps PEFT's, into views of joined ones."""
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
-        bias = None if plain[0].bias is None else _concatenated(plain, "bias")
-        self._linear = PackedLinear(_concatenated(plain, "weight"), bias)
+        self._bias = None if plain[0].bias is None else _concatenated(plain, "bias")
+        self._weight = _concatenated(plain, "weight")
         columns = _ranges([part.out_features for part in plain])
         own = [(c, x) for c, x in zip(columns, layers, strict=True) if hasattr(x, "lora_A")]
         factors: list[nn.Linear] = [layer.lora_A["default"] for _, layer in own]
@@ -175,13 +209,9 @@ class FusedLinear:
             for (columns, layer), rows in zip(own, ranks, strict=True)
         ]
 
-    def refresh(self) -> None:
-        """Re-read the layers' own weights. Adapters may change without it."""
-        self._linear.refresh()
-
     def __call__(self, rows: Tensor) -> Tensor:
         """Return [n, sum of out] for `rows` [n, in], in new memory."""
-        result = self._linear(rows)
+        result = linear(rows, self._weight, self._bias)
         if self._a is not None:
             narrow = linear(rows, self._a)
             for columns, ranks, b, scale in self._wide:
@@ -202,33 +232,3 @@ def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
 def _ranges(sizes: Sequence[int]) -> list[slice]:
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-
-class PackedLinear:
-    """Compute `x W.T + b` from a weight kept in the order that the CPU's bf16 units read.
-
-    Otherwise each product of a small batch takes twice as long. Results are bitwise equal; the
-    weight is in memory twice. Accelerators and fp32 read the weight as it is. Call `refresh` after
-    the weight changes.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Hold `weight` [out, in] and `bias` [out] without copying."""
-        self._weight, self._bias = weight, bias
-        self._ordered: Tensor | None = None
-
-    def refresh(self) -> None:
-        """Reorder the weight if the device's bf16 units want it."""
-        weight = self._weight
-        is_bf16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        if is_bf16 and has_bf16_products(weight.device):
-            self._ordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the product [n, out] of `rows` [n, in]."""
-        if self._ordered is None:
-            return linear(rows, self._weight, self._bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._ordered, self._bias, "none", [], ""
-        )
-        return product

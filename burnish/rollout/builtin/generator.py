@@ -9,28 +9,19 @@ out: quantized weights, tensor parallelism.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from importlib import import_module
 from typing import Literal
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication
-from burnish.boxes.transfer import Transfer
-from burnish.config.schema import MOST_SLOTS, LoraConfig
+from burnish.config.schema import MOST_SLOTS
 from burnish.distributed.device import free_memory
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
-from burnish.models.logprobs import LogitTransform
-from burnish.models.meta_init import build_on_meta, materialize, position_limit
-from burnish.models.names import Region, model_shards, regions
-from burnish.models.scorer import logit_transform
 from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.decoding import Decoding, Network, slot_bytes
-from burnish.rollout.builtin.forward import PackedLinear, forward_of
+from burnish.rollout.builtin.decoding import Decoding, slot_bytes
+from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
 
 _SHARE_OF_FREE_MEMORY = 0.8
@@ -52,7 +43,7 @@ class BuiltinGenerator:
         eos_token_ids: Sequence[int],
         decode: Decode | None = None,
     ) -> None:
-        self._model, self._network = model, model.network
+        self._model = model
         self._layout, self._slots = layout, slots
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._version: int | None = None
@@ -78,7 +69,7 @@ class BuiltinGenerator:
         if slots == "auto":
             longest = max((len(request.token_ids) for request in requests), default=0)
             slots = self._slots_that_fit(longest + sampling.max_tokens)
-        decoding = Decoding(self._network, requests, sampling, stop_rule, slots)
+        decoding = Decoding(self._model, requests, sampling, stop_rule, slots)
         return decoding.run(self._version, watch)
 
     def load_weights(self, weights: Publication, version: int) -> None:
@@ -89,7 +80,7 @@ class BuiltinGenerator:
     def close(self) -> None:
         """Free the weights and end the generator's use."""
         self._version = None
-        del self._model, self._network
+        del self._model
 
     def _slots_that_fit(self, length: int) -> int:
         """Return 512, or half of that and so on, for completions of so many tokens, prompt included.
@@ -97,10 +88,11 @@ class BuiltinGenerator:
         Powers of two, so that a restart on a machine like this one finds the same number and so computes the same bits.
         """
         if self._slot_bytes is None:
-            self._slot_bytes = slot_bytes(self._network)
+            self._slot_bytes = slot_bytes(self._model)
         token, vocabulary = self._slot_bytes
-        here = self._layout.local_world if self._network.device.type == "cpu" else 1
-        room = _SHARE_OF_FREE_MEMORY * free_memory(self._network.device) / here
+        device = self._model.device
+        here = self._layout.local_world if device.type == "cpu" else 1
+        room = _SHARE_OF_FREE_MEMORY * free_memory(device) / here
         slots = MOST_SLOTS
         while slots > 1 and slots * (length * token + vocabulary) > room:
             slots //= 2
@@ -131,67 +123,3 @@ def _check_sampling(sampling: Sampling) -> None:
     for name, (fine, want) in rules.items():
         if not fine:
             raise UsageError(f"{name} is out of range", have=getattr(sampling, name), want=want)
-
-
-class InferenceModel:
-    """A causal language model without gradients, whose weights are undefined until `load`."""
-
-    def __init__(
-        self,
-        hf_config: PretrainedConfig,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        """Build the model; `lora` is an unmerged adapter or None.
-
-        Raises `IncompatibleError` if Burnish cannot build the model, or it lacks the layers of
-        `lora`.
-        """
-        limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
-        self.max_positions: int | None = min(filter(None, limits), default=None)
-        """Most tokens of a sequence; None without a limit."""
-        self.module = build_on_meta(hf_config)
-        """What transformers has, with packed attention."""
-        self._fixed: tuple[Region, ...] | None = None
-        if lora is None:
-            self._changing = regions(self.module)
-        else:
-            adapter = import_module("burnish.models.lora.adapter").Adapter(self.module, lora)
-            self._fixed, self._changing = adapter.base, adapter.weights
-        self.module.requires_grad_(False).eval()
-        for parameter in self.module.parameters():
-            parameter.data = parameter.data.to(dtype)
-        materialize(self.module, device)
-        self._forward = forward_of(self.module)
-        self._head = PackedLinear(self.module.get_output_embeddings().weight)
-        logits = partial(_logits, self._head, logit_transform(hf_config))
-        self.network = Network(
-            self._forward, logits, device, hf_config.get_text_config().num_hidden_layers
-        )
-        self._transfer: Transfer | None = None
-        self._has_fixed = False
-
-    def load(self, weights: Publication, layout: Layout) -> None:
-        """See `Generator.load_weights`. Every call must bring the same shards."""
-        if self._fixed is not None and not self._has_fixed:
-            have, want = list(weights.fixed), list(model_shards(self.module, parts=self._fixed))
-            Transfer(have, want, layout).run(have, want)
-            self._refresh()
-            self._has_fixed = True
-        have, want = list(weights.changing), list(model_shards(self.module, parts=self._changing))
-        if self._transfer is None:
-            self._transfer = Transfer(have, want, layout)
-        self._transfer.run(have, want)
-        if self._fixed is None:
-            self._refresh()
-
-    def _refresh(self) -> None:
-        self._forward.refresh()
-        self._head.refresh()
-
-
-def _logits(head: PackedLinear, transform: LogitTransform, hidden: Tensor) -> Tensor:
-    """Return fp32 logits as `Scorer` computes them, in new memory."""
-    return transform.apply_(head(hidden).float())
