@@ -30,6 +30,7 @@ from burnish.errors import BurnishError
 from burnish.files.safetensors import (
     ADAPTER_PREFIX,
     ADAPTER_WEIGHTS,
+    ALIGN,
     DTYPE_BITS,
     TensorEntry,
     build_header,
@@ -48,7 +49,7 @@ MOST_BLOCKS = 1 << 19
 _SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
 # Most bytes of a span, and of the spans put together at one time; as many are being written meanwhile. One block at least.
 _WAVE_BYTES = 16 << 20
-_BLOCKS_PER_TENSOR = 64
+_BLOCKS_PER_TENSOR, _BLOCKS_TO_ALIGN = 64, 32
 # Ranks cut tensors by rows. Of small blocks, few hold the rows of two ranks.
 _FILE = re.compile(
     r"((?:[a-z][a-z0-9_]*/)?)(?:(model)|training)/(.+?)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
@@ -190,12 +191,13 @@ class SpanTable:
 
 
 def plan_files(
-    tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES
+    tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES, align: int = ALIGN
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
     """Return the safetensors files for these tensors, and their index files by path.
 
-    Names are Hugging Face's (`model.safetensors`, or shards with an index), or PEFT's for an adapter. Tensors are sorted by name.
-    Wider dtypes come first, so no element crosses blocks.
+    Names are Hugging Face's (`model.safetensors`, or shards with an index), or PEFT's for an adapter. Files get tensors by name.
+    In a file, those come first whose size is a multiple of `align`, then of half of it, and so on. So ranks' rows begin where
+    blocks do, and no element crosses blocks.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -211,7 +213,7 @@ def plan_files(
         weight_map: dict[str, str] = {}
         for number, share in enumerate(shares, start=1):
             numbered = f"{stem}-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else stem
-            files.append(_file(f"{directory}/{numbered}.safetensors", tensor_set, share))
+            files.append(_file(f"{directory}/{numbered}.safetensors", tensor_set, share, align))
             weight_map |= {tensor.name: f"{numbered}.safetensors" for tensor in share}
         if len(shares) > 1:
             total = sum(tensor.size for tensor in members)
@@ -220,17 +222,16 @@ def plan_files(
     return files, indices
 
 
-def block_bytes_for(files: Iterable[PlannedFile], most: int = MOST_BLOCKS) -> int:
-    """Return the block size of a step, a power of two.
+def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
+    """Return the block size of a step with tensors of these sizes, a power of two.
 
     The tensor with the middle byte gets at least 64 blocks of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. For more than `most` blocks in
     all, they grow, up to `MAX_BLOCK_BYTES`.
     """
-    files = list(files)
-    total, size = sum(file.size for file in files), BLOCK_BYTES
-    tensors = sorted(entry.end - entry.begin for file in files for entry in file.entries)
-    upto = np.cumsum(tensors, dtype=np.int64)
-    typical = tensors[np.searchsorted(upto, upto[-1] / 2)] if tensors else 0
+    tensors, size = sorted(sizes), BLOCK_BYTES
+    upto = np.cumsum([0, *tensors], dtype=np.int64)
+    total = int(upto[-1])
+    typical = tensors[np.searchsorted(upto[1:], total / 2)] if tensors else 0
     while size > MIN_BLOCK_BYTES and size * _BLOCKS_PER_TENSOR > typical:
         size //= 2
     while total > most * size and size < MAX_BLOCK_BYTES:
@@ -250,10 +251,12 @@ def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
     return shares
 
 
-def _file(path: str, tensor_set: str, members: list[Stored]) -> PlannedFile:
-    ordered = sorted(members, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
+def _file(path: str, tensor_set: str, members: list[Stored], align: int) -> PlannedFile:
+    ordered = sorted(members, key=lambda t: (-min(t.size & -t.size, align), t.name))
+    if sum(tensor.size for tensor in members) < _BLOCKS_TO_ALIGN * align:
+        align = ALIGN  # a header of a whole block would be much of the file
     header, entries = build_header(
-        [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}, align
     )
     placed = tuple(entries.values())
     end = placed[-1].end if placed else len(header)
@@ -412,10 +415,11 @@ class WritePlan:
 
         Raises `MissingError` for an incomplete tensor, and `BurnishError` if ranks disagree about one.
         """
-        files, indices = plan_files(_stored(have, roles))
+        stored = _stored(have, roles)
+        block_bytes = block_bytes_for(tensor.size for tensor in stored)
+        files, indices = plan_files(stored, align=min(block_bytes, BLOCK_BYTES))
         tensors = TensorIndex()
         [held] = tensors.merge(have)
-        block_bytes = block_bytes_for(files)
         disk_of_file = disks.divide([file.size for file in files])
         blocks = SpanTable.blocks([file.size for file in files], block_bytes)
         parts = Parts.of(files, blocks, tensors)

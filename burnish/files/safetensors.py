@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.files.strict_json import clipped, parse_json, shortened
 
+ALIGN = 8
+"""Tensors' bytes begin at a multiple of this at least."""
 MAX_HEADER_BYTES = 16 << 20
 """Longer headers are refused: reading what a stranger has written is a matter of less than a second and 256 MB."""
 MAX_TENSORS = 100_000
@@ -111,11 +113,13 @@ def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    align: int = ALIGN,
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the first bytes of a file of these (name, dtype, shape), and each tensor's range in it.
 
-    Tensors have no gaps; data starts at a multiple of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError` for
+    Tensors have no gaps; data starts at a multiple of `align`, itself one of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError` for
     too many.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -127,7 +131,7 @@ def build_header(
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % align)
     if len(text) > MAX_HEADER_BYTES or len(table) > MAX_TENSORS:
         raise IncompatibleError(
             "a file of weights would have too many tensors to be read again",

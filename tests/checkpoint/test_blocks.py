@@ -17,7 +17,6 @@ from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
 from burnish.checkpoint.layout import (
     MOST_BLOCKS,
     Parts,
-    PlannedFile,
     SpanTable,
     Stored,
     block_bytes_for,
@@ -32,7 +31,7 @@ from burnish.checkpoint.manifest import (
     MIN_BLOCK_BYTES,
 )
 from burnish.errors import IncompatibleError
-from burnish.files.safetensors import DTYPE_BITS, TensorEntry
+from burnish.files.safetensors import DTYPE_BITS
 
 stored = st.lists(
     st.builds(
@@ -81,18 +80,9 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
 )
 def test_a_step_of_too_many_blocks_has_larger_ones(total, times):
     half = total * BLOCK_BYTES // 2
-    files = [file_of(half), file_of(total * BLOCK_BYTES - half)]
-    assert block_bytes_for(files) == times * BLOCK_BYTES
-    assert block_bytes_for(files, most=1) <= MAX_BLOCK_BYTES
-
-
-def file_of(*sizes):
-    """A file of tensors of so many bytes."""
-    ends = list(itertools.accumulate(sizes))
-    entries = [
-        TensorEntry(f"w{end}", "U8", (n,), end - n, end) for n, end in zip(sizes, ends, strict=True)
-    ]
-    return PlannedFile("model/x.safetensors", "model", b"", tuple(entries), sum(sizes))
+    sizes = [half, total * BLOCK_BYTES - half]
+    assert block_bytes_for(sizes) == times * BLOCK_BYTES
+    assert block_bytes_for(sizes, most=1) <= MAX_BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -106,7 +96,19 @@ def file_of(*sizes):
     ],
 )
 def test_blocks_are_small_where_tensors_are(sizes, block_bytes):
-    assert block_bytes_for([file_of(*sizes)]) == block_bytes
+    assert block_bytes_for(sizes) == block_bytes
+
+
+@given(st.lists(st.integers(1, 8 << 12), max_size=30), st.sampled_from([4096, 16384]))
+def test_tensors_begin_where_blocks_do_as_far_as_their_sizes_allow(sizes, align):
+    tensors = [Stored("exp_avg", str(n), "U8", (size,)) for n, size in enumerate(sizes)]
+    files, _ = plan_files(tensors, align=align)
+    is_large = sum(sizes) >= 32 * align
+    for file in files:
+        assert len(file.header) % (align if is_large else 8) == 0
+        for entry in file.entries:
+            size = entry.end - entry.begin
+            assert (entry.begin - len(file.header)) % min(size & -size, align) == 0
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5), st.integers(0, 40))

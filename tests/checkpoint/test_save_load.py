@@ -68,7 +68,7 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
 
 def save_in_large_blocks(layout, root):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burnish.checkpoint.layout.block_bytes_for", lambda files: 8 << 20)
+        patch.setattr("burnish.checkpoint.layout.block_bytes_for", lambda sizes: 8 << 20)
         save_on_ranks(layout, root)
 
 
