@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from burnish.boxes.pieces import PieceTable
+from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxTable
 from burnish.checkpoint.layout import MAIN, Disks, WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def tables(ranks: int, tensors: int) -> list[PieceTable]:
     """What all ranks tell: of each tensor a part of the rows."""
     described = tuple(
-        (f"exp_avg/layers.{number}.weight", (ROWS, COLUMNS), torch.float32)
+        TensorSpec(f"exp_avg/layers.{number}.weight", (ROWS, COLUMNS), torch.float32)
         for number in range(tensors)
     )
     edges = np.linspace(0, ROWS, ranks + 1).astype(np.int64)

@@ -8,9 +8,13 @@ import torch
 
 from burnish.boxes.box import Box, flat_range, subtract, whole
 from burnish.boxes.pieces import PieceTable
-from burnish.boxes.shards import Piece
+from burnish.boxes.shards import TensorSpec
 
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+def piece(name, shape, box, dtype):
+    return TensorSpec(name, shape, dtype), box
 
 
 def tables(ranks):
@@ -41,5 +45,5 @@ def random_layout(rng, shapes, world, replicas):
             else:
                 parts = cut_at_random(rng, whole(shape))
             for box in parts:
-                ranks[rng.randrange(world)].append(Piece(name, shape, box, F32))
+                ranks[rng.randrange(world)].append(piece(name, shape, box, F32))
     return ranks

@@ -1,7 +1,6 @@
 """Intersect and subtract n-dimensional boxes, and convert flat ranges.
 
-Offsets and sizes count elements, in global coordinates unless a function says otherwise. "Flat"
-means C order over the whole tensor.
+Coordinates are global unless a function says otherwise. "Flat" means C order over the whole tensor.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A rectangular part of a tensor: per dim, an offset and a size, in elements."""
+    """A rectangular part of a tensor: per dim, an offset and a size, in elements; () for a scalar."""
 
     offsets: tuple[int, ...]
-    """First index per dim; () for a scalar."""
     sizes: tuple[int, ...]
-    """Extent per dim; () for a scalar."""
 
     @property
     def elements(self) -> int:
@@ -85,9 +82,9 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return the flat elements `start` to `stop` (exclusive) as boxes, in order.
+    """Return the flat elements `start` to `stop` (exclusive) as contiguous boxes, in order; at most 2 per dim.
 
-    Each box is one contiguous run; at most 2 per dim. Raises `ValueError` outside the tensor.
+    Raises `ValueError` outside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} outside a tensor of shape {shape}")
@@ -118,7 +115,7 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 def flat_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
     """Yield a box's maximal contiguous runs in C order: (flat start, count), ascending.
 
-    Joined, they are the box's elements. Raises `ValueError` for a box outside the tensor.
+    Raises `ValueError` for a box outside the tensor.
     """
     if not box.fits(shape):
         raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")

@@ -9,21 +9,22 @@ import numpy as np
 import torch
 import xxhash
 
-from burnish.boxes.shards import Piece
+from burnish.boxes.box import Box
+from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxTable, Columns, Ints, padded
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError
 
-Described = tuple[str, tuple[int, ...], torch.dtype]
-"""A tensor's name, global shape and dtype."""
+Piece = tuple[TensorSpec, Box]
+"""A shard without its memory: its tensor, in the dtype of the memory, and which part of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceTable:
     """The pieces of one rank."""
 
-    tensors: tuple[Described, ...]
+    tensors: tuple[TensorSpec, ...]
     """What they are pieces of, each once, in the order of first mention."""
     boxes: BoxTable
     """One row per piece; `tensor` is an index into `tensors`."""
@@ -31,20 +32,17 @@ class PieceTable:
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> PieceTable:
         """A table with a row for each."""
-        pieces = list(pieces)
-        numbers: dict[Described, int] = {}
-        rows = [
-            (numbers.setdefault((p.name, p.shape, p.dtype), len(numbers)), p.box) for p in pieces
-        ]
-        dims = max((len(shape) for _, shape, _ in numbers), default=1)
-        return cls(tuple(numbers), BoxTable.of(rows, max(dims, 1)))
+        numbers: dict[TensorSpec, int] = {}
+        rows = [(numbers.setdefault(tensor, len(numbers)), box) for tensor, box in pieces]
+        dims = max([1, *(len(tensor.shape) for tensor in numbers)])
+        return cls(tuple(numbers), BoxTable.of(rows, dims))
 
     def digest(self) -> str:
         """Return a digest of the pieces and their order."""
         return f"{_digest(self.tensors)} {self.boxes.digest()}"
 
 
-def _digest(tensors: Sequence[Described]) -> str:
+def _digest(tensors: Sequence[TensorSpec]) -> str:
     return xxhash.xxh3_128(repr(tensors).encode()).hexdigest()
 
 
@@ -81,15 +79,12 @@ class Pieces(Columns):
 
 
 class TensorIndex:
-    """Number tensors by name."""
+    """Number tensors by name, and every dtype met; `shapes` are global."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """By number."""
         self.shapes: list[tuple[int, ...]] = []
-        """By number; global ones."""
         self.dtypes: list[torch.dtype] = []
-        """Every dtype met, by a number of its own."""
         self._numbers: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -98,14 +93,14 @@ class TensorIndex:
     @property
     def dims(self) -> int:
         """Of the tensor that has the most; 1 at least."""
-        return max(1, *map(len, self.shapes)) if self.shapes else 1
+        return max([1, *map(len, self.shapes)])
 
     def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
         """Merge each list of tables by rank into one table of all ranks' pieces.
 
         Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
         """
-        numbers: dict[tuple[Described, ...], tuple[Ints, Ints]] = {}
+        numbers: dict[tuple[TensorSpec, ...], tuple[Ints, Ints]] = {}
         for tables in sides:
             for rank, table in enumerate(tables):
                 if table.tensors not in numbers:
@@ -117,7 +112,7 @@ class TensorIndex:
         ]
         return [Pieces.concatenate(tables) for tables in merged]
 
-    def add(self, tensors: Sequence[Described], where: str) -> tuple[Ints, Ints]:
+    def add(self, tensors: Sequence[TensorSpec], where: str) -> tuple[Ints, Ints]:
         """Return the numbers of tensors and of their dtypes, new ones if needed.
 
         Raises `IncompatibleError` for a shape other than the known one; `where` says whose it is.

@@ -20,15 +20,13 @@ class Move:
     """One box that goes from one rank's piece to another's."""
 
     source: int
-    """Rank that has it."""
+    """Rank that has it, in its piece number `have`."""
     have: int
-    """Index among the source's pieces."""
     target: int
-    """Rank that wants it."""
+    """Rank that wants it, in its piece number `want`."""
     want: int
-    """Index among the target's pieces."""
     box: Box
-    """What goes, in global coordinates."""
+    """In global coordinates."""
     dtype: torch.dtype
     """The dtype wanted, in which it travels."""
 
@@ -43,7 +41,6 @@ class Moves(Columns):
     """Hold a plan's moves as a table, one `Move` a row."""
 
     tensors: TensorIndex
-    """What the numbers of tensors and dtypes mean."""
     source: Ints
     have: Ints
     target: Ints
@@ -75,11 +72,10 @@ class Moves(Columns):
 
 
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
-    """Cover every wanted element once, from one holder; `have` and `want` are tables by rank.
+    """Cover every wanted element once, in the order of the wanted pieces; `have` and `want` are tables by rank.
 
-    A rank reads elements that it holds itself; else holders take turns. Moves are in the order of
-    the wanted pieces. Raises `MissingError` naming tensor and box where nobody holds it, and
-    `IncompatibleError` where two pieces disagree on a tensor's shape.
+    A rank reads elements that it holds itself; else holders take turns. Raises `MissingError` naming tensor and box where nobody
+    holds it, and `IncompatibleError` where two pieces disagree on a tensor's shape.
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
@@ -91,9 +87,7 @@ class Cover:
     """Wanted pieces, cut into parts that each lie in one cell; all holders have the whole cell."""
 
     tensors: TensorIndex
-    """What the numbers of tensors and dtypes mean."""
     wanted: Pieces
-    """What is covered."""
     want: Ints
     """Per part, the row of `wanted`; ascending."""
     cell: Ints
@@ -113,9 +107,8 @@ class Cover:
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
         lacking = np.flatnonzero(covered != wanted.boxes.elements)
         if len(lacking):
-            raise _nobody_has(
-                wanted.boxes, int(lacking[0]), boxes.take(want == lacking[0]), tensors
-            )
+            row = int(lacking[0])
+            raise _nobody_has(wanted.boxes, row, boxes.take(want == row), tensors)
         return cls(tensors, wanted, want, cell, boxes, holders, cell_held)
 
     def holders(self) -> tuple[Ints, Ints]:

@@ -1,6 +1,6 @@
 """Schedule a plan's moves in rounds that bound the bytes a rank sends or receives at a time.
 
-Every rank computes the same rounds and keeps its own part of them.
+Every rank computes all rounds and keeps its part of them.
 """
 
 from __future__ import annotations
@@ -38,22 +38,20 @@ def schedule(
     group: Ints | None = None,
     groups: int = 1,
 ) -> list[Group]:
-    """Return the moves of `rank` in each of `groups`, which run one after the other.
+    """Return the moves of `rank` in each of `groups`, which run one after the other; `group` gives each move's.
 
-    `group` gives each move's group. Per round a rank sends and receives at most `wave_bytes` each;
-    large moves are cut. Raises `ValueError` below 64 bytes.
+    Per round a rank sends and receives at most `wave_bytes` each; large moves are cut. Raises `ValueError` below 64 bytes.
     """
     if wave_bytes < _LONGEST_PARTS * ALIGN:
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
     group = np.zeros(len(moves), np.int64) if group is None else group
-    is_own = (moves.source == rank) & (moves.target == rank)
     remote = np.flatnonzero(moves.source != moves.target)
     travelling, group_of = _cut(moves.take(remote), group[remote], wave_bytes)
     number = rounds(travelling, group_of, wave_bytes)
     last = np.full(groups, -1)
     np.maximum.at(last, group_of, number)
     found = [Group([], [[] for _ in range(most + 1)]) for most in last.tolist()]
-    own = np.flatnonzero(is_own)
+    own = np.flatnonzero((moves.source == rank) & (moves.target == rank))
     for move, place in zip(moves.take(own), group[own].tolist(), strict=True):
         found[place].own.append(move)
     mine = np.flatnonzero((travelling.source == rank) | (travelling.target == rank))

@@ -64,18 +64,17 @@ class BoxTable(Columns):
     tensor: Ints
     """`[rows]`: which tensor, as an index that means something to the caller."""
     offsets: Ints
-    """`[rows, dims]`: first index per dim."""
+    """`[rows, dims]`, as are `sizes`."""
     sizes: Ints
-    """`[rows, dims]`: extent per dim."""
 
     @classmethod
     def of(cls, boxes: Iterable[tuple[int, Box]], dims: int) -> BoxTable:
         """A table of (tensor, box)."""
         rows = [(t, padded(box.offsets, dims, 0), padded(box.sizes, dims, 1)) for t, box in boxes]
-        tensor = np.array([row[0] for row in rows], np.int64)
-        offsets = np.array([row[1] for row in rows], np.int64).reshape(len(rows), dims)
-        sizes = np.array([row[2] for row in rows], np.int64).reshape(len(rows), dims)
-        return cls(tensor, offsets, sizes)
+        tensor, offsets, sizes = (
+            np.array([row[column] for row in rows], np.int64) for column in range(3)
+        )
+        return cls(tensor, offsets.reshape(-1, dims), sizes.reshape(-1, dims))
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -102,16 +101,10 @@ def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
     return (*values, *[fill] * (dims - len(values)))
 
 
-def intersections(a: BoxTable, b: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-    """Return every overlapping pair: the row of `a`, the row of `b`, the common elements."""
-    return BoxIndex(b).meeting(a)
-
-
 class BoxIndex:
-    """Look boxes up by overlap.
+    """Look boxes up by overlap; for boxes cut like a grid, in time proportional to the results.
 
-    Indexes each tensor along the dim in which its boxes have the most different offsets. For boxes
-    cut like a grid, a look-up takes time in proportion to its results.
+    Indexes each tensor along the dim in which its boxes have the most different offsets.
     """
 
     def __init__(self, boxes: BoxTable) -> None:
@@ -177,10 +170,9 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
 
 
 def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
-    """Turn flat ranges into boxes: the row of the range, offsets, sizes, in no particular order.
+    """Turn flat ranges into contiguous boxes, at most 2 per dim: row of the range, offsets, sizes.
 
-    `shapes` is `[rows, dims]`, padded with 1. Every box is one contiguous run; a range has at most
-    2 per dim.
+    They come in no particular order. `shapes` is `[rows, dims]`, padded with 1.
     """
     rows = np.flatnonzero(starts < stops)
     starts, stops = starts[rows], stops[rows]
@@ -193,7 +185,13 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
         within = (first == last) & (starts < stops)  # one index of this dim has all of it
         body = first + (head > 0)
         full = np.flatnonzero(~within & (body < last))
-        found.append(_full_boxes(shapes, rows[full], offsets[full], dim, body[full], last[full]))
+        # Boxes at one index in dims before `dim`, `body` to `last` in it, whole in later dims.
+        box_offsets = offsets[full]
+        box_offsets[:, dim] = body[full]
+        box_sizes = np.ones_like(box_offsets)
+        box_sizes[:, dim] = (last - body)[full]
+        box_sizes[:, dim + 1 :] = shapes[rows[full], dim + 1 :]
+        found.append((rows[full], box_offsets, box_sizes))
         begins, ends = ~within & (head > 0), ~within & (tail > 0)
         kept = [np.flatnonzero(mask) for mask in (within, begins, ends)]
         index = np.concatenate([first[kept[0]], first[kept[1]], last[kept[2]]])
@@ -204,18 +202,6 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
         offsets[:, dim] = index
     row, box_offsets, box_sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return row, box_offsets, box_sizes
-
-
-def _full_boxes(
-    shapes: Ints, rows: Ints, prefix: Ints, dim: int, first: Ints, last: Ints
-) -> tuple[Ints, Ints, Ints]:
-    """Return boxes at one index in dims before `dim`, `first` to `last` in it, whole in later dims."""
-    offsets = prefix.copy()
-    offsets[:, dim] = first
-    sizes = np.ones_like(offsets)
-    sizes[:, dim] = last - first
-    sizes[:, dim + 1 :] = shapes[rows, dim + 1 :]
-    return rows, offsets, sizes
 
 
 def strides(shapes: Ints) -> Ints:

@@ -1,7 +1,4 @@
-"""Carry out a plan between the memory of ranks, in rounds of bounded bytes.
-
-The sender converts elements, so they travel in the wanted dtype.
-"""
+"""Carry out a plan between the memory of ranks, in rounds of bounded bytes. Elements travel in the wanted dtype."""
 
 from __future__ import annotations
 
@@ -12,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burnish.boxes.pieces import PieceTable, gather_pieces
+from burnish.boxes.pieces import Piece, PieceTable, gather_pieces
 from burnish.boxes.plan import Move, plan
 from burnish.boxes.rounds import ALIGN, WAVE_BYTES, schedule
-from burnish.boxes.shards import Piece, Shard
+from burnish.boxes.shards import Shard
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 
 
 class Exchange:
-    """Run one round: pack what this rank sends, all-to-all, unpack what it receives.
+    """Run rounds: pack what this rank sends, all-to-all, unpack what it receives.
 
-    The buffer lives on `device`, which the process group must reach, and stays between rounds. Host
-    buffers come from `arena` if given.
+    The buffer lives on `device`, which the process group must reach, and stays between rounds. A host buffer comes from `arena`
+    if given.
     """
 
     def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
@@ -43,8 +40,8 @@ class Exchange:
     ) -> None:
         """Run this rank's moves of one round. Collective.
 
-        `read` writes the elements of an outgoing move into memory of the move's dtype. `write`
-        receives those of an incoming move, valid until it returns.
+        `read` writes an outgoing move's elements into memory of its dtype; `write` takes an incoming move's, valid until it
+        returns.
         """
         rank, world = self._layout.rank, self._layout.world
         going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
@@ -84,10 +81,7 @@ def _aligned(size: int) -> int:
 
 
 class Transfer:
-    """Redistribute shards between two layouts, planned once, run any number of times.
-
-    Making one is collective. It keeps no tensors.
-    """
+    """Redistribute shards between two layouts: planned once, collectively; run any number of times. Keeps no tensors."""
 
     def __init__(
         self,
@@ -97,26 +91,21 @@ class Transfer:
         wave_bytes: int = WAVE_BYTES,
     ) -> None:
         have = list(have)
-        self._have = [Piece.of(shard) for shard in have]
-        self._want = [Piece.of(shard) for shard in want]
+        self._have, self._want = _pieces(have), _pieces(want)
         device = accelerator_of(have)
         devices = gather_objects(device, layout)
-        moves = plan(
-            gather_pieces(PieceTable.of(self._have), layout),
-            gather_pieces(PieceTable.of(self._want), layout),
-        )
-        [self._moves] = schedule(moves, layout.rank, wave_bytes)
+        tables = [gather_pieces(PieceTable.of(side), layout) for side in (self._have, self._want)]
+        [self._moves] = schedule(plan(*tables), layout.rank, wave_bytes)
         self._device = meeting_place(devices, device)
         self._layout = layout
 
     def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
-        """Write every wanted shard's tensor, converting to its dtype. Collective.
+        """Write every wanted shard's tensor, converting to its dtype. Collective. Buffers take at most two waves.
 
-        Raises `ValueError` unless the shards are those of the plan, in its order. Buffers take at
-        most two waves and are freed.
+        Raises `ValueError` unless the shards are those of the plan, in its order.
         """
         have, want = list(have), list(want)
-        if [Piece.of(s) for s in have] != self._have or [Piece.of(s) for s in want] != self._want:
+        if _pieces(have) != self._have or _pieces(want) != self._want:
             raise ValueError("the shards are not those that the transfer was planned for")
 
         def read(move: Move, into: Tensor) -> None:
@@ -131,6 +120,10 @@ class Transfer:
             exchange = Exchange(self._layout, self._device)
             for wave in self._moves.waves:
                 exchange.run(wave, read, write)
+
+
+def _pieces(shards: Iterable[Shard]) -> list[Piece]:
+    return [(shard.spec._replace(dtype=shard.tensor.dtype), shard.box) for shard in shards]
 
 
 def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:

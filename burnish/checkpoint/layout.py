@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from burnish.boxes.box import Box
-from burnish.boxes.pieces import Described, Pieces, PieceTable, TensorIndex
+from burnish.boxes.pieces import Pieces, PieceTable, TensorIndex
 from burnish.boxes.plan import Cover
 from burnish.boxes.rounds import Group, schedule
-from burnish.boxes.table import BoxTable, Ints, flat_ranges, intersections, strides
+from burnish.boxes.shards import TensorSpec
+from burnish.boxes.table import BoxIndex, BoxTable, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from burnish.distributed.layout import Layout
@@ -296,16 +297,16 @@ class Parts:
     def of(cls, files: Sequence[PlannedFile], spans: SpanTable, tensors: TensorIndex) -> Parts:
         """Return the parts of the files' tensors that `tensors` knows by key."""
         rows: list[tuple[int, int, int]] = []
-        described: list[Described] = []
+        described: list[TensorSpec] = []
         for index, file in enumerate(files):
             for each in file.entries:
                 key = f"{file.tensor_set}/{each.name}"
                 if key in tensors:
                     rows.append((index, each.begin, each.end))
-                    described.append((key, each.shape, TORCH_DTYPES[each.dtype]))
+                    described.append(TensorSpec(key, each.shape, TORCH_DTYPES[each.dtype]))
         entries = SpanTable(*np.array(rows, np.int64).reshape(-1, 3).T)
         tensor, dtype = tensors.add(described, "on disk")
-        span, entry, both = intersections(_byte_ranges(spans), _byte_ranges(entries))
+        span, entry, both = BoxIndex(_byte_ranges(entries)).meeting(_byte_ranges(spans))
         begin, itemsize = entries.start[entry], tensors.itemsizes()[dtype[entry]]
         first = (both.offsets[:, 0] - begin) // itemsize
         last = first + both.sizes[:, 0] // itemsize

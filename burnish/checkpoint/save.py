@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from burnish import __version__
-from burnish.boxes.pieces import PieceTable, gather_pieces
+from burnish.boxes.pieces import Piece, PieceTable, gather_pieces
 from burnish.boxes.plan import Move
 from burnish.boxes.rounds import Group
-from burnish.boxes.shards import Piece, Shard
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
 from burnish.checkpoint.layout import (
     MODEL,
@@ -183,7 +183,7 @@ class StoredShard:
     @property
     def piece(self) -> Piece:
         """Return the shard without its memory, for the planner."""
-        return Piece(self.key, self.shard.spec.shape, self.shard.box, self.dtype)
+        return TensorSpec(self.key, self.shard.spec.shape, self.dtype), self.shard.box
 
 
 class BlockWriter:

@@ -35,7 +35,7 @@ from burnish.checkpoint.steps import (
     step_number,
     step_paths,
 )
-from burnish.checkpoint.tools.verify import verify, verify_quickly
+from burnish.checkpoint.tools.verify import verify
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import count_text, print_text
 from burnish.config.load import load_config
@@ -393,7 +393,7 @@ def _bytes(path: PurePath, source: Source) -> int:
 def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishError]:
     try:
         with naming_failures(f"{path} cannot be read"):
-            yield from (verify_quickly if fast else verify)(path, source)
+            yield from verify(path, source, fast=fast)
     except BurnishError as error:
         yield error
 
@@ -421,7 +421,7 @@ def pin(say: Say, path: Path, *, reason: str) -> Outcome:
                 want="a committed step",
                 do="give one of these",
             )
-        for error in verify_quickly(path):
+        for error in verify(path, fast=True):
             raise error
         before = pins.get(step)
         pins[step] = reason

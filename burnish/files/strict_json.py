@@ -12,17 +12,23 @@ from typing import Any
 
 from burnish.errors import CorruptError
 
+_DO = "get the file again from where it came, or from a copy"
+
 
 def parse_json(data: bytes, what: str) -> Any:
     """Parse plain JSON in UTF-8. Raises `CorruptError` naming `what` for anything else."""
     try:
         return _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            f"{what} is not valid JSON",
-            have=error,
-            do="get the file again from where it came, or from a copy",
-        ) from error
+        raise CorruptError(f"{what} is not valid JSON", have=error, do=_DO) from error
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object as `parse_json` does. Raises `CorruptError` for any other value too."""
+    value = parse_json(data, what)
+    if not isinstance(value, dict):
+        raise CorruptError(f"{what} is not a JSON object", have=type(value).__name__, do=_DO)
+    return value
 
 
 def encode_json(value: object) -> bytes:
@@ -65,11 +71,6 @@ _DECODER = json.JSONDecoder(
 )
 
 
-def _few() -> Repr:
-    few = Repr()
-    few.maxlist = few.maxdict = 40
-    few.maxstring = few.maxother = few.maxlong = 200
-    return few
-
-
-_SHOWN = _few()
+_SHOWN = Repr()
+_SHOWN.maxlist = _SHOWN.maxdict = 40
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200

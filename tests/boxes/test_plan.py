@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pieces_for_tests import F32, random_layout, tables
+from pieces_for_tests import F32, piece, random_layout, tables
 
 from burnish.boxes.box import Box, intersect, whole
 from burnish.boxes.plan import plan
 from burnish.boxes.rounds import schedule
-from burnish.boxes.shards import Piece
 from burnish.errors import IncompatibleError, MissingError
 
 shape_sets = st.dictionaries(
@@ -37,15 +36,16 @@ def test_every_wanted_element_comes_once_from_a_holder(shapes, world, seed):
     want = random_layout(rng, shapes, world, replicas=2)
     seen = defaultdict(lambda: None)
     for move in plan(tables(have), tables(want)):
-        source, target = have[move.source][move.have], want[move.target][move.want]
-        assert source.name == target.name
-        assert intersect(source.box, move.box) == intersect(target.box, move.box) == move.box
+        tensor, source = have[move.source][move.have]
+        wanted, target = want[move.target][move.want]
+        assert tensor.name == wanted.name
+        assert intersect(source, move.box) == intersect(target, move.box) == move.box
         place = (move.target, move.want)
-        seen[place] = marked(target.shape, move.box, seen[place])
-    for target, pieces in enumerate(want):
-        for number, piece in enumerate(pieces):
-            if piece.box.elements:
-                np.testing.assert_array_equal(seen[target, number], marked(piece.shape, piece.box))
+        seen[place] = marked(wanted.shape, move.box, seen[place])
+    for rank, pieces in enumerate(want):
+        for number, (tensor, box) in enumerate(pieces):
+            if box.elements:
+                np.testing.assert_array_equal(seen[rank, number], marked(tensor.shape, box))
 
 
 @given(shape_sets, st.integers(1, 4), st.integers(0, 1 << 30))
@@ -55,8 +55,8 @@ def test_what_a_rank_has_itself_does_not_travel(shapes, world, seed):
     want = random_layout(rng, shapes, world, replicas=2)
     for move in plan(tables(have), tables(want)):
         if move.source != move.target:
-            own = [p.box for p in have[move.target] if p.name == have[move.source][move.have].name]
-            shape = have[move.source][move.have].shape
+            (name, shape, _), _ = have[move.source][move.have]
+            own = [box for tensor, box in have[move.target] if tensor.name == name]
             mine = sum(marked(shape, box) for box in own) if own else np.zeros(shape)
             assert not mine[move.box.slices].any()
 
@@ -113,7 +113,7 @@ def test_rounds_hold_every_element_once_within_the_bound(shapes, world, seed, li
 
 def test_own_copies_are_preferred_and_others_take_turns():
     shape = (8, 2)
-    full = [Piece(name, shape, whole(shape), F32) for name in "abcdef"]
+    full = [piece(name, shape, whole(shape), F32) for name in "abcdef"]
     nothing_moves = plan(tables([full] * 3), tables([full] * 3))
     assert (nothing_moves.source == nothing_moves.target).all()
     asked = plan(tables([full, full, full, []]), tables([[], [], [], full]))
@@ -124,8 +124,8 @@ def test_own_copies_are_preferred_and_others_take_turns():
 def test_full_copies_from_shards_fill_rounds_on_all_ranks_at_once(world):
     rows = 1024
     shape = (world * rows, 64)
-    have = [[Piece("w", shape, Box((r * rows, 0), (rows, 64)), F32)] for r in range(world)]
-    want = [[Piece("w", shape, whole(shape), F32)]] * world
+    have = [[piece("w", shape, Box((r * rows, 0), (rows, 64)), F32)] for r in range(world)]
+    want = [[piece("w", shape, whole(shape), F32)]] * world
     limit = 128 << 10
     needed = rows * 64 * 4 * (world - 1) / limit
     [group] = schedule(plan(tables(have), tables(want)), 0, limit)
@@ -134,18 +134,18 @@ def test_full_copies_from_shards_fill_rounds_on_all_ranks_at_once(world):
 
 def test_one_sends_everything_in_as_few_rounds_as_it_can():
     world, shape = 4, (64, 64)
-    have = [[Piece("w", shape, whole(shape), F32)], *[[]] * (world - 1)]
-    want = [[]] + [[Piece("w", shape, whole(shape), F32)]] * (world - 1)
+    have = [[piece("w", shape, whole(shape), F32)], *[[]] * (world - 1)]
+    want = [[]] + [[piece("w", shape, whole(shape), F32)]] * (world - 1)
     [group] = schedule(plan(tables(have), tables(want)), 3, 4096)
     assert len(group.waves) == 64 * 64 * 4 * (world - 1) // 4096
 
 
 def test_ranks_that_plan_the_same_have_the_same_digest():
     have = [
-        [Piece("w", (4, 4), Box((0, 0), (2, 4)), F32)],
-        [Piece("w", (4, 4), Box((2, 0), (2, 4)), F32)],
+        [piece("w", (4, 4), Box((0, 0), (2, 4)), F32)],
+        [piece("w", (4, 4), Box((2, 0), (2, 4)), F32)],
     ]
-    want = [[Piece("w", (4, 4), whole((4, 4)), F32)], []]
+    want = [[piece("w", (4, 4), whole((4, 4)), F32)], []]
     digest = plan(tables(have), tables(want)).digest()
     assert plan(tables(have), tables(want)).digest() == digest
     assert plan(tables(have[::-1]), tables(want)).digest() != digest
@@ -153,22 +153,22 @@ def test_ranks_that_plan_the_same_have_the_same_digest():
 
 def test_what_nobody_holds_is_named_with_its_box():
     have = [
-        [Piece("w", (4, 4), Box((0, 0), (2, 4)), F32)],
-        [Piece("w", (4, 4), Box((3, 0), (1, 4)), F32)],
+        [piece("w", (4, 4), Box((0, 0), (2, 4)), F32)],
+        [piece("w", (4, 4), Box((3, 0), (1, 4)), F32)],
     ]
-    want = [[Piece("w", (4, 4), whole((4, 4)), F32)], []]
+    want = [[piece("w", (4, 4), whole((4, 4)), F32)], []]
     with pytest.raises(MissingError, match=r"(?s)\bw\b.*\[2, 0\].*\[1, 4\]"):
         plan(tables(have), tables(want))
     with pytest.raises(MissingError, match=r"\bv\b"):
-        plan(tables(have), tables([[Piece("v", (1,), whole((1,)), F32)], []]))
+        plan(tables(have), tables([[piece("v", (1,), whole((1,)), F32)], []]))
     with pytest.raises(MissingError, match=r"\bw\b"):
         plan(tables([[], []]), tables(want))
 
 
 def test_shapes_that_differ_are_refused():
-    have = [[Piece("w", (4, 4), whole((4, 4)), F32)]]
+    have = [[piece("w", (4, 4), whole((4, 4)), F32)]]
     with pytest.raises(IncompatibleError, match=r"(?s)\bw\b.*\[4, 4\].*\[5, 4\]"):
-        plan(tables(have), tables([[Piece("w", (5, 4), whole((5, 4)), F32)]]))
+        plan(tables(have), tables([[piece("w", (5, 4), whole((5, 4)), F32)]]))
 
 
 def test_a_wave_too_small_for_anything_is_refused():
@@ -180,11 +180,11 @@ def test_strided_and_uneven_shards_go_where_they_are_wanted():
     """Rows dealt out like cards (tensor parallel on top of sharded data parallel) to uneven rows."""
     shape, world = (12, 2), 3
     have = [
-        [Piece("w", shape, Box((row, 0), (1, 2)), F32) for row in range(rank, 12, world)]
+        [piece("w", shape, Box((row, 0), (1, 2)), F32) for row in range(rank, 12, world)]
         for rank in range(world)
     ]
     cuts = [0, 1, 1, 12]
-    want = [[Piece("w", shape, Box((a, 0), (b - a, 2)), F32)] for a, b in itertools.pairwise(cuts)]
+    want = [[piece("w", shape, Box((a, 0), (b - a, 2)), F32)] for a, b in itertools.pairwise(cuts)]
     moves = list(plan(tables(have), tables(want)))
     assert [(m.source, m.target, m.box.offsets[0]) for m in moves] == [
         (row % world, 0 if row < 1 else 2, row) for row in range(12)
@@ -193,6 +193,6 @@ def test_strided_and_uneven_shards_go_where_they_are_wanted():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.float8_e5m2, torch.complex64])
 def test_a_scalar_of_any_dtype_is_one_move(dtype):
-    scalar = Piece("s", (), Box((), ()), dtype)
+    scalar = piece("s", (), Box((), ()), dtype)
     [move] = plan(tables([[scalar], []]), tables([[], [scalar]]))
     assert (move.box, move.bytes, move.dtype) == (Box((), ()), dtype.itemsize, dtype)

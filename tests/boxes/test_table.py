@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.boxes.box import Box, flat_range, intersect, whole
-from burnish.boxes.table import BoxTable, flat_ranges, intersections, padded, strides
+from burnish.boxes.table import BoxIndex, BoxTable, flat_ranges, padded, strides
 
 SHAPES = [(), (5,), (0, 3), (4, 3), (2, 3, 4), (1, 6, 1)]
 
@@ -27,7 +27,7 @@ many = st.lists(boxes(), max_size=12)
 
 @given(many, many)
 def test_intersections_are_those_of_every_pair(a, b):
-    rows_a, rows_b, common = intersections(BoxTable.of(a, 3), BoxTable.of(b, 3))
+    rows_a, rows_b, common = BoxIndex(BoxTable.of(b, 3)).meeting(BoxTable.of(a, 3))
     found = {
         (i, j): (common.tensor[n], common.box(n, len(SHAPES[common.tensor[n]])))
         for n, (i, j) in enumerate(zip(rows_a.tolist(), rows_b.tolist(), strict=True))

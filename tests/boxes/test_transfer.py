@@ -31,10 +31,8 @@ def whole_tensors(salt=0):
 
 def as_shards(pieces, tensors, dtype=F32):
     return [
-        Shard(
-            TensorSpec(p.name, p.shape, F32), p.box, tensors[p.name][p.box.slices].to(dtype).clone()
-        )
-        for p in pieces
+        Shard(tensor, box, tensors[tensor.name][box.slices].to(dtype).clone())
+        for tensor, box in pieces
     ]
 
 

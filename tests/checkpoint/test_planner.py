@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state
+from pieces_for_tests import piece
 from ranks import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
-from burnish.boxes.shards import Piece
 from burnish.checkpoint import save
 from burnish.checkpoint.layout import Disks
 from burnish.checkpoint.manager import Checkpoints
@@ -23,7 +23,7 @@ from burnish.files.storage import LocalStorage
 
 
 def pieces(*names, dtype=torch.float32):
-    return PieceTable.of(Piece(f"model/{name}", (4, 2), whole((4, 2)), dtype) for name in names)
+    return PieceTable.of(piece(f"model/{name}", (4, 2), whole((4, 2)), dtype) for name in names)
 
 
 def planner(layout=None):
@@ -90,7 +90,7 @@ def test_ranks_that_planned_differently_are_stopped():
 
 def plan_differently(layout):
     found = planner(layout)
-    half = Piece("model/w", (4, 2), Box((2 * layout.rank, 0), (2, 2)), torch.float32)
+    half = piece("model/w", (4, 2), Box((2 * layout.rank, 0), (2, 2)), torch.float32)
     roles = ["", "model"] if layout.rank else [""]  # "model" is a role on one rank only
     with pytest.raises(BurnishError):
         found.plan(PieceTable.of([half]), roles, ["", ""])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.steps import step_number
-from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
+from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import read_whole
 from burnish.files.safetensors import INDEX, code_files
 from burnish.files.storage import LocalStorage, Source
-from burnish.files.strict_json import parse_json
+from burnish.files.strict_json import parse_object
 
 CONFIG = "config.json"
 """The model's configuration."""
@@ -68,17 +68,10 @@ def read_assets(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def with_dtype(data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
-    """Return config.json with this dtype wherever it names one, for weights that are not quantized. Raises `CorruptError` naming `path` if it is not JSON."""
-    config = parse_json(data, str(path))
-    if not isinstance(config, dict):
-        raise CorruptError(
-            f"{path} is not a JSON object",
-            have=type(config).__name__,
-            do="put the model's own config.json there",
-        )
+def with_dtype(data: bytes, dtype: torch.dtype, what: str) -> bytes:
+    """Return config.json with this dtype wherever it names one, for weights that are not quantized. Raises `CorruptError` naming `what` if it is not JSON."""
     name = str(dtype).partition(".")[2]
-    config = _named(config, name)
+    config: dict[str, Any] = _named(parse_object(data, what), name)
     if not any(key in config for key in _DTYPE_KEYS):
         config["dtype"] = name
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

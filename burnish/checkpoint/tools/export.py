@@ -1,8 +1,4 @@
-"""Write a model as a plain Hugging Face directory in a chosen dtype, streamed from disk to disk.
-
-A step's `model/` is one already, in bf16. This is for another dtype or file size, a merged adapter, or a copy without anything of
-Burnish. The directory appears whole.
-"""
+"""Write a model as a plain Hugging Face directory, which appears whole: a step's `model/` in another dtype or file size, or a merged adapter."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path, PurePath
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +21,6 @@ from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, chunks, dty
 from burnish.checkpoint.layout import (
     MAIN,
     MODEL,
-    PlannedFile,
     Stored,
     plan_files,
     prefix_of,
@@ -33,12 +28,12 @@ from burnish.checkpoint.layout import (
 )
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, files_below, read_file
+from burnish.checkpoint.steps import Committed, files_below, read_file, small_files
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, sync_dirs, write_new
-from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, SUFFIX, model_digest
+from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
 from burnish.files.storage import Closing, LocalFile, LocalStorage, Source
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter, Change
@@ -51,23 +46,8 @@ _CHUNK = 1 << 14
 # Elements. malloc keeps temporaries of this size; larger ones cost ten times as much, in page faults.
 
 
-class Exportable(Closing, Protocol):
-    """A model that can be written. A context manager."""
-
-    what: str
-    """What it is, for people."""
-    weights: Mapping[str, TensorInfo]
-    """Its tensors by canonical name."""
-
-    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""
-
-    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
-        """Yield the small files by name; config.json names the dtype."""
-
-
 class StepModel(Closing):
-    """A step's model or adapter; an `Exportable` that checks each block.
+    """A step's model or adapter, of which each block is checked.
 
     bf16 is `model/` bit for bit; other dtypes come from the exact fp32 weights if the step has them. Raises `MissingError` for an
     absent role, `IncompatibleError` for a model without its configuration.
@@ -78,25 +58,27 @@ class StepModel(Closing):
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
         self.what = role or ("the adapter" if is_adapter else "the model")
+        """What it is, for people."""
         self._tensors = StepReader(step, storage)
         self.weights: Mapping[str, TensorInfo] = {
             key.removeprefix(self._directory): described
             for key, described in self._tensors.tensors.items()
             if key.startswith(self._directory)
         }
+        """Its tensors by canonical name."""
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """See `Exportable.read`."""
+        """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""
         rounded = torch.bfloat16 if dtype == torch.bfloat16 else None
         return self._tensors.read_range(f"{self._directory}{name}", start, stop, rounded)
 
-    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
-        """See `Exportable.assets`."""
-        for path in self._step.manifest.files:
-            if path.startswith(self._directory) and not path.endswith((SUFFIX, INDEX)):
-                name = path.removeprefix(self._directory)
-                data = read_file(self._step, path, self._storage)
-                yield name, _configured(name, data, dtype, self._step.path / path)
+    def assets(self) -> dict[str, bytes]:
+        """Return the small files by name."""
+        return {
+            path.removeprefix(self._directory): read_file(self._step, path, self._storage)
+            for path in small_files(self._step)
+            if path.startswith(self._directory) and not path.endswith(INDEX)
+        }
 
     def close(self) -> None:
         """Close the files."""
@@ -104,10 +86,10 @@ class StepModel(Closing):
 
 
 class MergedModel(Closing):
-    """A model with its adapter merged in, W + s B A in fp32; an `Exportable`.
+    """The model at `base` with a step's adapter merged in, W + s B A in fp32; used as a `StepModel`.
 
-    The model is at `base`. Holds A and B of one layer. Raises `IncompatibleError` for a step without an adapter or another model,
-    `MissingError` for an absent model.
+    Holds A and B of one layer. Raises `IncompatibleError` for a step without an adapter or another model, `MissingError` for an
+    absent model.
     """
 
     what = "the model, with the adapter merged in,"
@@ -135,7 +117,7 @@ class MergedModel(Closing):
         }
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """See `Exportable.read`."""
+        """See `StepModel.read`."""
         own = self._tensors.read_range(name, start, stop)
         change = self._changes.get(name)
         if change is None:
@@ -156,17 +138,19 @@ class MergedModel(Closing):
             found.append(elements.float().view(described.shape))
         return found
 
-    def assets(self, dtype: torch.dtype) -> Iterator[tuple[str, bytes]]:
-        """Yield the model's, with the tokenizer that the adapter was trained with."""
-        found = read_assets(self._base)
-        found |= {n: data for n, data in self._adapter.assets(dtype) if n != ADAPTER_CONFIG}
-        for name, data in found.items():
-            yield name, _configured(name, data, dtype, self._base / name)
+    def assets(self) -> dict[str, bytes]:
+        """Return the model's, with the tokenizer that the adapter was trained with."""
+        found = read_assets(self._base) | self._adapter.assets()
+        found.pop(ADAPTER_CONFIG, None)
+        return found
 
     def close(self) -> None:
         """Close the files."""
         self._adapter.close()
         self._tensors.close()
+
+
+Exportable = StepModel | MergedModel
 
 
 def adapter_of(step: Committed) -> Mapping[str, Any]:
@@ -191,9 +175,9 @@ def export(
 ) -> dict[str, int]:
     """Write a model to the directory `target`, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
-    Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor. Holds a few blocks in memory.
-    Raises `UsageError` if `target` exists or is inside a step, `IncompatibleError` naming a tensor with a number too large for
-    `dtype`, or in 8 bits, `CorruptError` for a damaged block.
+    Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor; memory holds a few
+    blocks. Raises `UsageError` if `target` exists or is inside a step, `IncompatibleError` naming a tensor in 8 bits or with a
+    number too large for `dtype`, `CorruptError` for a damaged block.
     """
     storage = storage or LocalStorage()
     target = target.absolute()
@@ -210,7 +194,9 @@ def export(
         partial_directory(target, storage) as partial,
     ):
         _write_tensors(model, partial, dtype, max_file_bytes, storage)
-        assets = {partial / name: data for name, data in model.assets(dtype)}
+        assets = {partial / name: data for name, data in model.assets().items()}
+        if (config := assets.get(partial / CONFIG)) is not None:
+            assets[partial / CONFIG] = with_dtype(config, dtype, f"{CONFIG} of {model.what}")
         for directory in {path.parent for path in assets}:
             storage.make_dirs(directory)
         write_new(storage, assets)
@@ -249,21 +235,18 @@ def _write_tensors(
     for file in files:
         with storage.open(directory / Path(file.path).name, write=True) as out:
             out.pwrite(file.header, 0)
-            _write_file_tensors(model, file, dtype, out)
+            for entry in file.entries:
+                _write_tensor(model, entry, _target(model.weights[entry.name], dtype), out)
             out.sync()
 
 
-def _write_file_tensors(
-    model: Exportable, file: PlannedFile, dtype: torch.dtype, out: LocalFile
+def _write_tensor(
+    model: Exportable, entry: TensorEntry, dtype: torch.dtype, out: LocalFile
 ) -> None:
-    for entry in file.entries:
-        described = model.weights[entry.name]
-        wanted = _target(described, dtype)
-        for start, stop in chunks(described.elements, _CHUNK):
-            read = model.read(entry.name, start, stop, wanted)
-            elements = _converted(read, wanted, entry.name)
-            data = memoryview(elements.view(torch.uint8).numpy().data)
-            out.pwrite(data, entry.begin + start * wanted.itemsize)
+    for start, stop in chunks(model.weights[entry.name].elements, _CHUNK):
+        elements = _converted(model.read(entry.name, start, stop, dtype), dtype, entry.name)
+        data = memoryview(elements.view(torch.uint8).numpy().data)
+        out.pwrite(data, entry.begin + start * dtype.itemsize)
 
 
 def _target(described: TensorInfo, dtype: torch.dtype) -> torch.dtype:
@@ -318,10 +301,6 @@ def _model_directory(step: Committed, role: str) -> str:
     return directory
 
 
-def _configured(name: str, data: bytes, dtype: torch.dtype, path: PurePath) -> bytes:
-    return with_dtype(data, dtype, path) if name == CONFIG else data
-
-
 def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
     if not (base / CONFIG).is_file():
         raise MissingError(
@@ -346,7 +325,17 @@ def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
 
     Removes what killed processes left of the same target. Raises `OSError`.
     """
-    _clear(target, storage)
+    name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
+    for entry in storage.entries(target.parent):
+        path = target.with_name(entry.name)
+        if entry.kind == "directory" and name.fullmatch(entry.name):
+            with suppress(OSError), _opened(path) as descriptor:
+                # It stays where somebody holds it, or where the system cannot tell.
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    storage.remove(path)
+                except OSError as error:
+                    _log.warning("what a killed process left could not be removed: %s", error)
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     storage.make_dirs(path)
     try:
@@ -358,27 +347,6 @@ def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
         with suppress(OSError):
             storage.remove(path)
         raise
-
-
-def _clear(target: Path, storage: LocalStorage) -> None:
-    name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
-    for entry in storage.entries(target.parent):
-        path = target.with_name(entry.name)
-        if entry.kind == "directory" and name.fullmatch(entry.name) and _is_left(path):
-            try:
-                storage.remove(path)
-            except OSError as error:
-                _log.warning("what a killed process left could not be removed: %s", error)
-
-
-def _is_left(path: Path) -> bool:
-    """Whether nobody holds the lock of a directory; False where the system cannot tell."""
-    try:
-        with _opened(path) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

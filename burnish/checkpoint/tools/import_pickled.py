@@ -147,7 +147,7 @@ def _of_module(
         if tied.get(name, name) not in present:
             name = tied[name]
         if name in canonical and shape == canonical[name] != shapes.get(name):
-            yield replace(piece, spec=replace(piece.spec, name=name))
+            yield _renamed(piece, name)
             continue
         for region in by_parameter.get(name, ()):
             if shape != shapes[name]:
@@ -167,10 +167,14 @@ def _below_one_prefix(pieces: Sequence[Shard], names: Collection[str]) -> list[S
     counts = Counter(key.removesuffix(part) for key, part in known.items())
     prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")
     return [
-        replace(piece, spec=replace(piece.spec, name=known[piece.spec.name]))
+        _renamed(piece, known[piece.spec.name])
         for piece in pieces
         if piece.spec.name == prefix + known[piece.spec.name]
     ]
+
+
+def _renamed(piece: Shard, name: str) -> Shard:
+    return replace(piece, spec=piece.spec._replace(name=name))
 
 
 def _verl_files(source: Path) -> list[str]:
@@ -186,9 +190,8 @@ def _verl_files(source: Path) -> list[str]:
     names = [f"model_world_size_{worlds[0]}_rank_{rank}.pt" for rank in range(worlds[0])]
     absent = [name for name in names if name not in found]
     if absent:
-        raise _missing(
-            source, absent[0], f"{worlds[0] - len(absent)} files", f"the files of {worlds[0]} ranks"
-        )
+        have, want = f"{worlds[0] - len(absent)} files", f"the files of {worlds[0]} ranks"
+        raise _missing(source, absent[0], have, want)
     return names
 
 

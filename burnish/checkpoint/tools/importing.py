@@ -1,7 +1,4 @@
-"""Make a committed step of somebody else's weights; there is no training state.
-
-Source files are mapped, not read into memory.
-"""
+"""Make a committed step, without training state, of somebody else's weights, which are mapped and not read into memory."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import locate
+from burnish.boxes.tensor_reader import DirectoryReader, locate
 from burnish.checkpoint.layout import MAIN, Disks
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import (
@@ -33,18 +30,17 @@ from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import LEASE, Lease
-from burnish.files.safetensors import read_header, weight_files, weight_map
+from burnish.files.safetensors import read_header, weight_map
 from burnish.files.storage import LocalStorage
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Weights of another program, of which no tensor has been read."""
+    """Weights of another program at `source`, of which no tensor has been read."""
 
     kind: str
     """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
     source: Path
-    """Where they lie."""
     assets: Mapping[str, bytes]
     """config.json and what else belongs to the model, by name."""
     weights: Callable[[Path], list[Shard]]
@@ -58,8 +54,7 @@ def hugging_face(source: Path) -> Foreign:
 
     Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
     """
-    assets, files = read_assets(source), weight_files(source)
-    found = locate(source, [("", path.name, read_header(path)) for path in files])
+    assets, found = read_assets(source), DirectoryReader(source).locations
     if absent := sorted(weight_map(source).keys() - found.keys()):
         raise MissingError(
             f"{source} lacks tensors that its index names",
@@ -69,7 +64,8 @@ def hugging_face(source: Path) -> Foreign:
         )
 
     def weights(_: Path) -> list[Shard]:
-        tensors = [each for path in files for each in load_file(path).items()]
+        files = dict.fromkeys(each.file for each in found.values())
+        tensors = [each for file in files for each in load_file(source / file).items()]
         return [
             Shard(TensorSpec(name, tuple(t.shape), t.dtype), whole(tuple(t.shape)), t)
             for name, t in tensors
@@ -118,7 +114,7 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
     split = {dtype for dtype in dtypes if dtype.is_floating_point} == {torch.float32}
     if split or dtypes in ({torch.bfloat16}, {torch.float16}):
         dtype = torch.bfloat16 if split else dtypes.pop()
-        assets[CONFIG] = with_dtype(assets[CONFIG], dtype, foreign.source / CONFIG)
+        assets[CONFIG] = with_dtype(assets[CONFIG], dtype, f"the model's {CONFIG}")
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     return Contents(
         models={MAIN: ModelContents(weights, [], Assets(assets))},

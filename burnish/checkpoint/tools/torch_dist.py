@@ -1,9 +1,9 @@
-"""Megatron's `torch_dist` checkpoints: what their tensors are called, and which parameters they are.
+"""Names and parameters of Megatron's `torch_dist` checkpoints: DCP directories with a metadata.json.
 
-Such a checkpoint is a DCP directory with a metadata.json. Its tensors are Megatron's parameters, uncut but possibly stacked: a
-parameter of all layers in one tensor, or the matrices of a layer's experts. Other savers number layers and experts, and keep gate
-and up apart, as `weight_w` and `weight_v`. Left out: optimizer states, and models that `burnish.models.megatron_names` does not
-know. Norms that were saved less one (`apply_layernorm_1p`) look like others and are not found out.
+Their tensors are Megatron's parameters, uncut but possibly stacked: a parameter of all layers, or the matrices of a layer's
+experts, in one tensor. Other savers number layers and experts, and keep gate and up apart, as `weight_w` and `weight_v`. Left
+out: optimizer states, and models unknown to `burnish.models.megatron_names`. Norms saved less one (`apply_layernorm_1p`) look
+like others and are not found out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
     if number is not None:
         yield int(number), piece
     elif piece.spec.shape:
-        spec = replace(piece.spec, shape=piece.spec.shape[1:])
+        spec = piece.spec._replace(shape=piece.spec.shape[1:])
         box = Box(piece.box.offsets[1:], piece.box.sizes[1:])
         for index, tensor in enumerate(piece.tensor, start=piece.box.offsets[0]):
             yield index, Shard(spec, box, tensor)
@@ -110,7 +109,7 @@ def _is_whole(
     spec: TensorSpec, sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> bool:
     """Whether the parameter is made of whole tensors of the model, and padding."""
-    name, shape = spec.name, spec.shape
+    name, shape, _ = spec
     is_vector = "norm" in name or name.endswith(".bias")
     if len(shape) != (1 if is_vector else 2):
         return False

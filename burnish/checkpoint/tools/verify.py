@@ -5,32 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from burnish.checkpoint.steps import header_problem, open_step, read_file, verify_files
+from burnish.checkpoint.steps import header_problem, open_step, small_files, verify_files
 from burnish.errors import CorruptError
 from burnish.files.safetensors import SUFFIX
 from burnish.files.storage import LocalStorage, Source
 
 
-def verify(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
-    """Read all of the step at `path`; yield an error for each damaged block, naming file and tensors.
+def verify(
+    path: PurePath, storage: Source | None = None, *, fast: bool = False
+) -> Iterator[CorruptError]:
+    """Read the step at `path`, of its tensor files only the headers if `fast`; yield an error for each damaged block.
 
-    A committed header that describes the impossible is an error too. Raises `CorruptError` if COMMIT, manifest, state or the list of
-    files is damaged.
+    It names file and tensors. A committed header that describes the impossible is an error too. Raises `CorruptError` if COMMIT,
+    manifest, state or the list of files is damaged.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
-    yield from verify_files(step, step.manifest.files, storage)
-
-
-def verify_quickly(path: PurePath, storage: Source | None = None) -> Iterator[CorruptError]:
-    """Check everything but tensors: COMMIT, manifest, names, sizes, small files and headers. Yields and raises as `verify` does."""
-    storage = storage or LocalStorage()
-    step = open_step(path, storage)
-    for name in step.manifest.files:
-        if name.endswith(SUFFIX):
-            yield from header_problem(step, name, storage)
-        else:
-            try:
-                read_file(step, name, storage)
-            except CorruptError as error:
-                yield error
+    yield from verify_files(step, small_files(step) if fast else step.manifest.files, storage)
+    if fast:
+        for name in step.manifest.files:
+            if name.endswith(SUFFIX):
+                yield from header_problem(step, name, storage)

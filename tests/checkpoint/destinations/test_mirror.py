@@ -17,7 +17,7 @@ from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import MIRRORED, Retention, holding_pins, read_mirrored
 from burnish.checkpoint.steps import committed, newest, open_step, read_commit
-from burnish.checkpoint.tools.verify import verify, verify_quickly
+from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.remote import Remote, RetryPolicy
@@ -107,7 +107,7 @@ def test_everything_goes_up_and_commit_comes_last(mirror):
     step = newest(steps.root, steps)
     assert str(step.path) == f"{mirror.remote}/checkpoints/step-00000001"
     assert step.commit == open_step(path, LOCAL).commit
-    assert list(verify(step.path, steps)) == list(verify_quickly(step.path, steps)) == []
+    assert list(verify(step.path, steps)) == list(verify(step.path, steps, fast=True)) == []
     fill_and_compare(CheckpointSource(step, Layout(), steps), *make_state(1), Layout())
 
 
