@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,13 +24,16 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
+from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
+from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.train.commits import beginning, pin
+from burnish.train.commits import beginning, hub_entries, pin
 from burnish.train.newest_steps import name_newest_steps
 from burnish.train.own_directory import make_way, recorded_config, require_own_directory
 from burnish.train.preflight import require_inputs
+from burnish.train.summary import summary
 
 if TYPE_CHECKING:
     import torch
@@ -116,39 +120,32 @@ def run_command(
     if layout.is_main and command != "eval" and not place.attempt:
         make_way(RunDirectory(config.directory), RunIdentity(command, config))
     if layout.is_main:
-        subject = run_dir or config.model.path or "a new model"
-        inside = "" if command == "eval" else f" in {config.directory}"
-        processes = "one process" if layout.world == 1 else f"{layout.world} processes"
-        data = config.data.validation if command == "eval" else config.data.train
-        engine = config.engine.kind
-        _log.info(
-            "%s of %s on %s%s, %s, %s", command, subject, ", ".join(data), inside, engine, processes
-        )
+        said = summary(config, command, layout.world, run_dir, brief=True)
+        _log.info("%s, run %s\n%s", command, run_dir or config.name, said)
         for remark in remarks:
             _log.warning("%s", remark)
-    from burnish.distributed.processes import launch
-    from burnish.train.localize import local_inputs
+        _log.info("loading torch and transformers")
+    with Progress(layout.is_main and config.tracking.progress).phase("loading", lines=False):
+        from burnish.distributed.processes import launch
+        from burnish.train.localize import local_inputs
 
+        training = import_module(f"burnish.train.{'evaluate' if command == 'eval' else command}")
     if command == "eval":
-        from burnish.train.evaluate import evaluate as validate
-        from burnish.train.evaluate import newest_model
-
         step = None
         if run_dir is not None:
-            model, step = newest_model(run_dir, config.model)
+            model, step = training.newest_model(run_dir, config.model)
             config = config.model_copy(update={"model": model})
 
         def measure(layout: Layout, device: torch.device) -> dict[str, float]:
             _, local = local_inputs(config, device, layout, trains=False)
-            return validate(local, step, layout, device)
+            measured: dict[str, float] = training.evaluate(local, step, layout, device)
+            return measured
 
         return launch(measure, config.distributed)
-    if command == "sft":
-        from burnish.train.sft import train
-    else:
-        from burnish.train.rl import train
     launch(
-        lambda layout, device: train(*local_inputs(config, device, layout), layout, device),
+        lambda layout, device: training.train(
+            *local_inputs(config, device, layout), layout, device
+        ),
         config.distributed,
     )
     return {}
@@ -165,6 +162,9 @@ def prepare(
     remarks = list(notices(config, command))
     values = config.model_dump()
     name_newest_steps(values, config.directory)
+    entries = [(section[key], kind) for section, key, kind, _ in hub_entries(values)]
+    if ids := [text for text, kind in dict.fromkeys(entries) if HubPlace.of(text, kind)]:
+        _log.info("looking for %s on the Hugging Face Hub", ", ".join(ids))
     before = beginning(values, config.directory, config.mirror_url)
     pin(values, before, ask=False)
     config = RunConfig.model_validate(values)

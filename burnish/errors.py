@@ -132,6 +132,12 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+def count_text(number: int, noun: str) -> str:
+    """Return a number and its noun: "1 step", "2 steps"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def bytes_text(size: float) -> str:
     """Return bytes in the unit that leaves one to three digits before the point: "12.3 MB"."""
     units = ("B", "kB", "MB", "GB", "TB")

@@ -8,10 +8,10 @@ the planner and the Megatron engine refuse it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 from typing import Any, Literal
 
 from burnish.errors import UsageError
@@ -259,6 +259,12 @@ class ModelShape(ModelSizes):
         """How many layers there are of each kind."""
         return Counter(self.layers)
 
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        layers = sum(count * _elements(each.parameters) for each, count in self.counts.items())
+        return layers + _elements(self.parameters)
+
     @property
     def routers(self) -> tuple[int, int, int]:
         """Routers of the model, experts of each, and experts per token; zeros for a dense model."""
@@ -271,6 +277,10 @@ class ModelShape(ModelSizes):
         table, norm = (self.vocabulary, self.hidden), (self.hidden,)
         outside = (("model.embed_tokens.weight", table), ("model.norm.weight", norm))
         return outside if self.tied else (*outside, ("lm_head.weight", table))
+
+
+def _elements(parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(prod(shape) for _, shape in parameters)
 
 
 def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:

@@ -102,6 +102,8 @@ def prove(
     place = _place(hf_config, device, [generates, lora and lora.model_dump(mode="json")])
     if place.is_file():
         return
+    if layout.is_main:
+        _log.info("checking a small %s against transformers", kind)
     begun = perf_counter()
     with _naming_failures(kind):
         given = _material(hf_config, EngineConfig(), lora)

@@ -37,7 +37,7 @@ from burnish.checkpoint.steps import (
 )
 from burnish.checkpoint.tools.verify import verify
 from burnish.cli.arguments import DIFFERS, function_of
-from burnish.cli.output import count_text, print_text
+from burnish.cli.output import print_text
 from burnish.config.load import load_config
 from burnish.errors import (
     BurnishError,
@@ -46,6 +46,7 @@ from burnish.errors import (
     MissingError,
     UsageError,
     bytes_text,
+    count_text,
     few,
     table,
 )

@@ -18,8 +18,7 @@ from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, 
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
 from burnish.cli.ckpt import Outcome, Say, is_step, one_step, source_of
-from burnish.cli.output import count_text
-from burnish.errors import UsageError, bytes_text
+from burnish.errors import UsageError, bytes_text, count_text
 from burnish.files.cache import copied, select
 from burnish.files.hub import is_elsewhere
 from burnish.files.remote import Remote

@@ -1,4 +1,4 @@
-"""Text on standard output: numbers, columns, and a reader who may stop before its end."""
+"""Text on standard output, whose reader may stop before its end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,3 @@ def print_text(text: str) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-
-
-def count_text(number: int, noun: str) -> str:
-    """Return a number and its noun: "1 step", "2 steps"."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"

@@ -10,28 +10,24 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.cli.output import count_text, print_text
+from burnish.cli.output import print_text
 from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
-from burnish.errors import BurnishError, MissingError, UsageError, bytes_text, table
+from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.families import ModelShape
-from burnish.files.hub import HubPlace
-from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG
-from burnish.files.urls import is_url
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.train.newest_steps import name_newest_steps
+from burnish.train.preflight import model_fields, small_file
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
     from burnish.plan.layouts import Plan, Planner
 
-_CONFIG_LIMIT = 1 << 24
 _BAR = 32
 _ALTERNATIVES = 6
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -104,7 +100,7 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
     from burnish.plan.layouts import Planner
 
     if (adapter := config.model.lora.path) is not None:
-        model = with_adapter(config.model, _content(adapter, ADAPTER_CONFIG))
+        model = with_adapter(config.model, small_file(adapter, ADAPTER_CONFIG))
         config = config.model_copy(update={"model": model})
     if config.engine.precision == "auto":
         precision = "fp32" if devices.cpu else "bf16"
@@ -114,40 +110,6 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
     shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
     shape = ModelShape.of(model_fields(config.model))
     return Planner(shape, config, command, devices, shapes)
-
-
-def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """The content of the model's config.json. Raises `MissingError` or `UsageError` where there is none."""
-    if isinstance(model.fresh, dict):
-        return model.fresh
-    place = model.fresh or model.path
-    if not place:
-        raise UsageError("no model is given", do="set model.path or model.fresh")
-    try:
-        fields = json.loads(_content(place, "" if model.fresh else "config.json"))
-    except ValueError as error:
-        raise UsageError(f"{place} is not JSON", have=error, do="correct the file") from error
-    if not isinstance(fields, dict):
-        raise UsageError(f"{place} is not a JSON object", have=type(fields).__name__)
-    return fields
-
-
-def _content(place: str, name: str) -> bytes:
-    """Return a small file of a directory, or for "" the file itself: here, behind a URL or on the hub."""
-    if hub := HubPlace.of(place, "model"):
-        return hub.file(name).read_bytes()
-    place = f"{place.rstrip('/')}/{name}" if name else place
-    if is_url(place):
-        remote = Remote(place)
-        return remote.parent().read(remote.url.name, _CONFIG_LIMIT)
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise MissingError(
-            f"there is no file {path}",
-            want=f"a file {path.name}; weights are not needed",
-            do="set model.path, model.lora.path and reward.models to directories that have theirs, or to ids of the hub, or model.fresh to the file",
-        )
-    return path.read_bytes()
 
 
 def devices_of(

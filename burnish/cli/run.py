@@ -12,13 +12,13 @@ from pathlib import Path
 from burnish.api import prepare, run_command
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
-from burnish.cli.summary import summary
 from burnish.config.constraints import Command
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError, table
 from burnish.tracking.trackers import json_numbers
 from burnish.train.own_directory import recorded_config
+from burnish.train.summary import summary
 
 
 def run(given: Namespace) -> None:

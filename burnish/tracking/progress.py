@@ -26,7 +26,8 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 _DRAWS_A_SECOND = 5
-_LINE_SECONDS = 30.0
+_LINE_SECONDS, _FIRST_SECONDS = 30.0, 2.0
+# Between lines of a phase where there is no terminal, and before the first line of the first phase of a name.
 _SPEED_SECONDS = 3600.0
 # The time left is judged by the speed over this time.
 
@@ -72,14 +73,19 @@ def _surviving_the_terminal() -> Iterator[None]:
 
 
 class Bar:
-    """One phase under way. `show` gets its count and its age, at most every `seconds`."""
+    """One phase under way. `show` gets its count and its age, at most every `seconds`, and not before `first` (by default `seconds`)."""
 
     def __init__(
-        self, show: Callable[[float, float], None], seconds: float, clock: Callable[[], float]
+        self,
+        show: Callable[[float, float], None],
+        seconds: float,
+        clock: Callable[[], float],
+        first: float | None = None,
     ) -> None:
         self._show, self._seconds, self._clock = show, seconds, clock
         self._done = 0.0
-        self._began = self._shown_at = clock()
+        self._began = clock()
+        self._shown_at = self._began if first is None else self._began + first - seconds
 
     def advance(self, count: float = 1) -> None:
         """Count so many more of the phase's units as done."""
@@ -100,7 +106,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
+        self._clock, self._begun = clock, set[str]()
         self._console = Console(file=cast(TextIO, Screen(stream or sys.stderr)), quiet=not enabled)
         self._bars = RichProgress(
             TextColumn("{task.description:<8}", markup=False),
@@ -134,7 +140,9 @@ class Progress:
                     said = f"{name} {done + counted:g}{of_total} after {seconds:.0f}s"
                     self._console.print(said, soft_wrap=True, highlight=False, markup=False)
 
-            yield Bar(line, _LINE_SECONDS, self._clock)
+            first = None if name in self._begun else _FIRST_SECONDS
+            self._begun.add(name)
+            yield Bar(line, _LINE_SECONDS, self._clock, first)
             return
         task = self._bars.add_task(name, total=total, completed=int(done))
         self._bars.start()

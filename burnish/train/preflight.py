@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from burnish.config.constraints import Command
 from burnish.config.schema import (
@@ -46,6 +48,8 @@ _CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
 
+_CONFIG_LIMIT = 1 << 24
+
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
 _PATIENCE = RetryPolicy(seconds=20)
 
@@ -59,7 +63,7 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
     names = ("validation",) if command == "eval" else ("train", "validation")
     for name in names:
         for path in getattr(config.data, name):
-            if _is_asked_here(path, "dataset"):
+            if is_asked_here(path, "dataset"):
                 problems += _noted(_data(path, f"data.{name}"))
     if command != "sft":
         problems += _rewards(config.reward)
@@ -75,7 +79,8 @@ def _noted(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:
         yield error
 
 
-def _is_asked_here(place: str, kind: Kind) -> bool:
+def is_asked_here(place: str, kind: Kind) -> bool:
+    """Return whether this process may look at a place before torch is loaded."""
     return place_of(os.environ).layout.world == 1 or HubPlace.of(place, kind) is None
 
 
@@ -85,14 +90,53 @@ def data_sizes(path: str, setting: str) -> list[int]:
         return list(split_files(hub.at_commit(), setting).values())
     if is_url(path):
         return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
+    return [file.stat().st_size for file in files_here(path)]
+
+
+def files_here(path: str) -> list[Path]:
+    """Return the files of an entry of `data` that is on this machine."""
     plain = Path(path).expanduser()
     if plain.is_dir():
-        files = [each for each in plain.iterdir() if is_data(each.name)]
-    elif plain.exists():
-        files = [plain]
-    else:
-        files = [Path(each) for each in glob.glob(str(plain), recursive=True)]
-    return [file.stat().st_size for file in files]
+        return [each for each in plain.iterdir() if is_data(each.name)]
+    return (
+        [plain]
+        if plain.exists()
+        else [Path(each) for each in glob.glob(str(plain), recursive=True)]
+    )
+
+
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """The content of the model's config.json. Raises `MissingError` or `UsageError` where there is none."""
+    if isinstance(model.fresh, dict):
+        return model.fresh
+    place = model.fresh or model.path
+    if not place:
+        raise UsageError("no model is given", do="set model.path or model.fresh")
+    try:
+        fields = json.loads(small_file(place, "" if model.fresh else "config.json"))
+    except ValueError as error:
+        raise UsageError(f"{place} is not JSON", have=error, do="correct the file") from error
+    if not isinstance(fields, dict):
+        raise UsageError(f"{place} is not a JSON object", have=type(fields).__name__)
+    return fields
+
+
+def small_file(place: str, name: str) -> bytes:
+    """Return a small file of a directory, or for "" the file itself: here, behind a URL or on the hub."""
+    if hub := HubPlace.of(place, "model"):
+        return hub.file(name).read_bytes()
+    place = f"{place.rstrip('/')}/{name}" if name else place
+    if is_url(place):
+        remote = Remote(place)
+        return remote.parent().read(remote.url.name, _CONFIG_LIMIT)
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise MissingError(
+            f"there is no file {path}",
+            want=f"a file {path.name}; weights are not needed",
+            do="set model.path, model.lora.path and reward.models to directories that have theirs, or to ids of the hub, or model.fresh to the file",
+        )
+    return path.read_bytes()
 
 
 def _models(
@@ -105,7 +149,7 @@ def _models(
         (model.tokenizer, "model.tokenizer", _TOKENIZER_FILES),
     )
     for path, setting, members in directories:
-        if path is not None and _is_asked_here(path, "model"):
+        if path is not None and is_asked_here(path, "model"):
             yield from _noted(_directory(path, setting, members))
     for value, setting in (
         (model.fresh, "model.fresh"),
@@ -197,7 +241,7 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
 def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, model in enumerate(rewards.models):
         for members in ((_CONFIG,), _TOKENIZER_FILES):
-            if _is_asked_here(model.path, "model"):
+            if is_asked_here(model.path, "model"):
                 yield from _noted(_directory(model.path, f"reward.models[{index}].path", members))
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"

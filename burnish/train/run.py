@@ -103,19 +103,19 @@ class Run:
                     session.mirror.bring_back(session.directory)
 
     def _introduce(self) -> None:
-        """Say what is about to be trained, and where it is recorded."""
+        """Say what is about to be trained."""
         made, total = self.position.step, self._total_steps
         if made >= total:
             log.info("step %d of %d is made already: nothing is left to do", made, total)
             return
+        parameters = self._learners[MAIN].foundation.flops.parameters
         log.info(
-            "%s parameters in %s, %d rows; steps %d to %d; metrics and report.html are in %s",
-            f"{self._learners[MAIN].foundation.flops.parameters:,}",
-            self._config.engine.precision,
-            self._inputs.samples,
+            "steps %d to %d on %d rows, %s parameters in %s",
             made + 1,
             total,
-            self._session.directory.root,
+            self._inputs.samples,
+            f"{parameters:,}",
+            self._config.engine.precision,
         )
 
     @contextmanager

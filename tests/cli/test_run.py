@@ -51,7 +51,7 @@ def test_a_dry_run_says_what_would_be_done(work: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     for fact in (
         "tiny",
-        "train.jsonl (1 file, 52 B)",
+        "train.jsonl (1 file, 52 B, 1 row)",
         "4 prompts × 3 completions = 12 sequences, 2 optimizer steps",
         "1 × numeric",
         "7 steps",

@@ -1,12 +1,18 @@
-"""What a run will do, in a screenful, for `--dry-run`."""
+"""Say what a run will do: in a few lines where it begins, in a screenful for `--dry-run`. Loads no torch.
+
+Parameters come from config.json, rows from counting lines. Neither takes longer than a moment.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
-from burnish.cli.output import count_text
 from burnish.config.constraints import Command
 from burnish.config.schema import (
     AlgorithmConfig,
@@ -21,10 +27,17 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from burnish.errors import bytes_text, table
+from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
+from burnish.families import ModelShape
+from burnish.files.hub import is_elsewhere
+from burnish.files.safetensors import read_header, weight_files
 from burnish.train.own_directory import committed_steps
-from burnish.train.preflight import data_sizes
+from burnish.train.preflight import data_sizes, files_here, is_asked_here, model_fields
 
+_BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
+_COUNTING_SECONDS = 0.3
+# For the rows of a data set.
+_CHUNK = 1 << 20
 _Row = tuple[str, str]
 
 
@@ -34,27 +47,28 @@ def summary(
     world: int,
     run_dir: Path | None = None,
     memory: str | None = None,
+    *,
+    brief: bool = False,
 ) -> str:
-    """Return aligned lines: model, data, sizes, formula, length, saving, outputs, and `memory`."""
+    """Return aligned lines: model, engine, data, length, outputs; if not `brief` also sizes, formula, saving, and `memory`."""
     engine, data, evaluation = config.engine, config.data, config.evaluation
     processes = count_text(world, "process")
     rows = [
-        ("model", _model(config.model, run_dir)),
-        ("engine", f"{engine.kind}, {engine.precision}, {processes}"),
+        ("model", f"{_model(config.model, run_dir)}{_parameters(config.model)}"),
+        ("engine", f"{engine.kind}, precision {engine.precision}, {processes}"),
     ]
+    counted = None
     if command == "eval":
-        rows.append(("validate on", _files(data.validation, "data.validation")))
+        rows.append(("validate on", _data(data.validation, "data.validation")[0]))
         measures = "loss per token of held-out examples (there are no reward.functions)"
         sampled = f"{evaluation.n} per prompt, {_sampling(evaluation)}"
         rows.append(("completions", sampled) if config.reward.given else ("measures", measures))
     else:
         rows += [("layout", _layout(engine, world))] if world > 1 else []
-        rows.append(("train on", _files(data.train, "data.train")))
-        rows += (
-            [("validate on", _files(data.validation, "data.validation"))]
-            if evaluation.every
-            else []
-        )
+        text, counted = _data(data.train, "data.train")
+        rows.append(("train on", text))
+        if evaluation.every:
+            rows.append(("validate on", _data(data.validation, "data.validation")[0]))
     if command == "sft":
         rows.append(("step", count_text(config.batch.examples, "example")))
     if command == "rl":
@@ -63,14 +77,20 @@ def summary(
     budget = config.batch.tokens_per_device
     rows.append(("micro-batch", f"at most {budget} tokens on each device"))
     if command != "eval":
-        length = config.steps or config.epochs
-        rows += [
-            ("learning rate", _learning_rate(config.optim)),
-            ("length", count_text(length, "step" if config.steps else "epoch")),
-        ]
+        rows.append(("learning rate", _learning_rate(config.optim)))
+        length = count_text(config.steps or config.epochs, "step" if config.steps else "epoch")
+        if counted and not config.steps:
+            taken = config.batch.examples if command == "sft" else config.batch.prompts
+            across = command == "rl" and config.algorithm.dynamic_sampling.enabled
+            once, times = (config.epochs, 1) if across else (1, config.epochs)
+            steps = times * math.ceil(once * counted.rows / taken)
+            length += f", {counted.about}{count_text(steps, 'step')}"
+        rows.append(("length", length))
         saved = [] if config.resume == "fresh" else committed_steps(config.directory)
         rows += _output_rows(config.checkpoint, config.directory, config.mirror_url, saved)
     rows += [("memory", memory)] if memory else []
+    if brief:
+        rows = [row for row in rows if row[0] in _BRIEF]
     return "\n".join(f"  {line}" for line in table(rows))
 
 
@@ -130,7 +150,10 @@ def _output_rows(
     parts += [f"the best {best.count} by {best.metric}"] if best.metric else []
     background = ", in the background" if checkpoint.background else ""
     yield "checkpoints", f"{', '.join(parts)} kept{background}"
-    yield "writes", f"{directory}{f', which continues from {saved[-1].name}' if saved else ''}"
+    yield (
+        "writes",
+        f"metrics, report.html and checkpoints in {directory}{f', which continues from {saved[-1].name}' if saved else ''}",
+    )
     if mirror:
         count = checkpoint.mirror_keep_last
         yield "mirror", f"{mirror}, {f'the last {count}' if count else 'all'} steps kept"
@@ -158,6 +181,84 @@ def _sampling(sampling: SamplingConfig) -> str:
     return ", ".join(parts)
 
 
-def _files(paths: Sequence[str], setting: str) -> str:
+def _parameters(model: ModelConfig) -> str:
+    """Return the number of parameters: by the table of families, or by the headers of weights on this machine."""
+    count = 0
+    try:
+        if model.path is None or is_asked_here(model.path, "model"):
+            count = ModelShape.of(model_fields(model)).elements
+    except UsageError:
+        if model.path and not is_elsewhere(model.path):
+            count = _elements(Path(model.path).expanduser())
+    except BurnishError:  # the run itself says what is missing
+        count = 0
+    return f", {count:,} parameters" if count else ""
+
+
+def _elements(directory: Path) -> int:
+    try:
+        headers = [read_header(path) for path in weight_files(directory)]
+    except (OSError, BurnishError):
+        return 0
+    return sum(math.prod(entry.shape) for each in headers for entry in each.entries.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The rows of data files."""
+
+    rows: int
+    about: Literal["", "about "]
+    """Whether they were all counted, or are as many as a part lets expect."""
+
+
+def _data(paths: Sequence[str], setting: str) -> tuple[str, _Counted | None]:
+    """Return a line about the files of `setting`, and how many rows they have if that is soon known."""
+    named = ", ".join(paths)
+    if not all(is_asked_here(path, "dataset") for path in paths):
+        return named, None
     sizes = [size for path in paths for size in data_sizes(path, setting)]
-    return f"{', '.join(paths)} ({count_text(len(sizes), 'file')}, {bytes_text(sum(sizes))})"
+    parts = [count_text(len(sizes), "file"), bytes_text(sum(sizes))]
+    counted = _count(paths)
+    if counted:
+        parts.append(f"{counted.about}{count_text(counted.rows, 'row')}")
+    return f"{named} ({', '.join(parts)})", counted
+
+
+def _count(paths: Sequence[str]) -> _Counted | None:
+    """Count rows for a moment; None if they are elsewhere, or cannot be counted."""
+    deadline = time.monotonic() + _COUNTING_SECONDS
+    rows = read = 0
+    try:
+        if any(is_elsewhere(path, "dataset") for path in paths):
+            return None
+        files = [file for path in paths for file in files_here(path)]
+        if not all(file.is_file() for file in files):
+            return None
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            for found, size in _parquet(file) if file.suffix == ".parquet" else _lines(file):
+                rows, read = rows + found, read + size
+                if time.monotonic() > deadline and 0 < read < total:
+                    return _Counted(round(rows * total / read), "about ")
+    except (OSError, ValueError):  # reading the data says what is wrong
+        return None
+    return _Counted(rows, "") if rows else None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield rows and bytes of each part of a JSON Lines file. Raises `ValueError` for a JSON array."""
+    piece = b""
+    with path.open("rb") as file:
+        while more := file.read(_CHUNK):
+            if not piece and more.lstrip().startswith(b"["):
+                raise ValueError("an array")
+            piece = more
+            yield piece.count(b"\n"), len(piece)
+    if piece and not piece.endswith(b"\n"):
+        yield 1, 0
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, int]]:
+    parquet = import_module("pyarrow.parquet")
+    yield parquet.read_metadata(path).num_rows, path.stat().st_size
