@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from training_files import metrics, weights
 
 from burnish.checkpoint.steps import committed
+from burnish.tracking.rollouts import read_rollouts, rollout_files
 
 RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2", "optim.lr=0.005"]
 """A run of reinforcement learning with a reference and more than one update a step; at twice the rate other sums of the same numbers end a hundred times as far apart."""
@@ -43,8 +43,8 @@ def position(run: Path) -> dict[str, Any]:
 
 def sampled(run: Path) -> list[tuple[Any, ...]]:
     """What was generated, to the token, and how it was judged."""
-    return [
-        (row["prompt_index"], row["sample"], row["completion"], row["reward"])
-        for path in sorted((run / "rollouts").glob("step-*"))
-        for row in map(json.loads, path.read_text().splitlines())
-    ]
+    return sorted(
+        (row["step"], row["prompt_index"], row["sample"], row["completion"], row["reward"])
+        for _, path in rollout_files(run / "rollouts")
+        for row in read_rollouts(path)
+    )

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
 from burnish.checkpoint.steps import committed
+from burnish.tracking.rollouts import Kind, read_rollouts, rollout_files
 from burnish.tracking.trackers import read_metrics
 
 FRESH = {
@@ -250,6 +251,12 @@ def metrics(run: Path) -> list[dict[str, float]]:
         {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))}
         for row in read_metrics(run / "metrics.jsonl")
     ]
+
+
+def rollouts(run: Path, step: int, kind: Kind = "step") -> list[dict[str, Any]]:
+    """A step's rows, those that are kept longest first."""
+    files = [path for written, path in rollout_files(run / "rollouts", kind) if written == step]
+    return [row for path in files for row in read_rollouts(path)]
 
 
 _OWN = ("COMMIT", "manifest.json", "state.json")

@@ -523,6 +523,10 @@ class TrackingConfig(Section):
     """Write event files under `tensorboard/`."""
     rollouts_every: int = Field(10, ge=0)
     """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
+    rollouts_keep_gb: float = Field(5.0, gt=0)
+    """Most 10⁹ bytes of rollout files. The oldest go first. The best, worst and some random rollouts of each step go last."""
+    rollout_tokens: bool = True
+    """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[FunctionName] = []
     """Your own trackers: classes with the methods of `burnish.Tracker`, as file.py:Class or module:Class. Each is called with the run's directory."""
     console_every: int = Field(1, ge=1)

@@ -3,7 +3,7 @@
 ```
 runs/NAME/
   config.yaml        environment.json        metrics.jsonl        tensorboard/
-  rollouts/{step,validation}-00000010.jsonl  checkpoints/         report.html
+  rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
 ```
 """
 

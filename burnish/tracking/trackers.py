@@ -11,8 +11,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,16 +55,20 @@ class Observers:
         step: int,
         total_steps: int,
         is_logged: bool,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         """Open them for a run that goes on after `step` (0: new); remove later steps' data.
 
-        `is_logged` says whether the line of `step` is already written.
+        `is_logged` says whether the line of `step` is already written. `decode` gives the text of
+        tokens for `tracking.rollout_tokens`.
         """
         self._directory, self._settings, self._total_steps = directory, settings, total_steps
         discard_leftovers(directory.root)
         discard_leftovers(directory.rollouts)
         self._rollouts = import_module("burnish.tracking.rollouts")
         self._rollouts.discard_rollouts_after(directory.rollouts, step)
+        texts = decode and partial(self._rollouts.texts_of_tokens, decode=decode)
+        self._token_texts = texts if settings.rollout_tokens else None
         console = import_module("burnish.tracking.console").ConsoleTracker
         resumed = (step if is_logged else step - 1) if step else None
         self._trackers: list[Tracker] = [
@@ -77,15 +82,23 @@ class Observers:
         self._next_report = time.monotonic() + _REPORT_SECONDS
 
     def rollouts_scored(
-        self, step: int, rollouts: Sequence[Any], advantages: Sequence[float] | None
+        self,
+        step: int,
+        rollouts: Sequence[Any],
+        advantages: Sequence[float] | None,
+        by_token: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         """Write a step's rollouts if due, as those of the first and last step are.
 
-        Without `advantages`, they are a validation's.
+        Without `advantages`, they are a validation's. `by_token` has arrays by rollout.
         """
         every = self._settings.rollouts_every
         if every and (advantages is None or step % every == 0 or step in (1, self._total_steps)):
-            self._rollouts.write_rollouts(self._directory.rollouts, step, rollouts, advantages)
+            directory = self._directory.rollouts
+            self._rollouts.write_rollouts(
+                directory, step, rollouts, advantages, self._token_texts, by_token
+            )
+            self._rollouts.thin_rollouts(directory, int(self._settings.rollouts_keep_gb * 1e9))
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's line, in order to every tracker; write the report once a minute."""

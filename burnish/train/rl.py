@@ -119,6 +119,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     kl_coef=None if kl.target is None else kl_coef,
                     rollouts=rollouts,
                     advantages=credit.means,
+                    by_token=credit.by_name(),
                 )
         collector.complaints.require_answer()
 

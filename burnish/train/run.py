@@ -29,6 +29,7 @@ from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
 from burnish.records import Batch, MicroBatch, Rollout, TokenOutputs
+from burnish.records.samples import Floats
 from burnish.tracking.progress import Bar
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import Observers, json_numbers, logged_values, numbers
@@ -157,10 +158,11 @@ class Run:
         kl_coef: float | None = None,
         rollouts: Sequence[Rollout] | None = None,
         advantages: Sequence[float] = (),
+        by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
         """Count a step as done, and validate, save and log it where it is time. Collective.
 
-        `batches` are those of its updates, `rollouts` what they were made of, with the mean advantage of each.
+        `batches` are those of its updates, `rollouts` what they were made of, with the mean advantage and numbers by token of each.
         """
         self._hear_of_saving(wait=False)
         main = self._learners[MAIN].engine
@@ -176,7 +178,7 @@ class Run:
         )
         if rollouts is not None:
             step = self.position.step
-            self._tell(lambda each: each.rollouts_scored(step, rollouts, advantages))
+            self._tell(lambda each: each.rollouts_scored(step, rollouts, advantages, by_token))
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         due = self._is_due(self._config.evaluation.every)
@@ -199,6 +201,7 @@ class Run:
                     step=position.step,
                     total_steps=self._total_steps,
                     is_logged=position.unlogged is None,
+                    decode=self._learners[MAIN].foundation.tokenizer.decode,
                 )
         session.spans.added({})
         left = position.unlogged

@@ -244,7 +244,7 @@ def test_a_configuration_that_is_not_yaml_is_shown_as_it_is(run: RunDirectory) -
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "environment.json", "rollouts/step-00000001.jsonl"]
+    "name", ["metrics.jsonl", "environment.json", "rollouts/step-00000001.jsonl.gz"]
 )
 def test_a_broken_file_is_named(run: RunDirectory, name: str) -> None:
     reinforcement_learning(run)
@@ -434,12 +434,12 @@ def test_long_texts_are_shortened_in_the_middle(tmp_path: Path) -> None:
 def test_a_long_run_is_read_from_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 11):
         write(tmp_path, step, {step: [1.0]})
-    size = (tmp_path / "step-00000001.jsonl").stat().st_size
+    size = (tmp_path / "step-00000001.jsonl.gz").stat().st_size
     monkeypatch.setattr(module, "READ_BYTES", int(4.5 * size))
     read: list[str] = []
 
     def noted(path: Path) -> Iterator[dict[str, Any]]:
-        read.append(path.stem)
+        read.append(path.name[:13])
         return read_rollouts(path)
 
     monkeypatch.setattr(module, "read_rollouts", noted)

@@ -1,23 +1,30 @@
-import json
+import gzip
 import math
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tracking.made_rollouts import made_rollout
 
 from burnish.errors import CorruptError
 from burnish.tracking.rollouts import (
+    EXTREMES,
+    RANDOMS,
+    blocks,
     discard_rollouts_after,
     read_rollouts,
     rollout_files,
     rollouts_path,
+    texts_of_tokens,
+    thin_rollouts,
     write_rollouts,
 )
 
 
 def test_a_row_has_everything(tmp_path: Path) -> None:
     path = write_rollouts(tmp_path / "rollouts", 10, [made_rollout(5, 2, stop="length")], [0.5])
-    assert path == tmp_path / "rollouts" / "step-00000010.jsonl"
+    assert path == tmp_path / "rollouts" / "step-00000010.jsonl.gz"
     assert list(read_rollouts(path)) == [
         {
             "step": 10,
@@ -39,21 +46,73 @@ def test_a_row_has_everything(tmp_path: Path) -> None:
 
 
 def test_the_order_they_were_made_in_does_not_matter(tmp_path: Path) -> None:
-    rollouts = [
-        made_rollout(index, sample, text=f"{index}.{sample}")
-        for index in (3, 1)
-        for sample in (1, 0)
-    ]
+    rollouts = [made_rollout(i, sample, text=f"{i}.{sample}") for i in (3, 1) for sample in (1, 0)]
     advantages = [0.1, 0.2, 0.3, 0.4]
-    one = write_rollouts(tmp_path / "a", 1, rollouts, advantages).read_bytes()
-    two = write_rollouts(tmp_path / "b", 1, rollouts[::-1], advantages[::-1]).read_bytes()
-    assert one == two
-    assert [json.loads(line)["completion"] for line in one.splitlines()] == [
-        "1.0",
-        "1.1",
-        "3.0",
-        "3.1",
-    ]
+    one = write_rollouts(tmp_path / "a", 1, rollouts, advantages)
+    two = write_rollouts(tmp_path / "b", 1, rollouts[::-1], advantages[::-1])
+    assert one.read_bytes() == two.read_bytes()
+    rows = [(row["completion"], row["advantage"]) for row in read_rollouts(one)]
+    assert rows == [("1.0", 0.4), ("1.1", 0.3), ("3.0", 0.2), ("3.1", 0.1)]
+
+
+def test_best_worst_and_random_ones_are_kept_apart(tmp_path: Path) -> None:
+    rollouts = [made_rollout(i, reward=reward) for i, reward in enumerate([*range(99), math.nan])]
+    path = write_rollouts(tmp_path, 1, rollouts, [0.0] * 100)
+    rest = rollouts_path(tmp_path, 1, rest=True)
+    assert rollout_files(tmp_path) == [(1, path), (1, rest)]
+    kept = [row["prompt_index"] for row in read_rollouts(path)]
+    others = [row["prompt_index"] for row in read_rollouts(rest)]
+    assert len(kept) == 2 * EXTREMES + RANDOMS
+    assert sorted(kept + others) == list(range(100))
+    assert {0, 1, 2, 99, *range(95, 99)} <= set(kept)
+    write_rollouts(tmp_path, 1, rollouts[:3], [0.0] * 3)
+    assert not rest.exists()
+
+
+def test_tokens_have_texts_and_numbers(tmp_path: Path) -> None:
+    rollouts = [made_rollout(i) for i in range(40)]
+    pieces = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:]}
+
+    def texts(ids: list[int]) -> list[str]:
+        return texts_of_tokens(
+            ids, lambda held: b"".join(pieces[i] for i in held).decode("utf-8", "replace")
+        )
+
+    numbers = {"advantages": [np.full(3, i, np.float32) for i in range(40)]}
+    path = write_rollouts(tmp_path, 1, rollouts, [0.0] * 40, texts, numbers)
+    for row in read_rollouts(path):
+        each = [float(row["prompt_index"])] * 3
+        assert row["tokens"] == {"texts": ["a", "é", ""], "logprobs": [0.0] * 3, "advantages": each}
+    rest = rollouts_path(tmp_path, 1, rest=True)
+    assert not any("tokens" in row for row in read_rollouts(rest))
+
+
+def test_too_many_are_thinned_from_the_oldest(tmp_path: Path) -> None:
+    rollouts = [made_rollout(i, text=f"{i}" * 50) for i in range(40)]
+    for step in range(1, 6):
+        write_rollouts(tmp_path, step, rollouts, [0.0] * 40)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    chosen, rest = (rollouts_path(tmp_path, 1, rest=r).name for r in (False, True))
+    thin_rollouts(tmp_path, sum(sizes.values()))
+    assert len(list(tmp_path.iterdir())) == 10
+    thin_rollouts(tmp_path, sum(sizes.values()) - sizes[rest] - 1)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert sizes.keys() - left == {rollouts_path(tmp_path, step, rest=True).name for step in (1, 2)}
+    thin_rollouts(tmp_path, 1)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {chosen, *(rollouts_path(tmp_path, 5, rest=r).name for r in (False, True))}
+
+
+def test_a_row_is_read_from_its_block(tmp_path: Path) -> None:
+    texts = [f"{i} " * 40_000 for i in range(10)]
+    path = write_rollouts(
+        tmp_path, 1, [made_rollout(i, text=t) for i, t in enumerate(texts)], [0.0] * 10
+    )
+    found = list(blocks(path))
+    assert len(found) > 2
+    assert b"".join(text for _, text in found) == gzip.decompress(path.read_bytes())
+    for start, text in found:
+        assert next(blocks(path, start)) == (start, text)
 
 
 def test_any_text_and_number_can_be_written(tmp_path: Path) -> None:
@@ -70,7 +129,7 @@ def test_any_text_and_number_can_be_written(tmp_path: Path) -> None:
     assert [row["completion"] for row in rows] == texts
     assert {row["reward"] for row in rows} == {"NaN"}
     assert {row["advantage"] for row in rows} == {"Infinity"}
-    assert "日本語 🙂" in path.read_text("utf-8")
+    assert "日本語 🙂".encode() in gzip.decompress(path.read_bytes())
 
 
 def test_every_rollout_needs_its_advantage(tmp_path: Path) -> None:
@@ -97,6 +156,15 @@ def test_files_of_later_steps_are_discarded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["{half", "[1]", '{"completion": "x"}'])
 def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
     path = write_rollouts(tmp_path, 1, [made_rollout()], [0.0])
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(CorruptError, match=r"(?s)step-00000001\.jsonl.*line 2"):
+    before = path.stat().st_size
+    path.write_bytes(path.read_bytes() + gzip.compress(f"{line}\n".encode()))
+    with pytest.raises(CorruptError, match=rf"(?s)step-00000001\.jsonl.*byte {before}"):
+        list(read_rollouts(path))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:30] + b"x" * 9 + data[39:], lambda data: b"{}"])  # fmt: skip
+def test_damaged_bytes_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = write_rollouts(tmp_path, 1, [made_rollout()], [0.0])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CorruptError, match=r"step-00000001\.jsonl"):
         list(read_rollouts(path))

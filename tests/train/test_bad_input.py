@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from safetensors.torch import load_file, save_file
-from training_files import At, burnish, done, make_files, metrics, write_rows
+from training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
 
 from burnish.checkpoint.steps import committed
 
@@ -106,8 +106,7 @@ def test_overlong_prompts_are_dropped_and_counted(work):
         work, "rl", "rl.yaml", "name=drop", "steps=1", "data.train=[mixed.jsonl]", "data.max_prompt_length=8",
     )  # fmt: skip
     assert code == 0, output
-    rows = (work / "runs/drop/rollouts/step-00000001.jsonl").read_text().splitlines()
-    assert {len(json.loads(row)["prompt"]) for row in rows} == {2, 3}
+    assert {len(row["prompt"]) for row in rollouts(work / "runs/drop", 1)} == {2, 3}
     assert "2 of 4" in output
 
 
@@ -135,8 +134,7 @@ def test_errors_of_rewards_are_recorded_and_counted(work, kind):
     found = metrics(run)
     assert all(0 < row["reward/errors"] < 32 for row in found)
     assert all(row["reward/errors"] / 32 + row["reward/mean"] == 1 for row in found)
-    rows = (run / "rollouts/step-00000001.jsonl").read_text().splitlines()
-    assert any(json.loads(row)["reward_error"] for row in rows)
+    assert any(row["reward_error"] for row in rollouts(run, 1))
 
 
 def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mended(work):

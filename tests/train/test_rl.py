@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_files import RL, metrics, weights
+from training_files import RL, metrics, rollouts, weights
 
 from burnish.algorithms.schedule import learning_rate
 from burnish.api import run_command
@@ -71,8 +70,7 @@ def test_a_run_whose_completions_are_all_empty(
         assert row["reward/zero_std_frac"] == 1
         assert all(math.isfinite(value) for value in row.values())
         assert not any("grad_norm" in name for name in row)  # there is nothing to learn from
-    sampled = (run / "rollouts/step-00000001.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["length"] == 0 for line in sampled)
+    assert all(row["length"] == 0 for row in rollouts(run, 1))
     saved = weights(run)
     slots = [tensor for name, tensor in saved.items() if "training/exp_avg" in name]
     assert slots

@@ -9,12 +9,11 @@ import signal
 
 import pytest
 import torch
-from training_files import At, burnish, done, metrics, weights
+from training_files import At, burnish, done, metrics, rollouts, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
 from burnish.checkpoint.steps import committed
-from burnish.tracking.rollouts import read_rollouts, rollouts_path
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import read_metrics
 from burnish.train.run import Run
@@ -33,8 +32,7 @@ def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
     path = committed(rl / "checkpoints")[-1].path / "model"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    for line in (rl / "rollouts/step-00000001.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in rollouts(rl, 1):
         asked = tokenizer(row["prompt"], return_tensors="pt")
         answer = model.generate(**asked, max_new_tokens=4, do_sample=False)[
             0, asked.input_ids.shape[1] :
@@ -186,7 +184,7 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
         assert said.keys() == {name for name in row if name.startswith("val/")}
         assert said[number] == pytest.approx(row[number], rel=1e-5)
     if kind == "rl":
-        rows = list(read_rollouts(rollouts_path(run / "rollouts", 3, "validation")))
+        rows = rollouts(run, 3, "validation")
         worth = sum(row["reward"] for row in rows) / len(rows)
         assert worth == pytest.approx(metrics(run)[-1]["val/reward"])
         assert {row["advantage"] for row in rows} == {None}
