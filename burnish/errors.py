@@ -106,6 +106,20 @@ def of_setting(name: str) -> Iterator[None]:
         raise type(error)(problem, have=error.have, want=error.want, do=error.do) from error
 
 
+@contextmanager
+def refusing(
+    problem: str, kind: type[BurnishError] = UsageError, *, want: str | None = None, do: str
+) -> Iterator[None]:
+    """Raise an error of this `kind` for whatever another library raises in the block; errors of Burnish pass."""
+    try:
+        yield
+    except BurnishError:
+        raise
+    except Exception as error:
+        have = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise kind(problem, have=have, want=want, do=do) from error
+
+
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:
     """Return one error that lists all `errors`; a single one is returned as it is.
 

@@ -129,14 +129,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The sizes of one decoder layer."""
+    """What may differ between decoder layers."""
 
-    heads: int
-    """Query heads."""
-    key_heads: int
-    """Key heads, which is also the number of value heads."""
-    head_dim: int
-    """Width of a head."""
     intermediate: int
     """Width of the MLP, or of one expert."""
     experts: int
@@ -147,16 +141,6 @@ class LayerShape:
     """Tokens that a query sees, itself included; None: all before it."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and shape of every parameter, as transformers' model has them: `self_attn.q_proj.weight`, `mlp.experts.down_proj`."""
-
-    @property
-    def query(self) -> int:
-        """Width of all query heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def key(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.key_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -184,6 +168,16 @@ class ModelSizes:
     """Width of an expert; the common divisor of all widths if layers differ."""
     vocabulary: int
     """Rows of the embedding."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.key_heads * self.head_dim
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSizes:
@@ -340,8 +334,7 @@ def _size(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: int) -> LayerShape:
-    hidden, head_dim = sizes.hidden, sizes.head_dim
-    query, key = sizes.heads * head_dim, sizes.key_heads * head_dim
+    hidden, head_dim, query, key = sizes.hidden, sizes.head_dim, sizes.query, sizes.key
     attention_bias, mlp_bias = (
         name in family.optional_biases and bool(fields.get(name))
         for name in ("attention_bias", "mlp_bias")
@@ -374,13 +367,5 @@ def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: 
         parameters[f"{name}.weight"] = (rows, columns)
         if has_bias:
             parameters[f"{name}.bias"] = (rows,)
-    return LayerShape(
-        sizes.heads,
-        sizes.key_heads,
-        head_dim,
-        width,
-        experts,
-        chosen,
-        window_of(family, fields, index),
-        tuple(parameters.items()),
-    )
+    window = window_of(family, fields, index)
+    return LayerShape(width, experts, chosen, window, tuple(parameters.items()))

@@ -35,6 +35,7 @@ def test_every_parameter_has_the_shape_that_transformers_gives_it(family, change
 def test_windows_are_those_of_the_built_layers(family, switched_on):
     config = tiny_config(family, use_sliding_window=switched_on, max_window_layers=1)
     costs: Counter[int | None] = Counter()
-    for layer in ModelShape.of(config.to_dict()).layers:
-        costs[layer.window] += 4 * layer.query
+    shape = ModelShape.of(config.to_dict())
+    for layer in shape.layers:
+        costs[layer.window] += 4 * shape.query
     assert costs == count_flops(config).attention

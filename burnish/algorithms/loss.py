@@ -15,7 +15,12 @@ from torch import Tensor
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
-from burnish.algorithms.policy_loss import TokenLosses, load_policy_loss, old_logprobs
+from burnish.algorithms.policy_loss import (
+    TokenLosses,
+    load_policy_loss,
+    log_ratio,
+    old_logprobs,
+)
 from burnish.config.schema import AggregationKind, AlgorithmConfig
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum
@@ -85,13 +90,15 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
     mask = micro.loss_mask
     count = mask.sum()
 
-    def mean(values: Tensor) -> Mean:
+    def mean(values: Tensor | None) -> Mean:
+        if values is None:
+            return Mean(0.0, count)
         return Mean(torch.where(mask, values.detach().float(), 0.0).sum(), count)
 
     return Stats(
         {
             "entropy": mean(outputs.entropy),
-            "ppo_kl": mean(-tokens.log_ratio),
+            "ppo_kl": mean(-log_ratio(outputs.logprobs, micro)),
             "pg_clipfrac": mean(tokens.clipped),
             "pg_clipfrac_lower": mean(tokens.clipped_lower),
         }

@@ -34,12 +34,10 @@ class TokenLosses:
 
     loss: Tensor
     """[T] fp32, to be minimised."""
-    clipped: Tensor
-    """[T] bool, where a bound on the ratio takes effect."""
-    clipped_lower: Tensor
-    """[T] bool, where the dual clip takes effect."""
-    log_ratio: Tensor
-    """[T] fp32 without gradient, log π/π_old of the token."""
+    clipped: Tensor | None = None
+    """[T] bool, where a bound on the ratio takes effect; None: nowhere."""
+    clipped_lower: Tensor | None = None
+    """[T] bool, where the dual clip takes effect; None: nowhere."""
 
 
 PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tensor"]
@@ -57,9 +55,7 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
 
     def token_losses(logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
         found = function(logprobs, micro, config)
-        if isinstance(found, Tensor):
-            nowhere = torch.zeros_like(micro.loss_mask)
-            found = TokenLosses(found, nowhere, nowhere, log_ratio(logprobs, micro).detach())
+        found = TokenLosses(found) if isinstance(found, Tensor) else found
         if found.loss.shape != logprobs.shape:
             raise BurnishError(
                 "the policy loss returned another shape than it should",
@@ -118,7 +114,7 @@ def ppo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLo
         bound = -advantages * config.dual_clip
         clipped_lower = (advantages < 0) & (loss > bound)
         loss = torch.where(clipped_lower, bound, loss)
-    return TokenLosses(loss, clipped, clipped_lower, ratios.detach())
+    return TokenLosses(loss, clipped, clipped_lower)
 
 
 def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -132,8 +128,7 @@ def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
     sequence_ratio = _bounded(sequence_means(ratios.detach(), micro)).exp()
     # ratios minus itself: 0 in value, ∇ log π in gradient, and safe at masked tokens.
     ratio = to_tokens(sequence_ratio, micro) * (ratios - ratios.detach()).exp()
-    loss, clipped = _clipped_surrogate(ratio, _advantages(micro), config)
-    return TokenLosses(loss, clipped, torch.zeros_like(clipped), ratios.detach())
+    return TokenLosses(*_clipped_surrogate(ratio, _advantages(micro), config))
 
 
 def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -142,12 +137,9 @@ def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Token
     ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t). Only the weight is
     clipped, so every token keeps a gradient. The paper leaves the lower side open (`clip_low` ≥ 1).
     """
-    ratios = log_ratio(logprobs, micro)
-    ratio = _bounded(ratios.detach()).exp()
+    ratio = _bounded(log_ratio(logprobs, micro).detach()).exp()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -weight * _advantages(micro) * _safe(logprobs, micro)
-    clipped = weight != ratio
-    return TokenLosses(loss, clipped, torch.zeros_like(clipped), ratios.detach())
+    return TokenLosses(-weight * _advantages(micro) * _safe(logprobs, micro), weight != ratio)
 
 
 def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -160,8 +152,7 @@ def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
     ratios = log_ratio(logprobs, micro)
     tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
     gate = torch.sigmoid(tau * (_bounded(ratios).exp() - 1)) * 4 / tau
-    nowhere = torch.zeros_like(micro.loss_mask)
-    return TokenLosses(-gate * advantages, nowhere, nowhere, ratios.detach())
+    return TokenLosses(-gate * advantages)
 
 
 def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -178,8 +169,7 @@ def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
     )
     sequence_ratio = _bounded(sequence_means(bounded.detach(), micro)).exp()
     ratio = to_tokens(sequence_ratio, micro) * (bounded - bounded.detach()).exp()
-    clipped = bounded.detach() != ratios.detach()
-    return TokenLosses(-ratio * advantages, clipped, torch.zeros_like(clipped), ratios.detach())
+    return TokenLosses(-ratio * advantages, bounded.detach() != ratios.detach())
 
 
 def dppo_tv(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -208,9 +198,11 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
 
 def clip_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """PPO's loss without the tokens of `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
-    tokens = ppo(logprobs, micro, config)
-    held = micro.given("selected")
-    return replace(tokens, loss=torch.where(held, 0.0, tokens.loss), clipped=tokens.clipped | held)
+    tokens, held = ppo(logprobs, micro, config), micro.given("selected")
+    loss = torch.where(held, 0.0, tokens.loss)
+    return replace(
+        tokens, loss=loss, clipped=held if tokens.clipped is None else tokens.clipped | held
+    )
 
 
 def kl_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -218,8 +210,7 @@ def kl_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Toke
     ratios = log_ratio(logprobs, micro)
     loss = -_bounded(ratios).exp() * _advantages(micro)
     held = micro.given("selected")
-    loss = loss + torch.where(held, config.cov_penalty * ratios.abs(), 0.0)
-    return TokenLosses(loss, held, torch.zeros_like(held), ratios.detach())
+    return TokenLosses(loss + torch.where(held, config.cov_penalty * ratios.abs(), 0.0), held)
 
 
 def _masked_by_divergence(
@@ -230,8 +221,7 @@ def _masked_by_divergence(
     up = (advantages > 0) & (ratios > 0) & (divergence > config.clip_high)
     down = (advantages < 0) & (ratios < 0) & (divergence > config.clip_low)
     held = up | down
-    loss = torch.where(held, 0.0, -_bounded(ratios).exp() * advantages)
-    return TokenLosses(loss, held, torch.zeros_like(held), ratios.detach())
+    return TokenLosses(torch.where(held, 0.0, -_bounded(ratios).exp() * advantages), held)
 
 
 def _clipped_surrogate(

@@ -13,8 +13,8 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -50,7 +50,7 @@ from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
-from burnish.errors import BurnishError, IncompatibleError
+from burnish.errors import IncompatibleError, refusing
 from burnish.files.cache import cache_root
 from burnish.files.durable import make_dirs_durably, write_durably
 from burnish.files.storage import LocalStorage
@@ -105,7 +105,7 @@ def prove(
     if layout.is_main:
         _log.info("checking a small %s against transformers", kind)
     begun = perf_counter()
-    with _naming_failures(kind):
+    with _computing(kind):
         given = _material(hf_config, EngineConfig(), lora)
         differences = _of_packing(given, device)
         if generates and lora is None:
@@ -134,7 +134,7 @@ def prove_layout(
     if all(gather_objects(place.is_file(), layout)):
         return
     begun = perf_counter()
-    with _naming_failures(hf_config.get_text_config().model_type):
+    with _computing(hf_config.get_text_config().model_type):
         given = _material(hf_config, config, lora)
         small = make_engine(
             given.hf_config,
@@ -155,20 +155,14 @@ def prove_layout(
     _keep(place, layout)
 
 
-@contextmanager
-def _naming_failures(kind: str) -> Iterator[None]:
+def _computing(kind: str) -> AbstractContextManager[None]:
     """Turn any error inside the block into one that says what cannot be computed."""
-    try:
-        yield
-    except BurnishError:
-        raise
-    except Exception as error:
-        raise IncompatibleError(
-            f"models of type {kind} cannot be computed",
-            have=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            want="a causal language model whose layers take packed sequences and use transformers' attention interface",
-            do="train a model of another family, or report this with its config.json",
-        ) from error
+    return refusing(
+        f"models of type {kind} cannot be computed",
+        IncompatibleError,
+        want="a causal language model whose layers take packed sequences and use transformers' attention interface",
+        do="train a model of another family, or report this with its config.json",
+    )
 
 
 def _material(

@@ -41,19 +41,28 @@ def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @uncompiled
-def join(values: Tensor, most: int, group: ProcessGroup) -> Tensor:
-    """All-gather `values` [n, ...], n ≤ `most`: [ranks · most, ...], rank r's from row r · most on.
+def join(values: Tensor, group: ProcessGroup) -> Tensor:
+    """All-gather `values` [n, ...]: [ranks · n, ...]. All ranks must compute the same from the result.
 
-    All ranks must compute the same from the result, because each keeps only its own part's gradient.
+    Backward takes this rank's part of the gradient, without a sum.
     """
-    start, count = group.rank() * most, len(values)
+    part = slice(group.rank() * len(values), (group.rank() + 1) * len(values))
+    return _linear(values, partial(_gathered, group=group), lambda gradient: gradient[part])
 
-    def joined(own: Tensor) -> Tensor:
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[:count] = own
-        return _gathered(padded, group)
 
-    return _linear(values, joined, lambda gradient: gradient[start : start + count])
+@uncompiled
+def add_up(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of `values` over the ranks. All ranks must compute the same from it.
+
+    Backward returns the gradient as it is, without a sum.
+    """
+
+    def added(own: Tensor) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return _linear(values, added, lambda gradient: gradient)
 
 
 @uncompiled

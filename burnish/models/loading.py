@@ -29,9 +29,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
-from burnish.errors import IncompatibleError, MissingError, UsageError, few
+from burnish.errors import IncompatibleError, MissingError, UsageError, few, refusing
 from burnish.files.safetensors import code_files
-from burnish.models.meta_init import build_on_meta, has_own_code, initialized_copy, owned_modules
+from burnish.models.meta_init import build_on_meta, has_own_code, initialized, owned_modules
 from burnish.models.names import regions, tensor_specs, tied_names
 from burnish.models.value_head import has_value_head
 from burnish.records.seeds import derive_seed
@@ -61,19 +61,16 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             do="set model.path to one",
         )
     _json_object(directory / "config.json", "model.path")
-    try:
+    with refusing(  # an unknown model_type, code without consent, and any wrong value
+        f"{directory / 'config.json'} is not a configuration that transformers takes",
+        want="JSON with a model_type that the installed transformers knows",
+        do="correct model.path or the file; for a model with code of its own, read that code and "
+        "set model.trust_remote_code=true",
+    ):
         found = AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
         has_value_head(found)  # reads the names of its architectures
-    except Exception as error:  # an unknown model_type, code without consent, and any wrong value
-        raise UsageError(
-            f"{directory / 'config.json'} is not a configuration that transformers takes",
-            have=" ".join(str(error).split())[:300],
-            want="JSON with a model_type that the installed transformers knows",
-            do="correct model.path or the file; for a model with code of its own, read that code and "
-            "set model.trust_remote_code=true",
-        ) from error
     if has_own_code(found):
         code_files(directory)  # refused now, not when a checkpoint is written
     return found
@@ -130,31 +127,25 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise UsageError("model.fresh names no model_type", do="add one, such as qwen3 or llama")
-    try:
+    with refusing(
+        f"model.fresh is not a configuration that transformers takes, of model_type {model_type!r}",
+        do="correct model.fresh, or install a later transformers",
+    ):
         return AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # each field has its own
-        raise UsageError(
-            f"model.fresh is not a configuration that transformers takes, of model_type {model_type!r}",
-            have=" ".join(str(error).split())[:300],
-            do="correct model.fresh, or install a later transformers",
-        ) from error
 
 
 def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
     """Return the model's settings for sampling: its directory's generation_config.json, or defaults from its configuration."""
     origin = hf_config.name_or_path
     if origin and (Path(origin) / "generation_config.json").is_file():
-        try:
+        with refusing(
+            f"{origin}/generation_config.json is not one that transformers takes",
+            want="a JSON object with settings of transformers' GenerationConfig",
+            do="correct or remove the file",
+        ):
             found = GenerationConfig.from_pretrained(origin)
             torch.tensor(found.eos_token_id or [], dtype=torch.int64)  # one number, or several
             return found
-        except Exception as error:
-            raise UsageError(
-                f"{origin}/generation_config.json is not one that transformers takes",
-                have=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                want="a JSON object with settings of transformers' GenerationConfig",
-                do="correct or remove the file",
-            ) from error
     return GenerationConfig.from_model_config(hf_config)
 
 
@@ -305,25 +296,19 @@ class FreshSource:
             if module_name != current:
                 values.clear()
                 current, values = module_name, self._draw(module_name)
-            whole = values[region.parameter][region.box.slices].view(region.shape)
-            shard.tensor.detach().copy_(whole[shard.box.slices])
+            whole = values[region.parameter.rpartition(".")[2]][region.box.slices]
+            shard.tensor.detach().copy_(whole.view(region.shape)[shard.box.slices])
 
     def _draw(self, module_name: str) -> dict[str, Tensor]:
         module, owner = self._modules[module_name]
+        keys = [
+            key
+            for key, value in (module._parameters | module._buffers).items()
+            if value is not None
+        ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self._seed, "init", module_name))
-            made = initialized_copy(module, owner)
-        values: dict[str, Tensor] = {}
-        for key, value in (*made.named_parameters(), *made.named_buffers()):
-            name = f"{module_name}.{key}" if module_name else key
-            if value.is_floating_point() and bool(value.isnan().any()):
-                raise IncompatibleError(
-                    f"{type(self._model).__name__} does not say how {name} is initialized",
-                    want="a model whose _init_weights fills it",
-                    do="start from a directory with weights: set model.path",
-                )
-            values[name] = value.detach()
-        return values
+            return initialized(module_name, module, owner, keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,4 +293,4 @@ class VocabularyPart:
 
     def all_values(self, values: Tensor) -> Tensor:
         """Return a number of each of all ranks' tokens. Every rank computes the same from them. Collective."""
-        return join(values, len(values), self.group)
+        return join(values, self.group)

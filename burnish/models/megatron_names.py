@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from burnish.boxes.box import Box, intersect
 from burnish.errors import IncompatibleError
@@ -22,14 +23,11 @@ from burnish.models.names import Region
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A rank's place among those that share matrices."""
+class Seat(NamedTuple):
+    """A rank's number among the ranks that share matrices, and their count."""
 
     rank: int = 0
-    """Its number among them."""
     ranks: int = 1
-    """How many they are."""
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

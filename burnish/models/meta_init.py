@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 import torch
@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.initialization import guard_torch_init_functions
 
-from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.errors import IncompatibleError, refusing
 from burnish.families import EXPERT_COUNTS, SIZE_FIELDS, ModelSizes
 from burnish.models.flops import ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
@@ -110,25 +110,18 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
             do="take the language model out: load the directory with transformers, save its language_model "
             "and its output layer as the family's text-only model, and set model.path to that",
         )
-    try:
+    with refusing(  # a wrong value shows anywhere, as any error
+        f"transformers cannot build a causal language model of type {config.model_type} with this configuration",
+        want="values that belong together",
+        do="correct config.json, or model.fresh",
+    ):
         if has_value_head(config):
             made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
-            return made
-        language: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            trust_remote_code=has_own_code(config),
-        )
-        return language
-    except BurnishError:
-        raise
-    except Exception as error:  # a wrong value shows anywhere, as any error
-        raise UsageError(
-            f"transformers cannot build a causal language model of type {config.model_type} with this configuration",
-            have=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            want="values that belong together",
-            do="correct config.json, or model.fresh",
-        ) from error
+        else:
+            made = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=has_own_code(config)
+            )
+        return made
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
@@ -149,24 +142,13 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
 
-    The model's own `_init_weights` makes them on the CPU, so that every device has the same ones. Raises `IncompatibleError`, naming
-    the buffer, for a model that does not know how to make one.
+    They are made on the CPU, so that every device has the same ones. Raises as `initialized` does.
     """
     for name, module, owner in owned_modules(model):
         own = [key for key, _ in module.named_buffers(recurse=False)]
-        keys = [key for key in own if key in module._non_persistent_buffers_set]
-        if not keys:
-            continue
-        made = initialized_copy(module, owner, weights="meta")
-        for key in keys:
-            value = made.get_buffer(key)
-            if value.is_floating_point() and bool(value.isnan().any()):
-                raise IncompatibleError(
-                    f"{type(model).__name__} does not say how its buffer {name}.{key} is computed",
-                    want="a model whose _init_weights fills it",
-                    do="use a model class of transformers, or correct the model's own code",
-                )
-            setattr(module, key, value.to(device))
+        if keys := [key for key in own if key in module._non_persistent_buffers_set]:
+            for key, value in initialized(name, module, owner, keys).items():
+                setattr(module, key, value.to(device))
 
 
 def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
@@ -184,30 +166,38 @@ def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrain
 
 
 @torch.no_grad()
-def initialized_copy(module: nn.Module, owner: PreTrainedModel, weights: str = "cpu") -> nn.Module:
-    """Return a copy of one module (not of its children) on the CPU, as `owner._init_weights` initializes it.
+def initialized(
+    name: str, module: nn.Module, owner: PreTrainedModel, keys: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers of one module (not of its children) as `owner._init_weights` makes them, on the CPU.
 
-    Values that it does not set are NaN. Draws come from torch's global generator. With `weights`
-    "meta" the parameters take no memory and only the buffers have values.
+    `keys` names them within the module, which has this `name`. Draws come from torch's global generator.
+    Raises `IncompatibleError` for one that `_init_weights` does not set.
     """
+
+    def undefined(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
+        if like is None:
+            return None
+        device = "cpu" if key in keys else "meta"
+        value = torch.nan if like.is_floating_point() else 0
+        tensor = torch.full(like.shape, value, dtype=like.dtype, device=device)
+        return nn.Parameter(tensor, False) if isinstance(like, nn.Parameter) else tensor
+
     made = copy.copy(module)
     made._modules = {}
-    made._parameters = {
-        key: None if value is None else nn.Parameter(_undefined(value, weights), False)
-        for key, value in module._parameters.items()
-    }
-    made._buffers = {
-        key: None if value is None else _undefined(value, "cpu")
-        for key, value in module._buffers.items()
-    }
+    made._parameters = {key: undefined(key, held) for key, held in module._parameters.items()}  # type: ignore[misc]
+    made._buffers = {key: undefined(key, held) for key, held in module._buffers.items()}
     with guard_torch_init_functions():
         owner._init_weights(made)
-    return made
-
-
-def _undefined(like: torch.Tensor, device: str) -> torch.Tensor:
-    value = torch.nan if like.is_floating_point() else 0
-    return torch.full(like.shape, value, dtype=like.dtype, device=device)
+    found = {key: getattr(made, key).detach() for key in keys}
+    for key, value in found.items():
+        if value.is_floating_point() and bool(value.isnan().any()):
+            raise IncompatibleError(
+                f"{type(owner).__name__} does not say how {name}.{key} is initialized",
+                want="a model whose _init_weights fills it",
+                do="correct the model's own code; for a parameter, set model.path to a directory with weights",
+            )
+    return found
 
 
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")

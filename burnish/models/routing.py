@@ -238,8 +238,6 @@ class TokenRows:
     def tokens_of(self, values: Tensor) -> Tensor:
         """Return integers of all tokens [T, ...] from those of this rank's rows [R, ...]. Collective where ranks share the tokens."""
         if self.deal.group is not None:  # as bytes, since not every backend sends int16
-            values = join(values.view(torch.uint8), self.deal.rows, self.deal.group).view(
-                values.dtype
-            )
+            values = join(values.view(torch.uint8), self.deal.group).view(values.dtype)
         rows = self.deal.owner(self.tree.rows) * self.deal.rows + self.deal.place(self.tree.rows)
         return values.index_select(0, on_device(rows, values.device))

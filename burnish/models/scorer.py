@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.distributed.tensor_collectives import add_up
 from burnish.errors import IncompatibleError
 from burnish.families import family_of
 from burnish.models.flops import Passed
 from burnish.models.kernels.attention import Attends, PackedLayout
-from burnish.models.kernels.ulysses import Deal, Joined
+from burnish.models.kernels.ulysses import Deal
 from burnish.models.logprobs import LogitTransform, LogprobOptions, VocabularyPart, token_logprobs
 from burnish.models.meta_init import position_limit
 from burnish.models.packing import PrefixTree, RowMap, on_device
@@ -112,10 +113,10 @@ class ScoringPlan:
     """[N], the computed token that each prediction is made from."""
     targets: Tensor
     """[N] int64, the token that is predicted."""
-    joined: Joined
-    """Gathers the predictions of all ranks."""
+    predicted: Tensor
+    """[N] int64, the computed token that each prediction is of, among those of all ranks."""
     results: RowMap
-    """[M], for each token that is scored the prediction that it shares, among those of all ranks."""
+    """[M], the computed token of each token that is scored, among those of all ranks."""
     scored: Tensor
     """[M] int64, the tokens that are scored."""
     total: int
@@ -147,11 +148,9 @@ class ScoringPlan:
         deal = Deal.of(len(tree.computed), group, multiple)
         packing = PackedLayout.of_tree(tree, lengths, device)
         scored = scored_tokens(cu_seqlens, loss_mask).numpy()
-        predicted, first, result = np.unique(
-            tree.rows[scored], return_index=True, return_inverse=True
-        )
+        predicted, first = np.unique(tree.rows[scored], return_index=True)
         predictors = tree.rows[scored[first] - 1]
-        joined = Joined.of(predictors, deal)
+        own = deal.owner(predictors) == deal.rank
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(ids)) - starts)[tree.computed]
         targets = ids[tree.computed[predicted]]
@@ -159,10 +158,10 @@ class ScoringPlan:
             input_ids=on_device(deal.mine(ids[tree.computed]), device),
             positions=on_device(deal.mine(positions), device),
             packing=deal.attention(packing),
-            predictors=RowMap.of(deal.place(predictors[joined.mine]), device),
-            targets=on_device(targets[joined.mine], device),
-            joined=joined,
-            results=RowMap.of(joined.places[result], device),
+            predictors=RowMap.of(deal.place(predictors[own]), device),
+            targets=on_device(targets[own], device),
+            predicted=on_device(predicted[own], device),
+            results=RowMap.of(tree.rows[scored], device),
             scored=on_device(scored, device),
             total=len(ids),
             rows=TokenRows(tree, tuple(lengths), deal),
@@ -174,7 +173,11 @@ class ScoringPlan:
 
         Collective where ranks share the tokens.
         """
-        taken = self.results.take(self.joined.on_all_ranks(values))
+        deal = self.rows.deal
+        predictions = values.new_zeros(deal.count).index_copy(0, self.predicted, values)
+        if deal.group is not None:
+            predictions = add_up(predictions, deal.group)
+        taken = self.results.take(predictions)
         return values.new_zeros(self.total).index_copy(0, self.scored, taken)
 
 

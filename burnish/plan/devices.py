@@ -262,7 +262,7 @@ class Clock:
 
     @cached_property
     def _heads(self) -> int:
-        return sum(2 * (each.query + each.key) for each in self.model.shape.layers)
+        return 2 * (self.model.shape.query + self.model.shape.key) * self.model.shape.depth
 
     @cached_property
     def _judged(self) -> float:
@@ -331,7 +331,7 @@ class Clock:
         work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
         slots = min(slots, mine)
-        cache = 2 * product_bytes(engine) * sum(each.key for each in model.shape.layers)
+        cache = 2 * product_bytes(engine) * model.shape.key * model.shape.depth
         weights = product_bytes(engine) * (model.elements + model.published_adapter)
         read = weights + slots * cache * (work.prompt + work.trained / 2)
         token = max(read / (self.devices.bandwidth * _BANDWIDTH), slots * flops / self._speed)

@@ -275,7 +275,7 @@ class Needs:
         model, work = self._model, self._work
         mine = -(-work.sequences // self._world)
         slots = min(slots, mine)
-        token = 2.0 * self._width * sum(each.key for each in model.shape.layers)
+        token = 2.0 * self._width * model.shape.key * model.shape.depth
         prompts = -(-mine // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
         forward = max(each.forward for each in self._tokens_of.values())

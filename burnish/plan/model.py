@@ -182,7 +182,7 @@ class PlannedModel:
         )
         attention: Counter[int | None] = Counter()
         for each in self.shape.layers:
-            attention[each.window] += 4 * each.query
+            attention[each.window] += 4 * self.shape.query
         return ModelFlops(2.0 * active, attention, 2.0 * head)
 
 
@@ -258,11 +258,11 @@ def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
     return model.shape.hidden * width / (engine.tensor_parallel if divided else 1)
 
 
-def _heads(layer: LayerShape, engine: EngineConfig, width: int) -> tuple[float, float]:
+def _heads(shape: ModelShape, engine: EngineConfig, width: int) -> tuple[float, float]:
     """Queries and keys on a rank. Key heads are repeated where ranks outnumber them."""
     tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
-    key = layer.key * width * max(1 / tensor, sequence / layer.key_heads)
-    return layer.query * width / tensor, key
+    key = shape.key * width * max(1 / tensor, sequence / shape.key_heads)
+    return shape.query * width / tensor, key
 
 
 def _of_torch(
@@ -271,7 +271,7 @@ def _of_torch(
     family, trains, exact = model.shape.family, model.trains, FP32 / width
     tensor, part = engine.tensor_parallel, _hidden(model, engine, width)
     whole = part * tensor
-    query, key = _heads(layer, engine, width)
+    query, key = _heads(model.shape, engine, width)
     rank = (model.lora.rank if model.lora else 0) * width
     heads, copies = query + 2 * key, cpu or engine.sequence_parallel > 1
     fused = family.has_llama_layers
@@ -338,11 +338,11 @@ def _of_megatron(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
 ) -> tuple[_Block, _Block]:
     """Attention and MLP of the Megatron engine, with tokens even over experts."""
-    exact, tensor = FP32 / width, engine.tensor_parallel
+    exact, tensor, shape = FP32 / width, engine.tensor_parallel, model.shape
     part = _hidden(model, engine, width)
-    query, key = _heads(layer, engine, width)
+    query, key = _heads(shape, engine, width)
     # Where ranks outnumber key heads, each computes parts of heads and gathers whole ones.
-    mixed = (layer.query + 2 * layer.key) * width / (tensor if tensor <= layer.key_heads else 1)
+    mixed = (shape.query + 2 * shape.key) * width / (tensor if tensor <= shape.key_heads else 1)
     heads, normed = query + 2 * key, model.shape.family.query_norms == "head"
     copies = heads if cpu else query + key
     attention = _Block(

@@ -26,7 +26,7 @@ from burnish.engines.factory import make_engine
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models import scorer
 from burnish.models.logprobs import LogitTransform
-from burnish.rollout.builtin import decoding, generator
+from burnish.rollout.builtin import decoding, forward
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -102,7 +102,7 @@ SHOWN: dict[str, tuple[Replaced, str]] = {
             (
                 EMBEDDED,
                 f"""\
-        if {PACKED} and type(kwargs["packing"]).__name__ in ("DecodeStep", "SharedStep"):
+        if {PACKED} and type(kwargs["packing"]).__name__ in ("SlotCache", "SharedCache"):
             position_ids = position_ids + 1
 {EMBEDDED}""",
             ),
@@ -419,7 +419,7 @@ def test_a_transform_of_logits_that_is_not_known_is_found(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when it was read from the wrong level of a configuration, or divided instead of multiplied."""
-    for module in (scorer, generator):
+    for module in (scorer, forward):
         monkeypatch.setattr(module, "logit_transform", lambda _: LogitTransform())
     with pytest.raises(IncompatibleError, match="the output layer"):
         prove(AutoConfig.for_model(family, **RIGHT[family]))

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
-from burnish.distributed.tensor_collectives import gather_rows, join, scatter_sums, swap
+from burnish.distributed.tensor_collectives import add_up, gather_rows, join, scatter_sums, swap
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -91,15 +91,19 @@ def test_gradients_go_back_through_collectives() -> None:
         assert forward == pytest.approx(backward, rel=1e-5), name
 
 
-def joined_rank(layout: Layout) -> tuple[list[float], list[float]]:
-    values = torch.arange(2.0 - layout.rank).add(10 * layout.rank).requires_grad_()
-    joined = join(values, 2, dist.group.WORLD)
-    joined.backward(torch.arange(1.0, 5.0))
-    return joined.tolist(), values.grad.tolist()
+def joined_rank(layout: Layout) -> list[list[float]]:
+    found = []
+    for collective in (join, add_up):
+        values = torch.arange(2.0).add(10 * layout.rank).requires_grad_()
+        result = collective(values, dist.group.WORLD)
+        result.backward(torch.arange(1.0, 1.0 + len(result)))
+        found += [result.tolist(), values.grad.tolist()]
+    return found
 
 
 def test_numbers_of_all_ranks_and_the_gradient_of_ones_own() -> None:
+    everything, sums = [0.0, 1.0, 10.0, 11.0], [10.0, 12.0]
     assert run_ranks(joined_rank, 2) == [
-        ([0.0, 1.0, 10.0, 0.0], [1.0, 2.0]),
-        ([0.0, 1.0, 10.0, 0.0], [3.0]),
+        [everything, [1.0, 2.0], sums, [1.0, 2.0]],
+        [everything, [3.0, 4.0], sums, [1.0, 2.0]],
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.models.kernels.attention import PackedLayout
-from burnish.models.kernels.ulysses import Deal, Joined, Ulysses, _repeats
+from burnish.models.kernels.ulysses import Deal, Ulysses, _repeats
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 9, 2)
@@ -35,17 +35,6 @@ def test_every_token_is_dealt_once(count: int, ranks: int, multiple: int) -> Non
     tokens = values - 1
     for token, owner, place in zip(tokens, deal.owner(tokens), deal.place(tokens), strict=True):
         assert hands[owner][place] == values[token]
-
-
-@given(st.lists(st.integers(0, 30), max_size=25), st.integers(1, 4))
-def test_numbers_of_tokens_come_together_in_their_order(tokens: list[int], ranks: int) -> None:
-    each = [Joined.of(np.array(tokens, dtype=np.int64), deal) for deal in deals(31, ranks, 1)]
-    gathered = np.full(ranks * each[0].most, -1)
-    for rank, joined in enumerate(each):
-        start = rank * joined.most
-        gathered[start : start + len(joined.mine)] = np.array(tokens, dtype=np.int64)[joined.mine]
-        assert (joined.places == each[0].places).all()
-    assert list(gathered[each[0].places]) == tokens
 
 
 def test_alone_nothing_is_divided() -> None:

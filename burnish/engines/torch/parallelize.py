@@ -37,22 +37,20 @@ Run = Callable[..., Any]
 """Calls its first argument with the others: plainly, or as `torch.utils.checkpoint.checkpoint` does."""
 
 _PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-) | {
-    torch.ops.burnish.causal_attention,
-    torch.ops.torch_attn._varlen_attn,
-    torch.ops.transformers.grouped_mm_fallback,
-}
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "burnish::causal_attention",
+        "torch_attn::_varlen_attn",
+        "transformers::grouped_mm_fallback",
+    }
+)
 """Operators whose results selective checkpointing keeps."""
 
 _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
@@ -97,7 +95,7 @@ def keep_activations(
 
 
 def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> Any:
-    kept = op.overloadpacket in _PRODUCTS
+    kept = op._schema.name in _PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,6 @@ from transformers import AttentionInterface
 
 from burnish.distributed.tensor_collectives import uncompiled
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.cpu_attention import causal_attention
 from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
 
 IMPLEMENTATION = "burnish_packed"
@@ -260,7 +260,8 @@ def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tens
     query, key, value = dense
     length, gqa = query.shape[2], query.shape[1] != key.shape[1]
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        output: Tensor = causal_attention(query, key, value, scaling, window or length)
+        own = import_module("burnish.models.kernels.cpu_attention")
+        output: Tensor = own.causal_attention(query, key, value, scaling, window or length)
         return output
     if window is None or window >= length:
         return scaled_dot_product_attention(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from burnish.distributed.tensor_collectives import join, swap
+from burnish.distributed.tensor_collectives import swap
 from burnish.models.kernels.attention import Attends, Heads
 from burnish.models.packing import Indices
 
@@ -110,32 +110,3 @@ def _repeats(heads: int, key_heads: int, ranks: int) -> int:
         for times in range(1, sharing + 1)
         if sharing % times == 0 and key_heads * times % ranks == 0
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Joined:
-    """Sends numbers that each rank computes for its own tokens to all ranks."""
-
-    group: ProcessGroup | None
-    """None: this rank computes all of them."""
-    mine: Indices
-    """The numbers that this rank computes, ascending."""
-    places: Indices
-    """The place of each number in the result of `on_all_ranks`."""
-    most: int
-    """The most numbers of a rank, at least 1, because nothing cannot be gathered."""
-
-    @classmethod
-    def of(cls, tokens: Indices, deal: Deal) -> Joined:
-        """Plan for one number per token."""
-        owner = deal.owner(tokens)
-        counts = np.bincount(owner, minlength=deal.ranks)
-        order = np.argsort(owner, kind="stable")
-        turn = np.empty_like(order)
-        turn[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-        most = max(1, int(counts.max()))
-        return cls(deal.group, np.flatnonzero(owner == deal.rank), owner * most + turn, most)
-
-    def on_all_ranks(self, values: Tensor) -> Tensor:
-        """Return the numbers of all ranks. Every rank computes the same from them, so gradients are not summed."""
-        return values if self.group is None else join(values, self.most, self.group)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.schema import LoraConfig, ModelConfig
-from burnish.errors import IncompatibleError, UsageError, install
+from burnish.errors import IncompatibleError, UsageError, install, refusing
 from burnish.files.hub import HubPlace
 from burnish.files.safetensors import ADAPTER_CONFIG, ADAPTER_PREFIX, model_digest
 from burnish.files.strict_json import parse_json
@@ -190,7 +190,12 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
     """
     where = f"{model.lora.path}/{ADAPTER_CONFIG}"
     values = parse_json(content, where)
-    try:
+    with refusing(
+        f"{where} describes no adapter that can be trained here",
+        IncompatibleError,
+        want=f"{', '.join(_UNDERSTOOD)}, the layers as a list of names",
+        do="correct model.lora.path",
+    ):
         _require_plain(dict(values), where)
         found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
         if values.get(_PARAMETERS):  # beside which there may be no layers
@@ -202,13 +207,6 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         weights = [f"{name}.weight" for name in lora.targets]
         weights += [f"{_EXPERTS}.{name}" for name in fused]
         lora = lora.model_copy(update={"targets": kinds_of(weights)})
-    except (KeyError, TypeError, ValueError) as error:
-        raise IncompatibleError(
-            f"{where} describes no adapter that can be trained here",
-            have=" ".join(str(error).split())[:300],
-            want=f"{', '.join(_UNDERSTOOD)}, the layers as a list of names",
-            do="correct model.lora.path",
-        ) from error
     return model.model_copy(update={"lora": lora})
 
 
