@@ -121,7 +121,7 @@ def run_command(
         make_way(RunDirectory(config.directory), RunIdentity(command, config))
     if layout.is_main:
         said = summary(config, command, layout.world, run_dir, brief=True)
-        _log.info("%s, run %s\n%s", command, run_dir or config.name, said)
+        _log.info("%s\n%s", command if command == "eval" else f"{command}, run {config.name}", said)
         for remark in remarks:
             _log.warning("%s", remark)
         _log.info("loading torch and transformers")

@@ -36,6 +36,8 @@ class HubServer(ThreadingHTTPServer):
         """Files of further branches."""
         self.commits: dict[tuple[str, str], Files] = {}
         self.blobs: dict[str, bytes] = {}
+        self.moved: dict[str, str] = {}
+        """Where "models/NAME" is now."""
         self.gated = ""
         """A repository whose files are refused."""
         self.private = ""
@@ -90,6 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.removeprefix("api/").split("/")
         if not api:
             parts = parts if parts[0] == "datasets" else ["models", *parts]
+        if new := self.server.moved.get("/".join(parts[:2])):
+            root = f"/api/{new}" if api else f"/{new.removeprefix('models/')}"
+            return self._answer(307, b"", {"Location": "/".join([root, *parts[2:]])})
         key, rest = "/".join(parts[:3]), parts[3:]
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if key not in self.server.repositories or (key == self.server.private and not known):

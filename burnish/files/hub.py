@@ -1,7 +1,7 @@
 """Models and data sets of the Hugging Face Hub, by id or by `hf://` URL.
 
-`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. What exists on this machine is a path. The
-cache is that of huggingface_hub (`HF_HOME`), which is asked first, for the commit of a revision as well. The network is asked
+`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. The oldest have no owner (`gpt2`, `imdb`). What
+exists on this machine is a path. The cache is that of huggingface_hub (`HF_HOME`), which is asked first, for the commit of a revision as well. The network is asked
 for what is missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless `HF_HUB_OFFLINE` is set. Every file that arrives is compared with its
 hash.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
-from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few, neighbours
 from burnish.files.remote import RetryPolicy, retry
 from burnish.files.urls import is_url, redacted
 
@@ -32,7 +32,10 @@ FORMS = {
 """How an id is written."""
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
-_ID = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@]+))?(?::(?P<part>[^:]+))?")
+_OLD_NAME = r"[A-Za-z0-9][\w-]*"
+_ID = re.compile(
+    rf"(?P<repo>{_NAME}/{_NAME}|{_OLD_NAME})(?:@(?P<revision>[^:@]+))?(?::(?P<part>[^:]+))?"
+)
 _URL = re.compile(
     rf"hf://(?P<data>datasets/)?(?:models/)?(?P<repo>{_NAME}/{_NAME})"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/:@]+|[^/:@]+))?(?:/(?P<path>[^:]*))?(?::(?P<part>[^:]+))?"
@@ -55,7 +58,7 @@ class HubPlace:
 
     kind: Kind
     repo: str
-    """OWNER/NAME."""
+    """OWNER/NAME, or NAME."""
     revision: str = ""
     """A branch, a tag or a commit; "" for main."""
     part: str = ""
@@ -85,7 +88,7 @@ class HubPlace:
             path = (found["path"] or "").strip("/")
             revision, part = found["revision"] or "", found["part"] or ""
             return cls(given, found["repo"], revision, part, path, is_url=True)
-        match = _ID.fullmatch(text)
+        match = None if is_url(text) else _ID.fullmatch(text)
         if match is None or PurePosixPath(match["repo"]).suffix in _FILES or Path(text).exists():
             return None
         if match["part"] and kind == "model":
@@ -186,7 +189,7 @@ def push(folder: Path, repo: str, message: str, *, private: bool) -> str:
     from huggingface_hub import HfApi, constants, errors
 
     match = _ID.fullmatch(repo)
-    if match is None or match["revision"] or match["part"]:
+    if match is None or "/" not in repo or match["revision"] or match["part"]:
         raise UsageError(f"{repo!r} names no repository", want="OWNER/NAME", do="correct the name")
     api = HfApi()
     try:
@@ -313,6 +316,7 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     what, page = ("data set", f"datasets/{place.repo}") if is_data else ("model", place.repo)
     page = f"{constants.ENDPOINT}/{page}"
     here = "" if place.is_url else f"there is no file or directory {place}, and "
+    beside = "" if place.is_url else f"; {neighbours(Path(str(place)))}"
     want = f"a path on this machine, or {FORMS[place.kind]}"
     if isinstance(error, errors.GatedRepoError):
         return UsageError(
@@ -324,7 +328,7 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     if isinstance(error, errors.RepositoryNotFoundError):
         return MissingError(
             f"{here}the hub has no {what} {place.repo}",
-            have=f"{_status(error)} from {constants.ENDPOINT}",
+            have=f"{_status(error)} from {constants.ENDPOINT}{beside}",
             want=want,
             do="correct the name; for a private one, hf auth login or set HF_TOKEN",
         )
@@ -337,14 +341,14 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     if any(isinstance(each, errors.OfflineModeIsEnabled) for each in _causes(error)):
         return MissingError(
             f"{here}the cache has not all of the {what} {place}",
-            have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}",
+            have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}{beside}",
             want=want,
             do=f"run hf download {place.repo}{' --type dataset' if is_data else ''} where there is a network",
         )
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         return MissingError(
             f"{here}the cache has not all of the {what} {place}, and {constants.ENDPOINT} does not answer",
-            have=_reason(error.__cause__ or error),
+            have=f"{_reason(error.__cause__ or error)}{beside}",
             want=want,
             do="see that the hub can be reached from here, then start again",
         )

@@ -92,7 +92,7 @@ def _copy_all(
         if is_elsewhere(section.get(setting)):
             section[setting] = str(local_directory(section[setting], watch))
     for setting in ("chat_template", "fresh"):
-        if is_elsewhere(model[setting]):
+        if isinstance(model[setting], str) and is_url(model[setting]):
             model[setting] = str(_file(model[setting], watch))
     for each in values["reward"]["functions"]:
         file, colon, name = each["function"].rpartition(":")

@@ -205,7 +205,7 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
 
 
 def _file(path: str, setting: str) -> Iterator[BurnishError]:
-    if hub := HubPlace.of(path, "model"):
+    if path.startswith("hf://") and (hub := HubPlace.of(path, "model")):
         have = "" if hub.path in (names := hub.at_commit().files()) else few(list(names))
     elif is_url(path):
         remote = Remote(path, _PATIENCE)

@@ -344,7 +344,7 @@ def test_each_command_starts_its_trainer(
     stand_in("sft.train", None)
     stand_in("rl.train", None)
     stand_in("evaluate.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
-    model, step = ModelConfig(path="newest"), object()
+    model, step = ModelConfig(path="./newest"), object()
     monkeypatch.setattr("burnish.train.evaluate.newest_model", lambda *given: (model, step))
     directory = begin_run(work)
     for command in ("sft", "rl"):

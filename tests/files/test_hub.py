@@ -55,7 +55,12 @@ def place(text: str, kind: hubs.Kind = "model") -> HubPlace:
             "dataset",
             HubPlace("dataset", "a/b", "refs/convert/parquet", "", "x/*.parquet", is_url=True),
         ),
-        ("gpt2", "model", None),
+        ("gpt2", "model", HubPlace("model", "gpt2")),
+        ("imdb:plain_text/train", "dataset", HubPlace("dataset", "imdb", "", "plain_text/train")),
+        ("train.jsonl", "dataset", None),
+        ("mo.del", "model", None),
+        (".", "model", None),
+        ("", "model", None),
         ("./a/b", "model", None),
         ("/a/b", "model", None),
         ("~/b", "model", None),
@@ -64,6 +69,7 @@ def place(text: str, kind: hubs.Kind = "model") -> HubPlace:
         ("a/train.jsonl", "dataset", None),
         ("a/*.jsonl", "dataset", None),
         ("s3://a/b", "model", None),
+        ("memory://a/b", "dataset", None),
     ],
 )
 def test_what_is_an_id(text: str, kind: hubs.Kind, wanted: HubPlace | None) -> None:
@@ -98,6 +104,16 @@ def test_files_come_once_and_then_from_the_cache(hub: HubServer) -> None:
     assert place("me/tiny").at_commit() == pinned
     assert pinned.fetch(wanted) == root
     assert place("hf://me/tiny/nested").file("a [file].txt").read_bytes() == b"nested"
+    assert hub.asked == []
+
+
+def test_the_oldest_ids_have_no_owner(hub: HubServer) -> None:
+    hub.moved["models/gpt2"] = "models/me/tiny"
+    pinned = place("gpt2").at_commit()
+    assert pinned == HubPlace("model", "gpt2", str(hub.commit("models/me/tiny")))
+    assert pinned.file("model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    hub.asked.clear()
+    assert place("gpt2").file("config.json").read_bytes() == b"{}"
     assert hub.asked == []
 
 
