@@ -3,12 +3,12 @@
     python -m bench.balance [--json] [--rounds N] [--cases NAME ...]
 
 The peer is verl 0.9.1's `get_seqlen_balanced_partitions`, the largest differencing method (Karmarkar & Karp 1982), in a
-process of its own. Costs are verl's, 24,576 s + s². Both sides divide the same costs, with equal counts and without, in turns,
+process of its own. Costs are verl's, 24,576 s + s². Both sides divide the same costs, in turns,
 and on the same core, because two cores of a shared machine differ more than they do.
 
 Balance is max / mean of the ranks' costs, averaged over several draws; its ratio is the peer's over ours, and counts
-as met from 0.9999 on, because ours stops at one part in 10,000. The peer without equal counts makes items × ranks
-objects, 51 million in the largest case, which is therefore measured with equal counts alone.
+as met from 0.9999 on, because ours stops at one part in 10,000. The peer would make items × ranks
+objects, 51 million in the largest case, so there it divides into equal counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Case:
     """One of `LENGTHS`."""
     draws: int
     """How often lengths are drawn."""
-    equal_counts: bool
 
     def costs(self, seed: int) -> Integers:
         """The cost of each sequence."""
@@ -55,8 +54,8 @@ class Case:
 
 
 CASES = {
-    f"{sequences}-over-{ranks}{'' if lengths == 'uniform' else f'-{lengths}'}{'-equal' if equal else ''}": Case(
-        sequences, ranks, lengths, draws, equal
+    f"{sequences}-over-{ranks}{'' if lengths == 'uniform' else f'-{lengths}'}": Case(
+        sequences, ranks, lengths, draws
     )
     for sequences, ranks, draws, kinds in (
         (20, 4, 200, ("uniform", "tail")),
@@ -69,14 +68,12 @@ CASES = {
         (100_352, 512, 1, ("uniform", "tail")),
     )
     for lengths in kinds
-    for equal in (False, True)
-    if equal or sequences < 100_000
 }
 
 
 def ours(costs: Integers, case: Case) -> Bins:
     items = Items(costs, costs, int(costs.sum()))
-    return divide(items, case.ranks, equal_counts=case.equal_counts) or []
+    return divide(items, case.ranks) or []
 
 
 def evenness(costs: Integers, bins: Bins) -> float:
@@ -91,7 +88,7 @@ def compare(name: str, case: Case, rounds: int, peer: Peer) -> list[Result]:
     question = {
         "costs": [costs.tolist() for costs in draws],
         "ranks": case.ranks,
-        "equal_counts": case.equal_counts,
+        "equal_counts": case.sequences > 100_000,
     }
     seconds: dict[str, list[float]] = {"ours": [], "peer": []}
     for number in range(rounds + 1):

@@ -1,9 +1,8 @@
 """Assign sequences to ranks and micro-batches: fewest rounds first, then equal cost.
 
 Each micro-batch is a round of collectives, as slow as its costliest rank. This is multiway number
-partitioning under a size limit. Two quick methods each divide the items; exchanges between costly
-and cheaper bins improve the better division. Differencing alone knows no limit and divides a long
-tail badly. Integer arithmetic makes every rank compute the same.
+partitioning under a size limit. Exchanges between costly and cheaper bins improve a quick division.
+Integer arithmetic makes every rank compute the same.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +25,6 @@ Bins = list[list[int]]
 
 _COST_SUM = 2.0**52
 """What all costs are scaled to add up to, at most, as integers."""
-_LAYERS = 32
-"""With more items per bin than this, differencing is no better than the other methods, and slower."""
 _GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
 """Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
 _EXCHANGES_PER_BIN = 2
@@ -78,14 +74,14 @@ def share_out(
         bins = divide(items, count) if count > fewest * ranks else None
         if bins is None:
             bins = _spread(tight, items, count)
-            _Division(bins, items, False).level()
+            _Division(bins, items).level()
     return _dealt(bins, items, group, ranks)
 
 
-def share_evenly(costs: Costs, ranks: int) -> list[list[int]]:
-    """Give each rank equally many things (or one more) of about equal total cost. Indices ascend."""
+def share_evenly(costs: Costs, ranks: int) -> Bins:
+    """Give each rank things of about equal total cost. Indices ascend."""
     whole = _whole(costs)
-    bins = divide(Items(whole, whole, int(whole.sum())), ranks, equal_counts=True)
+    bins = divide(Items(whole, whole, int(whole.sum())), ranks)
     return [sorted(held) for held in bins or []]
 
 
@@ -188,26 +184,12 @@ class Items:
         return sum(map(self.costs.__getitem__, held))
 
 
-def divide(items: Items, count: int, *, equal_counts: bool = False) -> Bins | None:
-    """Divide items into `count` bins of about equal cost within the limit, or return None.
-
-    With `equal_counts` no bin has two items more than another.
-    """
-    if count == 1:
-        return [list(range(len(items.costs)))] if sum(items.sizes) <= items.limit else None
-    few = len(items.costs) <= _LAYERS * count
-    found: list[Bins | None] = [_by_differences(items, count)] if few else []
-    if not equal_counts:
-        found.append(_by_falling_cost(items, count))
-    elif not few:
-        found.append(_by_layers(items, count))
-    divisions = [_Division(bins, items, equal_counts) for bins in found if bins is not None]
-    fitting = [division for division in divisions if division.fits()]
-    if not fitting:
-        return None
-    best = min(fitting, key=_Division.costliest)
-    best.level()
-    return best.bins
+def divide(items: Items, count: int) -> Bins | None:
+    """Divide items into `count` bins of about equal cost within the limit, or return None."""
+    bins = _by_falling_cost(items, count)
+    if bins is not None:
+        _Division(bins, items).level()
+    return bins
 
 
 def _by_falling_cost(items: Items, count: int) -> Bins | None:
@@ -235,86 +217,37 @@ def _by_falling_cost(items: Items, count: int) -> Bins | None:
     return bins
 
 
-def _by_layers(items: Items, count: int) -> Bins:
-    """Deal out `count` items at a time, for equal counts. Ignores the limit."""
-    bins: Bins = [[] for _ in range(count)]
-    loads = [0] * count
-    for start in range(0, len(items.falling), count):
-        idlest = sorted(range(count), key=loads.__getitem__)
-        layer = items.falling[start : start + count]
-        for item, index in zip(layer, idlest, strict=False):
-            bins[index].append(item)
-            loads[index] += items.costs[item]
-    return bins
-
-
-def _by_differences(items: Items, count: int) -> Bins:
-    """Divide by balanced differencing (Karmarkar & Karp 1982; Michiels, Korst & Aarts 2003).
-
-    Items enter in layers of `count`, so bins get equally many (or one more). Merge the two
-    divisions with the largest differences, heavy bins with light ones, until one is left. Ignores
-    the limit.
-    """
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for start in range(0, max(1, len(items.falling)), count):
-        layer = [(items.costs[item], [item]) for item in items.falling[start : start + count]]
-        layer += [(0, [])] * (count - len(layer))
-        heap.append((layer[-1][0] - layer[0][0], start, layer))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, start, first = heapq.heappop(heap)
-        second = reversed(heap[0][2])
-        both = [(a + b, x + y) for (a, x), (b, y) in zip(first, second, strict=True)]
-        both.sort(key=itemgetter(0), reverse=True)
-        heapq.heapreplace(heap, (both[-1][0] - both[0][0], start, both))
-    return [held for _, held in heap[0][2]]
-
-
 _Entry = tuple[int, int]
 """Cost and index of an item."""
 _NOTHING: _Entry = (0, -1)
-"""What a bin offers in return for an item where counts may change."""
+"""What a bin offers in return for an item, among others."""
 
 
 class _Division:
-    def __init__(self, bins: Bins, items: Items, keep_counts: bool) -> None:
-        self.bins, self._items = bins, items
-        self._keep_counts = keep_counts
-        self._spare = [] if keep_counts else [_NOTHING]
+    def __init__(self, bins: Bins, items: Items) -> None:
+        self._bins, self._items = bins, items
         self._fills = [sum(map(items.sizes.__getitem__, held)) for held in bins]
         self._ranking = sorted([(items.cost(held), index) for index, held in enumerate(bins)])
-        self._mean = -(-sum(map(itemgetter(0), self._ranking)) // len(bins))
+        self._mean = -(-sum(cost for cost, _ in self._ranking) // len(bins))
         self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
-    def fits(self) -> bool:
-        return max(self._fills) <= self._items.limit
-
-    def costliest(self) -> int:
-        return self._ranking[-1][0]
-
     def level(self) -> None:
-        """Improve the costliest bin repeatedly, a bounded number of times.
-
-        Skip a bin that cannot be improved. With equal counts bins run at the same time, so stop
-        there.
-        """
-        if self.costliest() <= self._enough:
+        """Improve the costliest bin repeatedly, a bounded number of times. Skip one that cannot be improved."""
+        if self._ranking[-1][0] <= self._enough:
             return
         costs = self._items.costs
         self._held = [
-            self._spare + sorted([(costs[item], item) for item in held]) for held in self.bins
+            [_NOTHING, *sorted([(costs[item], item) for item in held])] for held in self._bins
         ]
-        for _ in range(_EXCHANGES_PER_BIN * len(self.bins)):
-            if not self._ranking or self.costliest() <= self._enough:
+        for _ in range(_EXCHANGES_PER_BIN * len(self._bins)):
+            if not self._ranking or self._ranking[-1][0] <= self._enough:
                 break
             load, high = self._ranking.pop()
             found = self._best(load, high)
             if found is not None:
                 self._exchange(load, high, *found)
-            elif self._keep_counts:
-                break
-        for held, entries in zip(self.bins, self._held, strict=True):
-            held[:] = [item for _, item in entries[len(self._spare) :]]
+        for held, (_, *entries) in zip(self._bins, self._held, strict=True):
+            held[:] = [item for _, item in entries]
 
     def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
         """Find the best exchange for bin `high`: the other rank, the item to give, the item taken.
@@ -328,7 +261,7 @@ class _Division:
         for place, (other, low) in enumerate(self._ranking):
             offers, most = self._held[low], self._items.limit - self._fills[low]
             wanted = min((load - other) // 2, load - self._mean)
-            if load - wanted >= best or not offers:
+            if load - wanted >= best:
                 break
             lowest = load + offers[0][0]
             for given in gives:

@@ -207,66 +207,50 @@ def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
 
 @settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 5))
-def test_even_shares_have_equal_counts(lengths, ranks):
+def test_even_shares_are_of_all_things(lengths, ranks):
     shares = share_evenly(np.array(lengths, dtype=float), ranks)
     assert sorted(i for held in shares for i in held) == list(range(len(lengths)))
     assert all(held == sorted(held) for held in shares)
-    counts = [len(held) for held in shares]
-    assert (len(shares), max(counts) - min(counts) <= 1) == (ranks, True)
+    assert len(shares) == ranks
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(512, 16), (2000, 8)])
 def test_even_shares_cost_alike(count, ranks):
     costs = np.random.default_rng(4).uniform(64, 2048, count)
     loads = [costs[held].sum() for held in share_evenly(costs, ranks)]
-    assert max(loads) < 1.0001 * costs.sum() / ranks
+    assert max(loads) < 1.0003 * costs.sum() / ranks
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(128, 8), (1024, 32), (2000, 8)])
 def test_even_shares_of_a_long_tail(count, ranks):
-    """No share costs more than the mean, or than the costliest thing together with the cheapest ones."""
+    """No share costs more than the mean, or than the costliest thing."""
     costs = np.random.default_rng(5).lognormal(6, 1.5, count)
     shares = share_evenly(costs, ranks)
-    assert {len(held) for held in shares} == {count // ranks}
-    alone = costs.max() + np.sort(costs)[: count // ranks - 1].sum()
-    assert max(costs[held].sum() for held in shares) < 1.02 * max(costs.sum() / ranks, alone)
+    most = max(costs[held].sum() for held in shares)
+    assert most < 1.001 * max(costs.sum() / ranks, costs.max())
 
 
 @pytest.mark.parametrize("each", [3, 4, 8])
-def test_no_exchange_evens_out_few_of_equal_counts_further(each):
-    """Trying all exchanges with the costliest share: none makes it cheaper by more than what is let pass, a part in 10,000."""
+def test_few_things_for_each_share_cost_nearly_alike(each):
     costs = np.random.default_rng(6).uniform(64, 2048, 64 * each)
-    shares = share_evenly(costs, 64)
-    loads = np.array([costs[held].sum() for held in shares])
-    high = int(loads.argmax())
-    reached = [
-        max(loads[high] - costs[given] + costs[taken], loads[low] + costs[given] - costs[taken])
-        for low in range(64)
-        if low != high
-        for given in shares[high]
-        for taken in shares[low]
-    ]
-    assert min(reached) > min(loads[high], 1.0001 * costs.sum() / 64) * (1 - 1e-12)
-    assert loads[high] < 1.05 * costs.sum() / 64
+    loads = [costs[held].sum() for held in share_evenly(costs, 64)]
+    assert max(loads) < 1.03 * costs.sum() / 64
 
 
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.integers(1, 30)), min_size=2, max_size=40),
     st.integers(2, 6),
-    st.booleans(),
 )
-def test_a_division_stays_within_its_limit(things, count, equal):
+def test_a_division_stays_within_its_limit(things, count):
     """Whatever costs and sizes have to do with each other, also after exchanges."""
     costs, sizes = (np.array(column) for column in zip(*things, strict=True))
     limit = int(sizes.sum()) // count + 15
-    bins = divide(Items(costs, sizes, limit), count, equal_counts=equal)
+    bins = divide(Items(costs, sizes, limit), count)
     if bins is None:
         return
     assert sorted(item for held in bins for item in held) == list(range(len(costs)))
     assert max(int(sizes[held].sum()) for held in bins) <= limit
-    counts = [len(held) for held in bins]
-    assert not equal or max(counts) - min(counts) <= 1
 
 
 def test_imbalance_of_many_ranks_without_work():
