@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -83,11 +83,15 @@ class GivenLengths(BuiltinGenerator):
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        stream: Callable[[Sequence[int]], None] | None = None,
     ) -> list[list[Completion]]:
         """See `Generator.generate`."""
         decoding = Decoding(self._model, requests, sampling, self.rule, MOST_SLOTS)
-        return decoding.run(self._version or 0, watch)
+        return decoding.run(self._version or 0, watch, stream)
 
 
 class Ours:

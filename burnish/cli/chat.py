@@ -1,10 +1,10 @@
-"""`burnish chat`: ask a model in the terminal. Answers come whole, because the generator tells of no single tokens."""
+"""`burnish chat`: ask a model in the terminal."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from burnish.data.chat import ChatEncoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.records import Request
-from burnish.rollout.base import Generator
+from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.train.collect import sampling
@@ -28,6 +28,9 @@ from burnish.train.intact import Intact
 from burnish.train.localize import local_inputs
 from burnish.train.newest_steps import name_newest_steps
 from burnish.train.setup import Foundation, lay_foundation, load_frozen, make_generator, prove
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+# Ends a text whose last character has not all its tokens yet.
 
 
 def chat(given: Namespace) -> None:
@@ -60,7 +63,7 @@ def chat(given: Namespace) -> None:
     launch(talk, config.distributed)
 
 
-def _converse(foundation: Foundation, generator: Generator) -> None:
+def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
     tokenizer, config = foundation.tokenizer, foundation.config
     encoder = ChatEncoder(tokenizer, config.data.chat_template_kwargs)
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
@@ -77,10 +80,19 @@ def _converse(foundation: Foundation, generator: Generator) -> None:
         how = sampling(config.rollout, config.rollout, config.seed, turn)
         if positions is not None:
             how = replace(how, max_tokens=max(1, min(how.max_tokens, positions - len(ids))))
-        [[completion]] = generator.generate([Request(turn, np.array(ids), 1)], how)
-        answer = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        print_text(answer)
-        messages.append({"role": "assistant", "content": answer})
+        shown = ""
+
+        def show(token_ids: Sequence[int], *, ended: bool = False) -> None:
+            nonlocal shown
+            answer = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+            if ended or (answer.startswith(shown) and not answer.endswith(_HALF)):
+                print_text(answer.removeprefix(shown), end="\n" if ended else "")
+                shown = answer
+
+        request = Request(turn, np.array(ids), 1)
+        [[completion]] = generator.generate([request], how, stream=show)
+        show(completion.token_ids.tolist(), ended=True)
+        messages.append({"role": "assistant", "content": shown})
 
 
 def _lines() -> Iterator[str]:

@@ -6,10 +6,10 @@ import os
 import sys
 
 
-def print_text(text: str) -> None:
+def print_text(text: str, end: str = "\n") -> None:
     """Print to standard output. Ends the command where whoever was reading, as `head`, has seen enough."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

@@ -15,7 +15,7 @@ from burnish.config.document import recorded
 from burnish.errors import BurnishError, MissingError, UsageError, table
 from burnish.files.lease import LEASE, is_held
 from burnish.tracking.console import duration
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rundir import STATE, STEPS, RunDirectory
 from burnish.tracking.trackers import read_metrics
 from burnish.train.own_directory import recorded_config
 
@@ -59,11 +59,12 @@ def _listed(root: Path) -> Rows:
 
 def _described(run: RunDirectory) -> dict[str, Any]:
     try:
-        rows, total = read_metrics(run.metrics), recorded(run.config).steps
+        rows, noted = read_metrics(run.metrics), run.read_environment()
+        total = noted.get(STEPS) or recorded(run.config).steps
     except BurnishError as error:
         return {"run": str(run.root), "state": error.problem}
     step = int(rows[-1]["step"]) if rows else 0
-    state = "running" if is_held(run.checkpoints / LEASE) else "done" if step == total else "ended"
+    state = "running" if is_held(run.checkpoints / LEASE) else noted.get(STATE, "ended")
     values = {name: _finite(rows, name) for name in _SHOWN}
     told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in values.items() if v}
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))

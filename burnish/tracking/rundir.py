@@ -30,8 +30,8 @@ _GIT_SECONDS = 5.0
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 """The directory of steps, below a run's directory as below its mirror, and the name for the newest of them."""
-RUN, START, TRAINER = "run", "start", "trainer"
-"""Keys of environment.json: the run, this start of it, and the command that it belongs to."""
+RUN, START, TRAINER, STEPS, STATE = "run", "start", "trainer", "steps", "state"
+"""Keys of environment.json: the run, this start of it, the command that it belongs to, its steps in all, and how it ended."""
 
 
 class RunDirectory:
@@ -60,6 +60,10 @@ class RunDirectory:
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Put what `environment()` found, atomically."""
         write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
+
+    def note(self, **facts: Any) -> None:
+        """Add to what `write_environment` put."""
+        self.write_environment({**self.read_environment(), **facts})
 
     def read_environment(self) -> dict[str, Any]:
         """What `write_environment` put; empty when there is none. Raises `CorruptError`."""

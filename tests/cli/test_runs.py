@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_files import done, make_files
 
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml
@@ -19,7 +20,8 @@ def make(name: str, rows: list[dict[str, float]], **settings: Any) -> Path:
     (run / "checkpoints").mkdir(parents=True)
     config = RunConfig.model_validate({"name": name, "steps": 4, **settings})
     (run / "config.yaml").write_text(dump_yaml(config))
-    (run / "environment.json").write_text("{}")
+    noted = {"steps": 4} | ({"state": "finished"} if len(rows) == 4 else {})
+    (run / "environment.json").write_text(json.dumps(noted))
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return run
 
@@ -46,7 +48,7 @@ def test_runs_are_listed(work: Path, capsys: pytest.CaptureFixture[str]) -> None
         found = {row["run"]: row for row in as_json(capsys)["runs"]}
     assert list(found) == [f"runs/{n}" for n in ("rl", "sft", "sweep/again", "empty", "broken")]
     states = [row["state"] for row in found.values()]
-    assert states[:4] == ["done", "running", "ended", "ended"]
+    assert states[:4] == ["finished", "running", "ended", "ended"]
     assert "metrics.jsonl" in states[4]
     rl, sft = found["runs/rl"], found["runs/sft"]
     assert (rl["step"], rl["of"], rl["reward/mean"], rl["val/reward"]) == (4, 4, 1.0, 0.875)
@@ -76,3 +78,14 @@ def test_two_are_compared(work: Path, capsys: pytest.CaptureFixture[str]) -> Non
 )  # fmt: skip
 def test_mistakes(work: Path, argv: list[str], code: int) -> None:
     assert main(["runs", *argv]) == code
+
+
+def test_a_run_by_epochs_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = make_files(tmp_path)
+    done(work, "sft", "sft.yaml", "steps=null", "epochs=1", "evaluation.every=0")
+    monkeypatch.chdir(work)
+    (row,) = as_json(capsys)["runs"]
+    assert row["state"] == "finished"
+    assert row["step"] == row["of"] > 1

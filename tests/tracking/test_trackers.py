@@ -75,7 +75,11 @@ def test_all_are_closed_where_one_fails(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         told.close()
     assert (run.root / "noted.txt").read_text() == "close\n"
-    assert {path.name for path in run.root.iterdir()} == {"noted.txt", "metrics.jsonl"}
+    assert {path.name for path in run.root.iterdir()} == {
+        "noted.txt",
+        "metrics.jsonl",
+        "environment.json",
+    }
 
 
 def test_rollouts_are_written_where_they_are_due(tmp_path: Path) -> None:

@@ -110,11 +110,21 @@ class Decoding:
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
-    def run(self, version: int, watch: Watch | None = None) -> list[list[Completion]]:
-        """Decode to the end; return each request's completions, marked with the weights' `version`."""
+    def run(
+        self,
+        version: int,
+        watch: Watch | None = None,
+        stream: Callable[[Sequence[int]], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Decode to the end; return each request's completions, marked with the weights' `version`.
+
+        `stream` gets the first completion's tokens so far, before each step.
+        """
         reported = 0
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
+                if stream is not None:
+                    stream(self._groups[0][0].tokens)
                 self._step(running)
                 if watch is not None:
                     watch(self._ended - reported)

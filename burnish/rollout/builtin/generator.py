@@ -8,7 +8,7 @@ out: quantized weights, tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -51,9 +51,13 @@ class BuiltinGenerator:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        stream: Callable[[Sequence[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """See `Generator.generate`.
+        """See `Generator.generate`. `stream` gets the first completion's tokens so far, before each step.
 
         Raises `UsageError` before any work without loaded weights, and for a value of `sampling`
         out of range. Also for a prompt that is empty or leaves no room for `max_tokens`, and for
@@ -70,7 +74,7 @@ class BuiltinGenerator:
             longest = max((len(request.token_ids) for request in requests), default=0)
             slots = self._slots_that_fit(longest + sampling.max_tokens)
         decoding = Decoding(self._model, requests, sampling, stop_rule, slots)
-        return decoding.run(self._version, watch)
+        return decoding.run(self._version, watch, stream)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards."""
