@@ -18,14 +18,14 @@ _MEGATRON = "burnish.engines.megatron"
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` where the engine cannot compute the model, or cannot cut it as the settings say."""
+    """Raise `UsageError` if the engine cannot compute the model, or cannot divide it as configured."""
     is_megatron = config.kind == "megatron"
     module = import_module(f"{_MEGATRON}.compatibility") if is_megatron else parallelize
     module.require_fitting(hf_config, config)
 
 
 def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
-    """Return the policy's settings for a model beside it; without experts, expert settings are dropped."""
+    """Return the policy's settings for a model beside it, without those of experts if it has none."""
     if has_routers(hf_config):
         return config
     none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
@@ -44,8 +44,7 @@ def make_engine(
 ) -> Engine:
     """Make an engine without weights. Collective.
 
-    Without `optim` it is for inference alone, with weights in the compute dtype. `beside` is an engine of the same settings whose process
-    groups it shares.
+    Without `optim` it is frozen, with weights in the compute dtype. It shares the process groups of `beside`.
     """
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})

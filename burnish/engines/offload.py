@@ -24,8 +24,7 @@ def parked(
 ) -> Iterator[None]:
     """Move these tensors' data from `device` to the arena inside the block, and restore it bit for bit.
 
-    Whole storages are freed, so tensors that share one are unusable meanwhile. Memory that numpy has seen cannot be freed. Beginning
-    is collective: if a rank of `layout` has no room, every rank raises.
+    Whole storages are freed, but for those that numpy has seen. Entering is collective: if one rank of `layout` has no room, all raise.
     """
     found = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
     here = [
@@ -53,7 +52,7 @@ def parked(
 
 
 def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return zeros in the shape of a tensor: beside it, or in the arena."""
+    """Return zeros in the shape of a tensor, beside it or in the arena."""
     if arena is None:
         return torch.zeros_like(tensor, dtype=dtype)
     return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
@@ -67,8 +66,7 @@ def step_in_waves(
 ) -> None:
     """Step weights by their gradients, after `steps` steps, with slots that are on the host or in bf16.
 
-    Slots come to the device in fp32, some at a time, and are rounded to nearest when they are stored. Weights are independent, so the
-    result is that of one step of all.
+    Slots come to the device in fp32, some at a time, and are rounded to nearest afterwards. The result is that of one step of all.
     """
     for wave in _waves(gradients, len(slots)):
         for group in optimizer.param_groups:

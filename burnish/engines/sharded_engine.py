@@ -1,8 +1,7 @@
-"""What both engines do around their passes and updates.
+"""What both engines do around their passes and updates: count and skip steps, reduce statistics, even out experts.
 
-They count steps, skip those with non-finite gradients, reduce statistics, and even out experts. The load-balancing loss
-(`burnish.models.routing`) is a product of two means over tokens. Per micro-batch, as in transformers, it would depend on the cut. Here
-both means are over all tokens of a step on all ranks, so every cut gives the value of one micro-batch.
+The load-balancing loss (`burnish.models.routing`) is a product of two means over tokens. transformers takes them over a micro-batch.
+Here they are over all tokens of a step on all ranks, so the result does not depend on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _CountsSteps(Protocol):
 
 
 def trained(optimizer: T | None) -> T:
-    """Return the optimizer of an engine that is asked to train. Raises `BurnishError` for one that has none."""
+    """Return the optimizer. Raises `BurnishError` for an engine without one."""
     if optimizer is None:
         raise BurnishError(
             "a frozen engine was asked to train",
@@ -78,8 +77,8 @@ class ShardedEngine(ABC):
     ) -> tuple[Batch, Tensor | None, Stats]:
         """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
 
-        `routers` choose `chosen` of so many `experts`. Imbalance is a router's busiest expert over the mean of its experts, averaged over
-        routers; 1 is even. Without a router loss return the batch alone.
+        Each of `routers` chooses `chosen` of `experts`. Imbalance is the load of a router's busiest expert over the mean load, averaged
+        over routers. Without a router loss return the batch alone.
         """
         is_routed = batch.is_routed  # raises if it is routed in part
         if self._config.router_aux_loss == 0:
@@ -92,9 +91,9 @@ class ShardedEngine(ABC):
         return batch, factors, Stats({"moe/load_imbalance": Mean(imbalance, 1.0)})
 
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
-        """Return the statistics of all ranks with `loss`, and `moe/aux_loss` if there is one. Collective.
+        """Return the statistics of all ranks, with `loss` and perhaps `moe/aux_loss`. Collective.
 
-        Both are 0-d, this rank's parts of sums over the global batch.
+        `loss` and `router_loss` are 0-d, this rank's parts of sums over the global batch.
         """
         sums = {"loss": Sum(loss + router_loss)}
         if self._config.router_aux_loss:
@@ -103,7 +102,7 @@ class ShardedEngine(ABC):
         return Stats(reduced | {name: Mean(reduced[name].value(), 1.0) for name in sums})
 
     def _stepped(self, norm: float, lr: float) -> Stats:
-        """Count a step whose gradients had this 2-norm before clipping; return its statistics.
+        """Count a step with gradients of this 2-norm; return its statistics.
 
         Raises `BurnishError` after too many skipped steps in a row.
         """
@@ -123,7 +122,7 @@ class ShardedEngine(ABC):
 def expert_counts(
     batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
 ) -> Tensor:
-    """Count how often each router chose each expert on all ranks, filler left out: [L, E] int64. Collective."""
+    """Count how often each router chose each expert on all ranks, without filler: [L, E] int64. Collective."""
     counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
     starts = torch.arange(routers, device=device)[:, None] * experts
     for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
@@ -137,7 +136,7 @@ def expert_counts(
 
 
 def balance_factors(counts: Tensor, coefficient: float, chosen: int) -> Tensor:
-    """[E] fp32: c E f_e / (N L), with `chosen` experts per token (`Routing.balance`), from counts [L, E]."""
+    """Return c E f_e / (N L), [E] fp32 (see `Routing.balance`), from counts [L, E] and `chosen` experts per token."""
     choices = counts.sum(dim=0)
     rows = (choices.sum() / chosen).clamp(min=1)
     return coefficient * len(choices) * choices / rows.square()
@@ -155,8 +154,8 @@ def routing_of(
 ) -> Routing | None:
     """Return the routers' instructions for a micro-batch; None if there are none.
 
-    They send tokens to the batch's experts, if any. `record`: note where tokens go. `factors`: add the load-balancing loss. This rank's
-    routers see the `part` of the rows, and so do those of `copies` ranks.
+    They send tokens to the batch's experts, if it names any, or `record` where tokens go. `factors` add the load-balancing loss.
+    This rank's routers see `part` of the rows, as do those of `copies` ranks.
     """
     if micro.experts is None and factors is None and not record:
         return None

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-import torch
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import require_divisible
 from burnish.errors import UsageError
 from burnish.families import ModelShape, family_of, names_of
-from burnish.models.meta_init import model_sizes, plain_model
+from burnish.models.meta_init import model_sizes
 from burnish.models.routing import require_routers
 from burnish.models.value_head import has_value_head
-
-_IN_LAYER = re.compile(r".*\blayers\.\d+\.(.+)\.(?:weight|bias)")
-_COMPUTED = {
-    *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
-    *(f"self_attn.{letter}_proj" for letter in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-}
-# What layers have that Megatron computes, by transformers' names; experts aside.
 
 
 def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
@@ -32,7 +21,7 @@ def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
     if not family_of(kind).has_llama_layers:
         raise UsageError(
             f"the Megatron engine does not know models of type {kind}",
-            have=f"model_type: {kind}, {_missing(hf_config)}",
+            have=f"model_type: {kind}",
             want=f"one of {names_of('has_llama_layers')}",
             do="set engine.kind=torch",
         )
@@ -44,19 +33,6 @@ def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
             do="set engine.kind=torch",
         )
     return ModelShape.of(hf_config.to_dict())
-
-
-def _missing(hf_config: PretrainedConfig) -> str:
-    """Name the parts of another family's layers that Megatron has no counterpart for."""
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "which is no language model of transformers"
-    with torch.device("meta"):
-        names = [name for name, _ in plain_model(hf_config).named_parameters()]
-    inside = {found[1] for name in names if (found := _IN_LAYER.fullmatch(name))}
-    unknown = sorted(inside - _COMPUTED)
-    if not unknown:
-        return "whose layers have the parts of Llama's, but may compute something else"
-    return f"whose layers have {', '.join(unknown)}"
 
 
 def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:

@@ -50,7 +50,7 @@ _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
 
 
 class MegatronOptimizer:
-    """The optimizer of this rank's stages. Making it is collective; all is called inside `megatron_called`."""
+    """The optimizer of this rank's stages. Making it is collective. Call all of it inside `megatron_called`."""
 
     def __init__(
         self,
@@ -125,7 +125,13 @@ class MegatronOptimizer:
 
 
 def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
-    _empty(stage)
+    """Give a stage buffers for its gradients.
+
+    Megatron copies the weights to a buffer of its own. So the unloaded ones are freed first: they keep their shapes, with strides of 0.
+    """
+    for parameter in stage.parameters():
+        element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = element.expand(parameter.shape)
     return DistributedDataParallel(
         config=stage.config,
         ddp_config=DistributedDataParallelConfig(
@@ -136,16 +142,6 @@ def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
         module=stage,
         pg_collection=mesh.groups,
     )
-
-
-def _empty(stage: PackedGPT) -> None:
-    """Free unloaded weights, which Megatron copies to its own buffer; they keep their shapes, with strides of 0."""
-    for parameter in stage.parameters():
-        element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-        strides = [0] * parameter.dim()
-        parameter.data = element.new_empty(0).set_(
-            element.untyped_storage(), 0, parameter.shape, strides
-        )
 
 
 def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
@@ -311,15 +307,12 @@ def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Paramete
             yield from zip(model_group, main_group, strict=True)
 
 
-def _seat(group: torch.distributed.ProcessGroup) -> Seat:
-    return Seat(group.rank(), group.size())
-
-
 def _described(
     name: str, shape: tuple[int, ...], chunk: Any, sizes: ModelSizes
 ) -> tuple[str, tuple[Region, ...]]:
     """Return a parameter's name with layers counted over all stages, and the checkpoint tensors in it."""
-    seats = _seat(chunk.pg_collection.tp), _seat(chunk.pg_collection.expt_tp)
+    groups = chunk.pg_collection
+    seats = [Seat(group.rank(), group.size()) for group in (groups.tp, groups.expt_tp)]
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name, regions_of(name, shape, sizes, *seats)

@@ -74,7 +74,7 @@ class MegatronEngine(ShardedEngine):
         device: torch.device,
         mesh: MegatronMesh | None = None,
     ) -> None:
-        """`mesh`: that of another engine at this layout, to be shared; made here when not given."""
+        """`mesh` is that of another engine at this layout; None makes one."""
         require_fitting(hf_config, config)
         layout = replace(
             layout,
@@ -104,7 +104,7 @@ class MegatronEngine(ShardedEngine):
         """The ranks that share the tokens of a micro-batch, and the number of which each gets a multiple."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
-        """Run every micro-batch and add up gradients, which `optim_step` reduces; see `Engine.forward_backward`."""
+        """See `Engine.forward_backward`."""
         trained(self._optimizer)
         batch, factors, of_experts = self._balanced(batch, *self._routers)
         self._require_routers(batch.microbatches)
@@ -137,7 +137,7 @@ class MegatronEngine(ShardedEngine):
     def forward(
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
-        """What the model says of this rank's micro-batches, without gradients; see `Engine.forward`."""
+        """See `Engine.forward`."""
         self._require_routers(batch.microbatches, record=experts)
         found: list[TokenOutputs] = []
         recorded: list[tuple[Mapping[int, Tensor], TokenRows]] = []
@@ -172,7 +172,7 @@ class MegatronEngine(ShardedEngine):
 
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
-        """Reduce, clip, step, zero the gradients; see `Engine.optim_step`."""
+        """See `Engine.optim_step`."""
         optimizer = trained(self._optimizer)
         with megatron_called():
             norm = optimizer.reduce()
@@ -180,7 +180,7 @@ class MegatronEngine(ShardedEngine):
         return self._stepped(norm, lr)
 
     def shards(self, what: Part) -> Iterator[Shard]:
-        """This rank's pieces of the weights, or of the optimizer's slots."""
+        """See `Engine.shards`."""
         if what is Part.WEIGHTS:
             yield from self._shards.weights()
         if what is Part.TRAINING:
@@ -188,11 +188,11 @@ class MegatronEngine(ShardedEngine):
             yield from self._shards.slots()
 
     def published(self) -> Publication:
-        """This rank's pieces of the model; see `Engine.published`."""
+        """See `Engine.published`."""
         return Publication(self._shards.model())
 
     def load(self, source: ShardSource, what: Part) -> None:
-        """Fill this rank's pieces from `source`."""
+        """See `Engine.load`."""
         if what is Part.WEIGHTS:
             with megatron_called():
                 self._shards.fill(source)
@@ -201,14 +201,14 @@ class MegatronEngine(ShardedEngine):
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """Weights, gradients and slots are in host memory inside the block; see `Engine.parked`."""
+        """See `Engine.parked`."""
         tensors = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         tensors += [] if self._optimizer is None else self._optimizer.tensors()
         with parked(tensors, self.arena, self._device, self.layout):
             yield
 
     def close(self) -> None:
-        """Free the model and the optimizer, and the groups if they were made here. Collective."""
+        """See `Engine.close`. Collective: closes the groups too if they were made here."""
         del self._chunks, self._optimizer, self._shards
         if self._owns_mesh:
             self.mesh.close()
@@ -216,7 +216,7 @@ class MegatronEngine(ShardedEngine):
     def _run(
         self, planned: Iterator[_Planned], count: int, loss: LossOf, *, forward_only: bool = False
     ) -> None:
-        """Pass `count` micro-batches through the pipeline; the last stage calls `loss` for each, in order."""
+        """Pass `count` micro-batches through the pipeline. The last stage calls `loss` for each, in order."""
         config = self._config
         rounds = config.pipeline_parallel if config.virtual_stages > 1 else 1
         fillers = [self._filler()] * (-count % rounds)
@@ -262,7 +262,7 @@ class MegatronEngine(ShardedEngine):
         return _Planned(plan, 1.0, None, None)
 
     def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
-        """Raise `IncompatibleError` for prescribed experts that cannot be of this model, or where there are none to `record`."""
+        """Raise `IncompatibleError` for prescribed experts that are not of this model, or if there are none to `record`."""
         routers, experts, chosen = self._routers
         prescribed = [(len(m.input_ids), m.experts) for m in micros if m.experts is not None]
         if routers == 0 and (record or prescribed):
@@ -292,7 +292,7 @@ class MegatronEngine(ShardedEngine):
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
-    """Return iterators over all of these that drop an item once all have it; `itertools.tee` drops them in blocks of 57."""
+    """Return iterators that drop an item once all have it. `itertools.tee` drops them in blocks of 57."""
     source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
 
     def of(own: deque[_Planned]) -> Iterator[_Planned]:

@@ -1,8 +1,7 @@
 """Megatron's GPT model with packed tokens in; hidden states, log-probs and entropies, or values out.
 
-`burnish.models.logprobs` computes logits in chunks from each rank's part of the vocabulary, so Megatron's own loss is not used. A
-value head replaces the output layer, whole on every tensor rank. Layers are Megatron's, from a spec with `modules`. Weights are
-undefined until loaded.
+`burnish.models.logprobs` replaces Megatron's own loss. A value head replaces the output layer, whole on every tensor rank. Layers
+are Megatron's, from a spec with `modules`. Weights are undefined until loaded.
 """
 
 from __future__ import annotations
@@ -131,36 +130,33 @@ class PackedGPT(GPTModel):
         return hidden
 
     def _scored(self, hidden: Tensor, plan: ScoringPlan, temperature: float) -> TokenOutputs:
+        """Return the outputs of the plan's predictions, from this rank's states [C, 1, H]."""
+        states, part = hidden[:, 0], self.part
         if self.score is not None:
-            values = state_values(hidden[:, 0], self.score)
-            values = self.part.all_values(values) if self.config.sequence_parallel else values
+            values = state_values(states, self.score)
+            values = part.all_values(values) if self.config.sequence_parallel else values
             return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
-        logprobs, entropy = self._logprobs(hidden[:, 0], plan, temperature)
-        return TokenOutputs(logprobs=plan.spread(logprobs), entropy=plan.spread(entropy))
-
-    def _logprobs(
-        self, states: Tensor, plan: ScoringPlan, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the plan's predictions [N], from this rank's states [C, H]."""
-        part = None if self.part.group.size() == 1 else self.part
         if self.config.sequence_parallel:
-            states = self.part.all_rows(states)
-        elif part is not None:
-            states = copy_to_tensor_model_parallel_region(states, group=self.part.group)
+            states = part.all_rows(states)
+        elif part.group.size() > 1:
+            states = copy_to_tensor_model_parallel_region(states, group=part.group)
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        options = LogprobOptions(self.chunk, temperature)
-        predictors = plan.predictors.take(states)
-        return token_logprobs(
-            predictors, weight[: len(self.part.tokens)], plan.targets, options, part
+        logprobs, entropy = token_logprobs(
+            plan.predictors.take(states),
+            weight[: len(part.tokens)],
+            plan.targets,
+            LogprobOptions(self.chunk, temperature),
+            None if part.group.size() == 1 else part,
         )
+        return TokenOutputs(logprobs=plan.spread(logprobs), entropy=plan.spread(entropy))
 
 
 def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
-    """Make a head with undefined weights, whose gradient is that of this rank's tokens, as a norm's is."""
+    """Make a head with undefined weights. Its gradient is that of this rank's tokens, as a norm's is."""
     head: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
         nn.Linear,
         config.hidden_size,
@@ -283,9 +279,12 @@ def _stage(
     virtual = transformer.virtual_pipeline_model_parallel_size
     vp_stage = None if virtual is None else index
     last = pipeline.rank() == pipeline.size() - 1 and index == (virtual or 1) - 1
+    first = get_transformer_layer_offset(transformer, vp_stage, pipeline.rank())
+    count = get_num_layers_to_build(transformer, vp_stage, pipeline.rank())
+    layers = [_layer(shape, layer, modules) for layer in range(first, first + count)]
     stage = PackedGPT(
         transformer,
-        block_spec(shape, transformer, modules, vp_stage, pipeline.rank()),
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm),
         vocab_size=-(-shape.vocabulary // tensor) * tensor,
         max_sequence_length=0,  # of learned positions, of which there are none
         pre_process=pipeline.rank() == 0 and index == 0,
@@ -312,25 +311,10 @@ def _mark_cut(stage: PackedGPT) -> None:
                 weight.allreduce = False
 
 
-def block_spec(
-    shape: ModelShape,
-    transformer: TransformerConfig,
-    modules: LayerModules,
-    vp_stage: int | None,
-    pp_rank: int,
-) -> TransformerBlockSubmodules:
-    """The layers of one stage."""
-    first = get_transformer_layer_offset(transformer, vp_stage, pp_rank)
-    count = get_num_layers_to_build(transformer, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer(shape, layer, modules) for layer in range(first, first + count)],
-        layer_norm=modules.norm,
-    )
-
-
 def _layer(shape: ModelShape, layer: int, modules: LayerModules) -> ModuleSpec:
     qk_norm = modules.norm if shape.family.query_norms == "head" else IdentityOp
     mixture = shape.layers[layer].experts > 0
+    router = sum(each.experts > 0 for each in shape.layers[:layer])
     attention = SelfAttentionSubmodules(
         linear_qkv=modules.column,
         core_attention=partial(PackedAttention, sliding_window=shape.layers[layer].window),
@@ -338,13 +322,13 @@ def _layer(shape: ModelShape, layer: int, modules: LayerModules) -> ModuleSpec:
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
-    experts = MoESubmodules(experts=modules.experts, router=PlainRouter)
+    linears = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    mlp = ModuleSpec(module=MLP, submodules=linears)
+    routed = MoESubmodules(experts=modules.experts, router=PlainRouter)
+    experts = ModuleSpec(module=MoELayer, submodules=routed)
     return ModuleSpec(
         module=RoutedLayer if mixture else TransformerLayer,
-        params={"router": sum(each.experts > 0 for each in shape.layers[:layer])}
-        if mixture
-        else {},
+        params={"router": router} if mixture else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.block_norm,
             self_attention=ModuleSpec(
@@ -354,9 +338,7 @@ def _layer(shape: ModelShape, layer: int, modules: LayerModules) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=modules.norm if mixture else modules.block_norm,
-            mlp=ModuleSpec(module=MoELayer, submodules=experts)
-            if mixture
-            else ModuleSpec(module=MLP, submodules=mlp),
+            mlp=experts if mixture else mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

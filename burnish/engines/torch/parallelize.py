@@ -66,7 +66,7 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a decoder: the entries of its longest ModuleList outside any other."""
+    """Return the repeated blocks of a decoder: the entries of its longest ModuleList outside any other."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     outer = [
         modules
@@ -81,8 +81,8 @@ def keep_activations(
 ) -> None:
     """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174).
 
-    full keeps the input of each decoder layer. selective also keeps the results of matrix products and attention. No random state is
-    kept, since layers have none. `around` wraps the call of a layer (`ActivationOffload.around`).
+    full keeps the input of each decoder layer; selective also keeps the results of matrix products and attention. `around` wraps the
+    call of a layer (`ActivationOffload.around`).
     """
     kind = config.activation_checkpointing
     if kind == "none" and around is None:
@@ -105,10 +105,10 @@ def parallelize(
     mesh: Mesh,
     around: Callable[[Run], Run] | None = None,
 ) -> dict[str, Cut]:
-    """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, one group per decoder layer, and return the cuts.
+    """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts.
 
-    Each copy of the model is sharded over neighbouring ranks; several copies are HSDP. Main weights keep their dtype, compute is
-    bf16 if `config.precision` says so, gradients are summed over all ranks in fp32.
+    Each decoder layer is one group of FSDP2. Copies of the model (HSDP) are sharded over neighbouring ranks. Main weights keep their
+    dtype; gradients are summed over all ranks in fp32.
     """
     cuts: dict[str, Cut] = {}
     if mesh.tensor is not None:
@@ -141,7 +141,7 @@ def parallelize(
 
 
 def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
-    """Add up over the ranks of a group, in place, in one collective. They are of one dtype."""
+    """Add up gradients of one dtype over a group, in place, in one collective."""
     if not gradients:
         return
     joined = torch.cat([gradient.flatten() for gradient in gradients])
@@ -154,7 +154,7 @@ def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
 def global_norm(
     gradients: Mapping[str, Tensor], cuts: Collection[str], mesh: Mesh, device: torch.device
 ) -> float:
-    """Return the 2-norm of all gradients, computed in fp32; those not in `cuts` count once among tensor ranks. Collective."""
+    """Return the 2-norm of all gradients, in fp32. Those not in `cuts` count once among tensor ranks. Collective."""
     shard, tensor = mesh.weights["shard"].get_group(), mesh.tensor
     is_first = tensor is None or tensor.rank() == 0
     # Without a copy, and by rows, since a whole matrix's norm is less exact on a CPU.

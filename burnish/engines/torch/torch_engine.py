@@ -42,8 +42,8 @@ def has_liger(device: torch.device) -> bool:
 class TorchEngine(ShardedEngine):
     """A causal language model trained with FSDP2; implements `burnish.engines.base.Engine`.
 
-    Without `optim` it is frozen, in the compute dtype: `forward`, `published` and `load` only. With `lora` an adapter is trained, and the
-    model stays frozen in the compute dtype. Weights are undefined until `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
+    Without `optim` it is frozen, in the compute dtype. With `lora` an adapter is trained, and the model is frozen in the compute dtype.
+    Weights are undefined until `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TorchEngine(ShardedEngine):
         lora: LoraConfig | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """`mesh`: that of another engine at this layout, to be shared; made here when not given."""
+        """`mesh` is that of another engine at this layout; None makes one."""
         require_fitting(hf_config, config)
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
         self.mesh = mesh or Mesh.of(layout, config.replicas, device)
@@ -96,7 +96,7 @@ class TorchEngine(ShardedEngine):
             self._optimizer = ShardedOptimizer(model, self._regions, optim, layout, arena)
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
-        """Run every micro-batch and add up gradients; see `Engine.forward_backward`."""
+        """See `Engine.forward_backward`."""
         trained(self._optimizer)
         routers = self._scorer.routers
         batch, factors, of_experts = self._balanced(
@@ -124,7 +124,7 @@ class TorchEngine(ShardedEngine):
     def forward(
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
-        """Log-probs and entropies of this rank's micro-batches, without gradients; see `Engine.forward`."""
+        """See `Engine.forward`."""
         self._scorer.eval()
         with nullcontext() if adapter or self._adapter is None else self._adapter.off():
             return [
@@ -134,7 +134,7 @@ class TorchEngine(ShardedEngine):
 
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
-        """Clip, step, zero the gradients; see `Engine.optim_step`."""
+        """See `Engine.optim_step`."""
         optimizer = trained(self._optimizer)
         self._reshard()  # what a forward pass after the last backward has gathered would stay as it was
         gradients = optimizer.gradients()
@@ -151,7 +151,7 @@ class TorchEngine(ShardedEngine):
         return self._stepped(norm, lr)
 
     def shards(self, what: Part) -> Iterator[Shard]:
-        """This rank's pieces of the weights, or of the optimizer's slots."""
+        """See `Engine.shards`."""
         if what is Part.WEIGHTS:
             yield from model_shards(self._scorer.model, parts=self._regions)
         elif what is Part.FROZEN:
@@ -161,18 +161,18 @@ class TorchEngine(ShardedEngine):
             yield from trained(self._optimizer).shards()
 
     def published(self) -> Publication:
-        """This rank's pieces of the model; see `Engine.published`."""
+        """See `Engine.published`."""
         if self._adapter is not None and self._merges:
             return Publication(self._adapter.merged(self.layout))
         return Publication(self.shards(Part.WEIGHTS), self.shards(Part.FROZEN))
 
     def load(self, source: ShardSource, what: Part) -> None:
-        """Fill this rank's pieces from `source`."""
+        """See `Engine.load`."""
         source.fill(self.shards(what))
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """Weights, gradients and slots are in host memory inside the block; see `Engine.parked`."""
+        """See `Engine.parked`."""
         self._reshard()
         parameters = list(self._scorer.parameters())
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
@@ -187,11 +187,11 @@ class TorchEngine(ShardedEngine):
                 module.reshard()
 
     def close(self) -> None:
-        """Free the model and the optimizer."""
+        """See `Engine.close`."""
         del self._scorer, self._optimizer, self._adapter, self._moving
 
     def _planned(self, micro: MicroBatch) -> ScoringPlan:
-        """Return the scoring plan of a micro-batch that is on the host, where planning needs no wait."""
+        """Return the scoring plan of a micro-batch on the host."""
         ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
         group, multiple = self.mesh.sequence, self.layout.tensor
         return ScoringPlan.of(ids, ends, mask, self._device, group, multiple)
@@ -204,7 +204,7 @@ class TorchEngine(ShardedEngine):
         record: bool = False,
         factors: Tensor | None = None,
     ) -> TokenOutputs:
-        """Score a micro-batch; `record` adds the experts to the outputs, `factors` the load-balancing loss."""
+        """Score a micro-batch. `record` adds the experts to the outputs, `factors` the load-balancing loss."""
         if micro.experts is not None:
             self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
         routing = routing_of(
@@ -225,7 +225,7 @@ class TorchEngine(ShardedEngine):
         )
 
     def _reduce_in_next_backward(self, *, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients: in the last micro-batch, or in every one over the shards."""
+        """Set whether the next backward pass reduces gradients: in the last micro-batch, or in each over the shards."""
         root = cast(FSDPModule, self._scorer)
         sharded = self.mesh.weights["shard"].size() > 1
         reduces = last or (sharded and self._config.reduce_each_microbatch)
