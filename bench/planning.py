@@ -39,7 +39,8 @@ from bench.planning_cases import CASES, MIXED, Case
 from bench.planning_imagined import imagined_peak
 from bench.planning_meter import Meter
 from bench.planning_saves import Saves
-from burnish.algorithms.loss import sft_loss, value_loss_fn
+from burnish.algorithms.critic import value_loss_fn
+from burnish.algorithms.loss import sft_loss
 from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch

@@ -2,7 +2,7 @@
 
 An advantage function takes the `ScoredRollouts` of a step. It returns one number per rollout, or
 one array per rollout with a number per token. It runs on the host in fp64. `gae` needs a critic's
-values instead.
+values instead (`burnish.algorithms.critic`).
 
 Notation: r_i is the reward of rollout i, KL penalties subtracted. mean and std are over the
 rollouts of one prompt unless said otherwise. std has Bessel's correction, as in TRL and verl.
@@ -21,7 +21,6 @@ from burnish.algorithms import ADVANTAGES
 from burnish.errors import BurnishError, UsageError
 from burnish.functions import load_function
 from burnish.records import Floats
-from burnish.tracking.stats import Mean, Stats
 
 EPSILON = 1e-6
 """Added to every standard deviation that is divided by."""
@@ -284,71 +283,3 @@ def check_finite(totals: Array) -> None:
             want=f"a finite number of at most {LARGEST_REWARD:g}",
             do="look at the reward function and, with KL in the reward, at the log-probs",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Estimates:
-    """Advantages and returns of a critic's values: per rollout an fp32 array of its completion."""
-
-    advantages: list[Floats]
-    """Whitened over all tokens of the step."""
-    returns: list[Floats]
-    """The critic's targets: the advantage before whitening plus the value."""
-
-
-def gae(
-    rewards: Sequence[float] | npt.NDArray[np.floating],
-    values: Sequence[Floats],
-    token_penalties: Sequence[Floats] | None,
-    gamma: float,
-    lam: float,
-) -> Estimates:
-    """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16).
-
-        δ_t = r_t + γ V(s_{t+1}) - V(s_t)
-        Â_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l},    R_t = Â_t + V(s_t)
-
-    `values[i][t]` is V(s_t), of the state in which token t was chosen; V is 0 behind the last
-    token, even of a truncated completion. The reward `rewards[i]` comes with the last token. Each
-    token pays its entry of `token_penalties` (KL in the reward, coefficient included). Advantages
-    are then whitened over all tokens of the step. Raises `BurnishError` for a reward that is not
-    finite.
-    """
-    scores = np.asarray(rewards, dtype=np.float64)
-    exact = [np.asarray(each, dtype=np.float64) for each in values]
-    lengths = [len(each) for each in exact]
-    penalties = token_penalties or [np.zeros(length, dtype=np.float32) for length in lengths]
-    paid = [np.asarray(each, dtype=np.float64) for each in penalties]
-    check_finite(scores - np.array([each.sum() for each in paid], dtype=np.float64))
-    deltas = np.zeros((max(lengths, default=0), len(lengths)))  # from each rollout's last token
-    for i, (value, penalty) in enumerate(zip(exact, paid, strict=True)):
-        delta = gamma * np.append(value[1:], 0.0)[: len(value)] - value - penalty
-        delta[-1:] += scores[i]
-        deltas[: lengths[i], i] = delta[::-1]
-    running = np.zeros(len(lengths))
-    for row in deltas:
-        row += gamma * lam * running
-        running = row
-    sums = [deltas[:length, i][::-1] for i, length in enumerate(lengths)]
-    returns = [(a + v).astype(np.float32) for a, v in zip(sums, exact, strict=True)]
-    flat = standardised(np.concatenate([np.zeros(0), *sums])).astype(np.float32)
-    return Estimates(np.split(flat, np.cumsum(lengths)[:-1]) if lengths else [], returns)
-
-
-def value_stats(values: Sequence[Floats], returns: Sequence[Floats]) -> Stats:
-    """Return `values/mean`, `returns/mean` and `explained_var` over a step's completion tokens.
-
-    `explained_var` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, NaN for
-    equal returns.
-    """
-    v, r = (np.concatenate([np.zeros(0), *each]) for each in (values, returns))
-    if not len(v):
-        return Stats()
-    variance = float(r.var())
-    return Stats(
-        {
-            "values/mean": Mean(float(v.sum()), len(v)),
-            "returns/mean": Mean(float(r.sum()), len(r)),
-            "explained_var": Mean(variance - float((r - v).var()), variance),
-        }
-    )

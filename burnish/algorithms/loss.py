@@ -2,7 +2,7 @@
 
 Each is pure, sees one micro-batch, and never waits for the device. It returns its part of the
 step's loss, and statistics that add up over micro-batches and ranks. The trainer prefixes the
-statistics' names (`actor/`, `critic/`, `train/`).
+statistics' names (`actor/`, `train/`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from burnish.algorithms.policy_loss import (
     log_ratio,
     old_logprobs,
 )
-from burnish.config.schema import AggregationKind, AlgorithmConfig
+from burnish.config.schema import AlgorithmConfig
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum
 
@@ -103,35 +103,3 @@ def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -
             "pg_clipfrac_lower": mean(tokens.clipped_lower),
         }
     )
-
-
-def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length: int) -> Loss:
-    """Return PPO's value loss, clipped as in OpenAI's ppo2 (arXiv 2005.12729, section 3).
-
-        ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
-
-    Without `clip` it is ½ (V_t - R_t)². It is aggregated like the policy's loss. Statistics, each a
-    mean: `vf_loss`, the loss; `vf_clipfrac`, the share of clipped tokens.
-
-    The loss raises `BurnishError` without returns, or without old values to clip.
-    """
-
-    def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-        aggregate = aggregation(kind, micro, max_response_length)
-        mask = micro.loss_mask
-        returns = torch.where(mask, micro.given("returns"), 0.0)
-        values = torch.where(mask, outputs.values, 0.0)
-        losses = (values - returns).square() / 2
-        held = torch.zeros_like(mask)
-        if clip is not None:
-            old = torch.where(mask, micro.given("old_values"), 0.0)
-            moved = values - old
-            clipped = (old + moved.clamp(-clip, clip) - returns).square() / 2
-            held = (moved.abs() > clip) & (clipped > losses)  # and not by rounding
-            losses = torch.maximum(losses, clipped)
-        loss = aggregate(losses)
-        return loss, Stats(
-            vf_loss=aggregate.mean_of(loss), vf_clipfrac=Mean((held & mask).sum(), mask.sum())
-        )
-
-    return value_loss

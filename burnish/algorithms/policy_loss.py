@@ -44,6 +44,11 @@ PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tens
 """(log-probs [T] with gradient, micro-batch, settings) -> losses."""
 
 
+def selects_tokens(config: AlgorithmConfig) -> bool:
+    """Return whether the policy loss needs `MicroBatch.selected`."""
+    return config.top_entropy is not None or config.policy_loss in ("clip_cov", "kl_cov")
+
+
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
     """Return the loss that `algorithm.policy_loss` names.
 

@@ -15,11 +15,6 @@ _Array = npt.NDArray[np.floating]
 _Chosen = npt.NDArray[np.bool_]
 
 
-def selects_tokens(config: AlgorithmConfig) -> bool:
-    """Return whether the policy loss needs `MicroBatch.selected`."""
-    return config.top_entropy is not None or config.policy_loss in ("clip_cov", "kl_cov")
-
-
 def select_tokens(
     logprobs: _Array, entropies: _Array, advantages: _Array, config: AlgorithmConfig, seed: int
 ) -> _Chosen:

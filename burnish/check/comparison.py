@@ -26,10 +26,16 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, LossFn, Part
 from burnish.errors import BurnishError
 from burnish.models.lora.adapter import Adapter
-from burnish.models.meta_init import build_on_meta, count_flops, materialize, plain_model
+from burnish.models.meta_init import (
+    build_on_meta,
+    count_flops,
+    has_value_head,
+    materialize,
+    plain_model,
+)
 from burnish.models.names import Region, is_matrix, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
-from burnish.models.value_head import has_value_head, value_head
+from burnish.models.value_head import value_head
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
 
@@ -338,7 +344,7 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
         total += float(value.detach())
         said = torch.cat([found.logprobs, found.values]).detach().cpu()
         outputs |= _by_sequence(micro, numbers, said)
-        rows = torch.from_numpy(plan.rows.tree.rows)
+        rows = torch.from_numpy(plan.tree.rows)
         for name, (made, *_) in calls.items():
             if len(made) == len(plan.positions):
                 modules.setdefault(name, {}).update(_by_sequence(micro, numbers, made[rows]))

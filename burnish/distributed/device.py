@@ -12,10 +12,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,9 +23,6 @@ _MEASURE_SECONDS = 0.5
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 
 _WITHOUT_FP64 = frozenset({"mps", "npu"})
-
-_ALLOCATOR_EVENTS = 100_000
-# Only the newest events are kept; one takes a few KB of host memory.
 
 _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 # mallopt(3): M_MMAP_MAX 0, M_TRIM_THRESHOLD off, M_TOP_PAD 256 MiB.
@@ -208,33 +202,3 @@ def keep_freed_pages() -> None:
     if mallopt is not None:
         for parameter, value in _MALLOC_SETTINGS:
             mallopt(parameter, value)
-
-
-@contextmanager
-def recording_allocations(device: torch.device) -> Iterator[None]:
-    """Record allocations and frees, with their Python stacks, inside the block.
-
-    Costs about 2 µs an allocation (torch's figure) and up to some hundred MB of host memory. Does nothing where the
-    backend cannot.
-    """
-    record = getattr(_memory_of(device), "_record_memory_history", None)
-    if record is None:
-        yield
-        return
-    record("all", context="alloc", stacks="python", max_entries=_ALLOCATOR_EVENTS)
-    try:
-        yield
-    finally:
-        record(None)
-
-
-def write_snapshot(device: torch.device, path: Path) -> bool:
-    """Write a snapshot for https://pytorch.org/memory_viz; return False if the backend has none. Raises `OSError`."""
-    dump = getattr(_memory_of(device), "_dump_snapshot", None)
-    if dump is not None:
-        dump(str(path))
-    return dump is not None
-
-
-def _memory_of(device: torch.device) -> Any:
-    return getattr(torch.get_device_module(device), "memory", None)

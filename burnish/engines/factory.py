@@ -12,7 +12,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.torch import parallelize
 from burnish.engines.torch.torch_engine import TorchEngine
-from burnish.models.routing import has_routers
+from burnish.models.meta_init import has_routers
 
 _MEGATRON = "burnish.engines.megatron"
 

@@ -51,13 +51,6 @@ def parked(
         synchronize(device)
 
 
-def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return zeros in the shape of a tensor, beside it or in the arena."""
-    if arena is None:
-        return torch.zeros_like(tensor, dtype=dtype)
-    return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
-
-
 def step_in_waves(
     optimizer: Any,
     gradients: Sequence[tuple[Tensor, Tensor | None]],

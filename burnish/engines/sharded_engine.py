@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeVar
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig
@@ -20,11 +20,13 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.models.flops import Passed
-from burnish.models.routing import Routing, TokenRows
+from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum
 
 T = TypeVar("T")
+
+_ROUTING = "burnish.models.routing"
 
 
 class _CountsSteps(Protocol):
@@ -72,23 +74,40 @@ class ShardedEngine(ABC):
     ) -> list[TokenOutputs]:
         """See `Engine.forward`."""
 
-    def _balanced(
-        self, batch: Batch, routers: int, experts: int, chosen: int
-    ) -> tuple[Batch, Tensor | None, Stats]:
+    @abstractmethod
+    def _router_sizes(self) -> tuple[int, int, int]:
+        """Return the number of routers, of each one's experts, and of those that it chooses for a token; zeros for a dense model."""
+
+    def _balanced(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
 
-        Each of `routers` chooses `chosen` of `experts`. Imbalance is the load of a router's busiest expert over the mean load, averaged
-        over routers. Without a router loss return the batch alone.
+        Imbalance is the load of a router's busiest expert over the mean load, averaged over routers. Without a router loss return the
+        batch alone.
         """
         is_routed = batch.is_routed  # raises if it is routed in part
         if self._config.router_aux_loss == 0:
             return batch, None, Stats()
         if not is_routed:
             batch = batch.with_experts(self.forward(batch, experts=True))
-        counts = expert_counts(batch, routers, experts, self.layout, self._device)
+        routing, (routers, experts, chosen) = import_module(_ROUTING), self._router_sizes()
+        counts = routing.expert_counts(batch, routers, experts, self.layout, self._device)
         imbalance = (counts.amax(dim=1) / counts.float().mean(dim=1)).mean()
-        factors = balance_factors(counts, self._config.router_aux_loss, chosen)
+        factors = routing.balance_factors(counts, self._config.router_aux_loss, chosen)
         return batch, factors, Stats({"moe/load_imbalance": Mean(imbalance, 1.0)})
+
+    def _routing(
+        self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool
+    ) -> tuple[Any, Any]:
+        """Return the routers' instructions for a micro-batch and its `TokenRows`; None twice if there is nothing to `record` or do."""
+        if micro.experts is None and factors is None and not record:
+            return None, None
+        module = import_module(_ROUTING)
+        rows = module.TokenRows(plan)
+        return module.Routing.of(micro, rows, self._device, factors, *self._part(plan)), rows
+
+    @abstractmethod
+    def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
+        """Return the part of a rank's rows that its routers see, and the number of ranks whose routers see the same."""
 
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
         """Return the statistics of all ranks, with `loss` and perhaps `moe/aux_loss`. Collective.
@@ -117,51 +136,3 @@ class ShardedEngine(ABC):
                 "engine.max_skipped_steps sets how many are borne",
             )
         return Stats(grad_norm=Mean(norm, 1.0), lr=Mean(lr, 1.0), skipped=Sum(float(is_skipped)))
-
-
-def expert_counts(
-    batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
-) -> Tensor:
-    """Count how often each router chose each expert on all ranks, without filler: [L, E] int64. Collective."""
-    counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
-    starts = torch.arange(routers, device=device)[:, None] * experts
-    for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
-        if micro.experts is not None and not is_filler:
-            places = micro.experts.to(device).long() + starts
-            counts += torch.bincount(places.flatten(), minlength=len(counts))
-    if layout.world > 1:
-        dist.all_reduce(counts)
-        counts //= layout.sharing
-    return counts.view(routers, experts)
-
-
-def balance_factors(counts: Tensor, coefficient: float, chosen: int) -> Tensor:
-    """Return c E f_e / (N L), [E] fp32 (see `Routing.balance`), from counts [L, E] and `chosen` experts per token."""
-    choices = counts.sum(dim=0)
-    rows = (choices.sum() / chosen).clamp(min=1)
-    return coefficient * len(choices) * choices / rows.square()
-
-
-def routing_of(
-    micro: MicroBatch,
-    rows: TokenRows,
-    device: torch.device,
-    *,
-    record: bool,
-    factors: Tensor | None,
-    part: slice = slice(None),
-    copies: int = 1,
-) -> Routing | None:
-    """Return the routers' instructions for a micro-batch; None if there are none.
-
-    They send tokens to the batch's experts, if it names any, or `record` where tokens go. `factors` add the load-balancing loss.
-    This rank's routers see `part` of the rows, as do those of `copies` ranks.
-    """
-    if micro.experts is None and factors is None and not record:
-        return None
-    routing = Routing()
-    if micro.experts is not None:
-        routing.prescribed = rows.rows_of(micro.experts)[part].to(device, non_blocking=True)
-    if factors is not None:
-        routing.balance = factors, rows.weights(device)[part] / copies
-    return routing

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,19 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from burnish.boxes.shards import Shard, ShardSource, TensorSpec
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few, refusing
 from burnish.files.safetensors import code_files
-from burnish.models.meta_init import build_on_meta, has_own_code, initialized, owned_modules
+from burnish.models.meta_init import (
+    build_on_meta,
+    has_own_code,
+    has_value_head,
+    initialized,
+    owned_modules,
+)
 from burnish.models.names import regions, tensor_specs, tied_names
-from burnish.models.value_head import has_value_head
 from burnish.records.seeds import derive_seed
 
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
@@ -101,20 +105,6 @@ def require_embeddings(hf_config: PretrainedConfig, tokenizer: PreTrainedTokeniz
             want="no more tokens than embeddings",
             do="use the model's own tokenizer, or a fresh model with a larger vocab_size",
         )
-
-
-def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:
-    """Return the source of the first weights of a model with a value head, whose configuration is `hf_config`.
-
-    A language model's directory gives the backbone, and the head is fresh. Raises as `weights_source` does.
-    """
-    if config.path is None or has_value_head(backbone := read_model_config(config)):
-        return weights_source(config, hf_config, seed)
-    has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
-    head = {spec.name for spec in tensor_specs(build_on_meta(hf_config))} - has
-    return PartlyFresh(
-        weights_source(config, backbone, seed), FreshSource(hf_config, seed), frozenset(head)
-    )
 
 
 def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
@@ -309,19 +299,3 @@ class FreshSource:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self._seed, "init", module_name))
             return initialized(module_name, module, owner, keys)
-
-
-@dataclass(frozen=True, slots=True)
-class PartlyFresh:
-    """A `ShardSource` of weights that are read, and of others that are drawn."""
-
-    read: ShardSource
-    fresh: FreshSource
-    names: frozenset[str]
-    """The tensors that are drawn."""
-
-    def fill(self, shards: Iterable[Shard]) -> None:
-        """See `ShardSource.fill`."""
-        shards = list(shards)
-        self.read.fill(shard for shard in shards if shard.spec.name not in self.names)
-        self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)

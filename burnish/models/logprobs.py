@@ -21,10 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-
-from burnish.distributed.tensor_collectives import gather_rows, join, scatter_sums
+from torch import Tensor
 
 _CPU_BLOCK_BYTES = 1 << 21
 """On a CPU the fp32 passes over a chunk run in pieces of about this size, which stay in its cache."""
@@ -65,13 +62,13 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     options: LogprobOptions,
-    part: VocabularyPart | None = None,
+    part: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
     Differentiable in `hidden` and `weight`. Rows whose outputs get no gradient cost nothing in the
-    backward pass. With `part`, `weight` has the rows of that part; the results are of the whole
-    vocabulary, and the gradient of `hidden` is the part's share. Collective then.
+    backward pass. With `part` (a `burnish.models.parts.VocabularyPart`), `weight` has its rows; the results
+    are of the whole vocabulary, and the gradient of `hidden` is the part's share. Collective then.
     """
     columns = targets if part is None else part.columns(targets)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]
@@ -86,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         columns: Tensor,
         options: LogprobOptions,
-        part: VocabularyPart | None,
+        part: Any,
     ) -> tuple[Tensor, Tensor]:
         sums, last = _softmax_sums(hidden, weight, columns, options)
         top, total, dot, chosen = sums if part is None else part.merged(sums)
@@ -249,48 +246,3 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 def _exact_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VocabularyPart:
-    """The tokens whose rows this rank holds."""
-
-    tokens: range
-    """Their ids."""
-    group: ProcessGroup
-    """The ranks that share the vocabulary."""
-
-    def columns(self, token_ids: Tensor) -> Tensor:
-        """Return this rank's row of each token [N], -1 if it is another rank's."""
-        columns = token_ids - self.tokens.start
-        return torch.where((columns >= 0) & (columns < len(self.tokens)), columns, -1)
-
-    def embed(self, embedding: nn.Module, token_ids: Tensor) -> Tensor:
-        """Return embeddings [C / ranks, H] of this rank's part of tokens [C]; `embedding` has this rank's rows. Collective."""
-        columns = self.columns(token_ids)
-        rows = embedding(columns.clamp(min=0))
-        return scatter_sums(torch.where(columns[:, None] >= 0, rows, 0), self.group)
-
-    def merged(self, sums: Tensor) -> Tensor:
-        """Return m, S, D and z_y - m [4, N] of the whole vocabulary from those of this rank's part. Collective."""
-        ranks = gather_rows(sums[None], self.group)
-        top, total, dot, chosen = ranks.unbind(dim=1)
-        highest = top.amax(dim=0)
-        lift = top - highest
-        share = lift.exp()
-        return torch.stack(
-            (
-                highest,
-                (share * total).sum(dim=0),
-                (share * (dot + total * lift)).sum(dim=0),
-                (chosen + lift).amax(dim=0),
-            )
-        )
-
-    def all_rows(self, rows: Tensor) -> Tensor:
-        """Return the hidden states of all ranks' tokens; gradients of the ranks add up. Collective."""
-        return gather_rows(rows, self.group)
-
-    def all_values(self, values: Tensor) -> Tensor:
-        """Return a number of each of all ranks' tokens. Every rank computes the same from them. Collective."""
-        return join(values, self.group)

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -24,20 +25,43 @@ from transformers import (
 from transformers.initialization import guard_torch_init_functions
 
 from burnish.errors import IncompatibleError, refusing
-from burnish.families import EXPERT_COUNTS, SIZE_FIELDS, ModelSizes
+from burnish.families import (
+    EXPERT_COUNTS,
+    SIZE_FIELDS,
+    ModelSizes,
+    family_of,
+    layers_with_experts,
+)
 from burnish.models.flops import ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
 from burnish.models.names import is_matrix
-from burnish.models.value_head import has_value_head, value_class
 
 _SENSES = re.compile("vision|audio|image|speech|video|vq")
 """In the names of configurations of what does not read text."""
+OF_SEQUENCES = "ForSequenceClassification"
+"""How names of architectures with a head for whole sequences end."""
 
 
 def has_own_code(config: PretrainedConfig) -> bool:
     """Return whether the configuration's class is code of the model's directory, read with `trust_remote_code`."""
     return type(config).__module__.startswith("transformers_modules.")
+
+
+def has_value_head(config: PretrainedConfig) -> bool:
+    """Return whether the model has a head that classifies, tokens or sequences."""
+    return any(
+        name.endswith(("ForTokenClassification", OF_SEQUENCES))
+        for name in config.architectures or ()
+    )
+
+
+def has_routers(config: PretrainedConfig) -> bool:
+    """Return whether at least one layer of the model has a router that is known."""
+    text = config.get_text_config()
+    if not family_of(text.model_type).has_router or not text.num_experts:
+        return False
+    return bool(layers_with_experts(vars(text)))
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -116,7 +140,8 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
         do="correct config.json, or model.fresh",
     ):
         if has_value_head(config):
-            made: PreTrainedModel = value_class(config)._from_config(config, dtype=torch.float32)
+            kind = import_module("burnish.models.value_head").value_class(config)
+            made: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
         else:
             made = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=has_own_code(config)

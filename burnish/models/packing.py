@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 Indices = npt.NDArray[np.int64]
 """Row numbers on the host, shape [N]."""
@@ -71,6 +72,46 @@ def _common(one: Indices, other: Indices) -> int:
     shorter = min(len(one), len(other))
     different = one[:shorter] != other[:shorter]
     return int(different.argmax()) if different.any() else shorter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deal:
+    """The tokens of each rank, of `count` in all, where several ranks share a micro-batch.
+
+    Token t goes to rank t mod ranks. Prompts cost the output layer nothing and completions do; this
+    spreads both evenly. Padding rows, which nothing reads, give every rank equally many.
+    """
+
+    rank: int
+    """This rank, among those that share the tokens."""
+    ranks: int
+    """Number of ranks that share them."""
+    count: int
+    """Tokens of all ranks."""
+    rows: int
+    """Tokens of each rank, padding included."""
+    group: ProcessGroup | None = None
+    """The ranks; None: this rank has all tokens."""
+
+    @classmethod
+    def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
+        """Divide `count` tokens among the ranks of `group`, None for this rank alone; each gets a multiple of `multiple`."""
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        rows = -(-count // (ranks * multiple)) * multiple
+        return cls(rank, ranks, count, rows, group)
+
+    def mine(self, values: Indices) -> Indices:
+        """Return this rank's part [rows] of one value per token [count]; 0 for padding."""
+        own = values[self.rank :: self.ranks]
+        return np.pad(own, (0, self.rows - len(own)))
+
+    def owner(self, tokens: Indices) -> Indices:
+        """Return the rank of each token."""
+        return tokens % self.ranks
+
+    def place(self, tokens: Indices) -> Indices:
+        """Return the row of each token on its rank."""
+        return tokens // self.ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

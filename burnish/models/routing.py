@@ -14,7 +14,7 @@ The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6
     E Σ_e f_e P_e,  f_e = choices of e / (N L),  P_e = Σ p_e / (N L),
 
 over all tokens and routers of a step. f_e has no gradient, so with f_e known the loss is a sum over tokens, and each
-router adds the gradient of its own tokens where its layer is. Left out: where f_e comes from (`burnish.engines.sharded_engine`).
+router adds the gradient of its own tokens where its layer is. `balance_factors` gives the factors of P_e.
 """
 
 from __future__ import annotations
@@ -25,25 +25,21 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.distributed.layout import Layout
 from burnish.distributed.tensor_collectives import join, uncompiled
 from burnish.errors import IncompatibleError, UsageError
-from burnish.families import family_of, layers_with_experts, names_of
-from burnish.models.kernels.ulysses import Deal
-from burnish.models.packing import Indices, PrefixTree, on_device
+from burnish.families import family_of, names_of
+from burnish.models.meta_init import has_routers
+from burnish.models.packing import Indices, on_device
+from burnish.models.scorer import ScoringPlan
+from burnish.records import Batch, MicroBatch
 
 _LEAST = 1e-30
 # Of a sum of probabilities to divide by: experts of no probability get no weight, and a finite gradient.
-
-
-def has_routers(hf_config: PretrainedConfig) -> bool:
-    """Return whether at least one layer of the model has a router that is known."""
-    text = hf_config.get_text_config()
-    if not family_of(text.model_type).has_router or not text.num_experts:
-        return False
-    return bool(layers_with_experts(vars(text)))
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
@@ -75,6 +71,28 @@ class Routing:
     """By router: the experts [R, k] that rows have gone to."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By router: its part of the load-balancing loss, a scalar without gradient."""
+
+    @classmethod
+    def of(
+        cls,
+        micro: MicroBatch,
+        rows: TokenRows,
+        device: torch.device,
+        factors: Tensor | None,
+        part: slice = slice(None),
+        copies: int = 1,
+    ) -> Routing:
+        """Return the routers' instructions for a micro-batch.
+
+        They send tokens to the batch's experts, if it names any. `factors` add the load-balancing loss. This rank's routers see
+        `part` of the rows, as do those of `copies` ranks.
+        """
+        routing = cls()
+        if micro.experts is not None:
+            routing.prescribed = rows.rows_of(micro.experts)[part].to(device, non_blocking=True)
+        if factors is not None:
+            routing.balance = factors, rows.weights(device)[part] / copies
+        return routing
 
     def settle(self, router: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Write down the `experts` [R, k] of a router with these `logits` [R, E].
@@ -209,35 +227,55 @@ class _WithLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The one of this rank's R rows in which each of T tokens is computed."""
+    """The one of this rank's R rows in which each of the T tokens of a plan is computed."""
 
-    tree: PrefixTree
-    """Tokens that are computed together."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence."""
-    deal: Deal
-    """The computed ones of this rank."""
+    plan: ScoringPlan
 
     @cached_property
     def _sources(self) -> Indices:
         """Return for each computed row [C] one of its tokens. Avoid the last of a sequence, which generators do not compute."""
-        last = np.cumsum(self.lengths) - 1
-        others = np.delete(np.arange(len(self.tree.rows)), last)
-        sources = self.tree.computed.copy()
-        sources[self.tree.rows[others]] = others
+        tree = self.plan.tree
+        last = np.cumsum(self.plan.lengths) - 1
+        others = np.delete(np.arange(len(tree.rows)), last)
+        sources = tree.computed.copy()
+        sources[tree.rows[others]] = others
         return sources
 
     def rows_of(self, values: Tensor) -> Tensor:
         """Return this rank's rows [R, ...] of `values` [T, ...]; filler has those of some token."""
-        return values.index_select(0, on_device(self.deal.mine(self._sources), values.device))
+        return values.index_select(0, on_device(self.plan.deal.mine(self._sources), values.device))
 
     def weights(self, device: torch.device) -> Tensor:
         """Return the number of tokens of each row, [R] fp32; 0 for filler."""
-        return on_device(self.deal.mine(np.bincount(self.tree.rows)), device).float()
+        return on_device(self.plan.deal.mine(np.bincount(self.plan.tree.rows)), device).float()
 
     def tokens_of(self, values: Tensor) -> Tensor:
         """Return integers of all tokens [T, ...] from those of this rank's rows [R, ...]. Collective where ranks share the tokens."""
-        if self.deal.group is not None:  # as bytes, since not every backend sends int16
-            values = join(values.view(torch.uint8), self.deal.group).view(values.dtype)
-        rows = self.deal.owner(self.tree.rows) * self.deal.rows + self.deal.place(self.tree.rows)
+        deal, tokens = self.plan.deal, self.plan.tree.rows
+        if deal.group is not None:  # as bytes, since not every backend sends int16
+            values = join(values.view(torch.uint8), deal.group).view(values.dtype)
+        rows = deal.owner(tokens) * deal.rows + deal.place(tokens)
         return values.index_select(0, on_device(rows, values.device))
+
+
+def expert_counts(
+    batch: Batch, routers: int, experts: int, layout: Layout, device: torch.device
+) -> Tensor:
+    """Count how often each router chose each expert on all ranks, without filler: [L, E] int64. Collective."""
+    counts = torch.zeros(routers * experts, dtype=torch.int64, device=device)
+    starts = torch.arange(routers, device=device)[:, None] * experts
+    for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
+        if micro.experts is not None and not is_filler:
+            places = micro.experts.to(device).long() + starts
+            counts += torch.bincount(places.flatten(), minlength=len(counts))
+    if layout.world > 1:
+        dist.all_reduce(counts)
+        counts //= layout.sharing
+    return counts.view(routers, experts)
+
+
+def balance_factors(counts: Tensor, coefficient: float, chosen: int) -> Tensor:
+    """Return c E f_e / (N L), [E] fp32 (see `Routing.balance`), from counts [L, E] and `chosen` experts per token."""
+    choices = counts.sum(dim=0)
+    rows = (choices.sum() / chosen).clamp(min=1)
+    return coefficient * len(choices) * choices / rows.square()

@@ -6,6 +6,9 @@ The head is inside this one forward, so whoever shards this module gathers the h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +21,9 @@ from burnish.errors import IncompatibleError
 from burnish.families import family_of
 from burnish.models.flops import Passed
 from burnish.models.kernels.attention import Attends, PackedLayout
-from burnish.models.kernels.ulysses import Deal
-from burnish.models.logprobs import LogitTransform, LogprobOptions, VocabularyPart, token_logprobs
-from burnish.models.meta_init import position_limit
-from burnish.models.packing import PrefixTree, RowMap, on_device
-from burnish.models.routing import Routers, Routing, TokenRows
-from burnish.models.value_head import has_value_head, state_values, value_head
+from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
+from burnish.models.meta_init import has_value_head, position_limit
+from burnish.models.packing import Deal, PrefixTree, RowMap, on_device
 from burnish.records import TokenOutputs
 
 
@@ -36,10 +36,8 @@ class Scorer(nn.Module):
         self.model = model
         self.chunk = chunk
         self._position_limit = position_limit(model.config)
-        self.vocabulary: VocabularyPart | None = None
-        """The tokens whose rows embedding and output layer have, if not all."""
-        self.routers = Routers(model)
-        """They choose experts for its tokens."""
+        self.vocabulary: Any = None
+        """The tokens whose rows embedding and output layer have, if not all: a `burnish.models.parts.VocabularyPart`."""
         self.scores_values = has_value_head(model.config)
         if self.scores_values:
             return
@@ -53,12 +51,17 @@ class Scorer(nn.Module):
                 do="train a model of another family",
             )
 
+    @cached_property
+    def routers(self) -> Any:
+        """What chooses experts for its tokens: `burnish.models.routing.Routers`."""
+        return import_module("burnish.models.routing").Routers(self.model)
+
     def forward(
-        self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
+        self, plan: ScoringPlan, temperature: float = 1.0, routing: Any = None
     ) -> TokenOutputs:
         """Score the tokens that the plan names; `temperature` divides the logits, where there are any.
 
-        `routing` says what the routers do, where they are not left alone.
+        `routing`, a `burnish.models.routing.Routing`, says what the routers do, where they are not left alone.
         Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
         entries that the plan does not name hold 0.
         """
@@ -84,7 +87,8 @@ class Scorer(nn.Module):
             routing=routing,
         ).last_hidden_state[0]
         if self.scores_values:
-            values = state_values(hidden, value_head(self.model))
+            heads = import_module("burnish.models.value_head")
+            values = heads.state_values(hidden, heads.value_head(self.model))
             values = values if part is None else part.all_values(values)
             return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
         states = plan.predictors.take(hidden if part is None else part.all_rows(hidden))
@@ -119,10 +123,12 @@ class ScoringPlan:
     """[M], the computed token of each token that is scored, among those of all ranks."""
     scored: Tensor
     """[M] int64, the tokens that are scored."""
-    total: int
-    """T."""
-    rows: TokenRows
-    """The computed token of this rank for each of the T."""
+    tree: PrefixTree
+    """The computed token that each of the T equals."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    deal: Deal
+    """The computed tokens of each rank."""
     passed: Passed
     """Counts for all ranks together that share these tokens."""
 
@@ -157,14 +163,15 @@ class ScoringPlan:
         return cls(
             input_ids=on_device(deal.mine(ids[tree.computed]), device),
             positions=on_device(deal.mine(positions), device),
-            packing=deal.attention(packing),
+            packing=attention_of_part(packing, deal),
             predictors=RowMap.of(deal.place(predictors[own]), device),
             targets=on_device(targets[own], device),
             predicted=on_device(predicted[own], device),
             results=RowMap.of(tree.rows[scored], device),
             scored=on_device(scored, device),
-            total=len(ids),
-            rows=TokenRows(tree, tuple(lengths), deal),
+            tree=tree,
+            lengths=tuple(lengths),
+            deal=deal,
             passed=Passed(len(tree.computed), len(predicted), packing.lengths),
         )
 
@@ -173,12 +180,19 @@ class ScoringPlan:
 
         Collective where ranks share the tokens.
         """
-        deal = self.rows.deal
-        predictions = values.new_zeros(deal.count).index_copy(0, self.predicted, values)
-        if deal.group is not None:
-            predictions = add_up(predictions, deal.group)
+        predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
+        if self.deal.group is not None:
+            predictions = add_up(predictions, self.deal.group)
         taken = self.results.take(predictions)
-        return values.new_zeros(self.total).index_copy(0, self.scored, taken)
+        return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, taken)
+
+
+def attention_of_part(packing: Attends, deal: Deal) -> Attends:
+    """Return attention for the tokens of this rank, where `packing` is attention for all tokens."""
+    if deal.group is None and deal.rows == deal.count:
+        return packing
+    shared: Attends = import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
+    return shared
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:

@@ -20,14 +20,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from burnish.errors import IncompatibleError
+from burnish.models.meta_init import OF_SEQUENCES, has_value_head
 
 _SUFFIX = "ForTokenClassification"
-_OF_SEQUENCES = "ForSequenceClassification"
-
-
-def has_value_head(config: PretrainedConfig) -> bool:
-    """Return whether the model has a head that classifies, tokens or sequences."""
-    return any(name.endswith((_SUFFIX, _OF_SEQUENCES)) for name in config.architectures or ())
 
 
 def value_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -52,7 +47,7 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     `IncompatibleError` for a model that is not one of transformers' language models.
     """
     mappings = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
-    if any(name.endswith(_OF_SEQUENCES) for name in config.architectures or ()):
+    if any(name.endswith(OF_SEQUENCES) for name in config.architectures or ()):
         mappings.insert(0, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     for mapping in mappings:
         if type(config) in mapping:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from burnish.algorithms.loss import value_loss_fn
+from transformers import PretrainedConfig
+
+from burnish.algorithms.critic import value_loss_fn
 from burnish.algorithms.schedule import learning_rate
+from burnish.boxes.shards import Shard, ShardSource
+from burnish.config.schema import ModelConfig
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
-from burnish.models.loading import read_model_config, require_embeddings, value_source
-from burnish.models.meta_init import count_flops
+from burnish.models.loading import (
+    FreshSource,
+    read_model_config,
+    require_embeddings,
+    weights_source,
+)
+from burnish.models.meta_init import build_on_meta, count_flops, has_value_head
+from burnish.models.names import tensor_specs
 from burnish.models.value_head import value_config
 from burnish.records import Batch
 from burnish.tracking.stats import Stats
+from burnish.train.policy_update import CRITIC
 from burnish.train.setup import Foundation, Learner, make_engine, prove
-
-CRITIC = "critic"
-"""Its role in a checkpoint, and the prefix of its metrics."""
 
 
 def critic_foundation(policy: Foundation) -> Foundation:
@@ -72,3 +81,32 @@ class Critic:
         stats = engine.forward_backward(batch.without_experts(), loss)
         stats = stats.merge(engine.optim_step(learning_rate(step, self.total_steps, optim)))
         return stats.prefixed(f"{CRITIC}/")
+
+
+def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:
+    """Return the source of the first weights of a model with a value head, whose configuration is `hf_config`.
+
+    A language model's directory gives the backbone, and the head is fresh. Raises as `weights_source` does.
+    """
+    if config.path is None or has_value_head(backbone := read_model_config(config)):
+        return weights_source(config, hf_config, seed)
+    has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
+    head = {spec.name for spec in tensor_specs(build_on_meta(hf_config))} - has
+    read, fresh = weights_source(config, backbone, seed), FreshSource(hf_config, seed)
+    return PartlyFresh(read, fresh, frozenset(head))
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyFresh:
+    """A `ShardSource` of weights that are read, and of others that are drawn."""
+
+    read: ShardSource
+    fresh: FreshSource
+    names: frozenset[str]
+    """The tensors that are drawn."""
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """See `ShardSource.fill`."""
+        shards = list(shards)
+        self.read.fill(shard for shard in shards if shard.spec.name not in self.names)
+        self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)

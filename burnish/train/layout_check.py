@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from burnish.algorithms.loss import policy_loss_fn, sft_loss, value_loss_fn
+from burnish.algorithms.critic import value_loss_fn
+from burnish.algorithms.loss import policy_loss_fn, sft_loss
 from burnish.check.comparison import LONGEST, Material, compared, report, require_equal
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import RunConfig

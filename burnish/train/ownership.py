@@ -24,7 +24,6 @@ from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import (
     device_name,
     peak_memory,
-    recording_allocations,
     reset_peak_memory,
     synchronize,
 )
@@ -108,7 +107,8 @@ def open_run(
             if layout.is_main:
                 _claim(session)
         if config.tracking.allocations:
-            stack.enter_context(recording_allocations(device))
+            memory = import_module("burnish.train.out_of_memory")
+            stack.enter_context(memory.recording_allocations(device))
         try:
             yield session
         except RuntimeError as error:  # torch.OutOfMemoryError is one

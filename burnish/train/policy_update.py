@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import (
-    ScoredRollouts,
-    advantages,
-    gae,
-    load_advantage,
-    value_stats,
-)
+from burnish.algorithms.advantages import ScoredRollouts, advantages, load_advantage
 from burnish.algorithms.kl import kl_penalty
-from burnish.algorithms.token_selection import select_tokens, selects_tokens
+from burnish.algorithms.policy_loss import selects_tokens
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import order
@@ -29,12 +24,14 @@ from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
-from burnish.train.critic import CRITIC, Critic
 
 Groups = Sequence[Sequence[Rollout]]
 """The rollouts of a step, by prompt."""
 Forward = Callable[[Batch], list[TokenOutputs]]
 """Scores a batch, as `Engine.forward` does."""
+CRITIC = "critic"
+"""The critic's role in a checkpoint, and the prefix of its metrics."""
+_CRITIC = "burnish.algorithms.critic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,8 @@ class Credit:
         """How good the critic was, as `critic/...`; nothing without one."""
         if self.values is None or self.returns is None:
             return Stats()
-        return value_stats(self.values, self.returns).prefixed(f"{CRITIC}/")
+        stats: Stats = import_module(_CRITIC).value_stats(self.values, self.returns)
+        return stats.prefixed(f"{CRITIC}/")
 
     def by_name(self) -> dict[str, list[Floats]]:
         """The arrays by their names in an `Example`, those that there are."""
@@ -77,7 +75,8 @@ class PolicyUpdate:
     engine: Engine
     reference: Forward | None
     """Scores by the model that training started from; None where no KL term wants it."""
-    critic: Critic | None
+    critic: Any
+    """A `burnish.train.critic.Critic`; None without one."""
     costs: ModelFlops
     """What sequences cost in an update, by which batches are balanced."""
     config: RunConfig
@@ -101,6 +100,7 @@ class PolicyUpdate:
         if kind == "gae":
             values = self._values(rollouts)
             critic = self.config.critic
+            gae = import_module(_CRITIC).gae
             found = gae(rewards, values, penalties, critic.gamma, critic.lam)
             return Credit(found.advantages, found.returns, values, logprobs, measured)
         scored = ScoredRollouts.of(
@@ -190,9 +190,8 @@ class PolicyUpdate:
         trained = table[:, 3] > 0
         chosen = np.zeros(len(table), dtype=bool)
         logprobs, entropies, advantages_of = table[trained, :3].T
-        chosen[trained] = select_tokens(
-            logprobs, entropies, advantages_of, self.config.algorithm, seed
-        )
+        select = import_module("burnish.algorithms.token_selection").select_tokens
+        chosen[trained] = select(logprobs, entropies, advantages_of, self.config.algorithm, seed)
         ends = np.cumsum([len(row) for row in rows.values()])
         by_number = dict(zip(rows, np.split(chosen, ends[:-1]), strict=True)) if rows else {}
         microbatches = []
@@ -252,7 +251,7 @@ class PolicyUpdate:
     def _values(self, rollouts: Sequence[Rollout]) -> list[Floats]:
         if self.critic is None:
             raise ValueError("generalized advantage estimation needs a critic")
-        engine = self.critic.learner.engine
+        engine: Engine = self.critic.learner.engine
 
         def values(batch: Batch) -> list[Floats]:
             return [_numbers(output.values) for output in engine.forward(batch.without_experts())]

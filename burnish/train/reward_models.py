@@ -30,8 +30,7 @@ from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
-from burnish.models.meta_init import count_flops
-from burnish.models.value_head import has_value_head
+from burnish.models.meta_init import count_flops, has_value_head
 from burnish.records import Example, Rollout, TokenIds
 from burnish.train.collect import Judge
 from burnish.train.setup import Foundation, prove

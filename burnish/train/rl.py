@@ -25,10 +25,9 @@ from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.stats import Max, Stats
 from burnish.train.collect import GroupSampler, Judge
-from burnish.train.critic import CRITIC, Critic
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import Session, open_run
-from burnish.train.policy_update import PolicyUpdate, policy_stats
+from burnish.train.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.train.run import Run, Validation, counted
 from burnish.train.setup import (
     Foundation,
@@ -132,7 +131,8 @@ def _models(
     engine = make_engine(foundation, config.optim)
     learners, critic = {MAIN: Learner(engine, foundation)}, None
     if config.algorithm.advantage == "gae":
-        critic = Critic.make(foundation, total_steps, engine)
+        made = import_module("burnish.train.critic").Critic.make
+        critic = made(foundation, total_steps, engine)
         learners[CRITIC] = critic.learner
     run = Run(session, learners, inputs, total_steps)
     judge: Judge = list

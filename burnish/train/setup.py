@@ -31,9 +31,7 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.meta_init import count_flops, kept_in_fp32
-from burnish.models.routing import require_routers
-from burnish.models.value_head import has_value_head
+from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.builtin.forward import InferenceModel
@@ -151,7 +149,8 @@ def lay_foundation(
     layout, device = layout or Layout(), device or torch.device("cpu")
     prove(hf_config, layout, device, lora=config.model.adapter, generates=config.reward.given)
     if config.algorithm.router_replay != "none":
-        require_routers(hf_config, "algorithm.router_replay")
+        routing = import_module("burnish.models.routing")
+        routing.require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
     origin = given.path if given and given.path != config.model.path else None
     source: ShardSource = base

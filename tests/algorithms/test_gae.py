@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms.advantages import EPSILON, gae, value_stats
+from burnish.algorithms.advantages import EPSILON
+from burnish.algorithms.critic import gae, value_stats
 from burnish.errors import BurnishError
 
 

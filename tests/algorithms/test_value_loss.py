@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.algorithms.loss import value_loss_fn
+from burnish.algorithms.critic import value_loss_fn
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
 

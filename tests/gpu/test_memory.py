@@ -12,15 +12,12 @@ from tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.distributed.device import (
-    recording_allocations,
-    total_memory,
-    write_snapshot,
-)
+from burnish.distributed.device import total_memory
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.loading import SafetensorsSource
+from burnish.train.out_of_memory import recording_allocations, write_snapshot
 
 
 def allocated(device: torch.device) -> int:

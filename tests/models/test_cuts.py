@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from burnish.models.meta_init import build_on_meta
-from burnish.models.names import Cut, cut_regions, regions
+from burnish.models.names import regions
+from burnish.models.parts import Cut, cut_regions
 
 SIZES = st.integers(1, 12)
 

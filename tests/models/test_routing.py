@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,16 @@ from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 from burnish.boxes.box import whole
-from burnish.engines.sharded_engine import balance_factors
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.kernels.ulysses import Deal
-from burnish.models.meta_init import build_on_meta, materialize
+from burnish.models.meta_init import build_on_meta, has_routers, materialize
 from burnish.models.names import model_shards
-from burnish.models.packing import PrefixTree
+from burnish.models.packing import Deal, PrefixTree
 from burnish.models.routing import (
     Routers,
     Routing,
     TokenRows,
     _Router,
-    has_routers,
+    balance_factors,
     index_dtype,
     require_routers,
 )
@@ -130,7 +129,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
         ]
     )
     factors = balance_factors(counts, 0.5, scorer.routers.chosen)
-    routing = Routing(None, (factors, plan.rows.weights(CPU)))
+    routing = Routing(None, (factors, TokenRows(plan).weights(CPU)))
     scorer.zero_grad()
     scorer(plan, 1.0, routing).logprobs.sum().backward()
 
@@ -165,7 +164,9 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
     count = len(tree.computed)
     deals = [Deal(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
     tokens = torch.arange(sum(lengths))[:, None]
-    found = [TokenRows(tree, tuple(lengths), deal) for deal in deals]
+    found = [
+        TokenRows(SimpleNamespace(tree=tree, lengths=tuple(lengths), deal=deal)) for deal in deals
+    ]
     weights = torch.stack([rows.weights(CPU) for rows in found], dim=1).flatten()
     last = set((np.cumsum(lengths) - 1).tolist())
     for rank, rows in enumerate(found):

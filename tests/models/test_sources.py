@@ -200,6 +200,7 @@ class TestFresh:
         ours = build_on_meta(config)
         materialize(ours, CPU)
         FreshSource(config, seed=1).fill(model_shards(ours))
+        torch.manual_seed(0)
         theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         values = dict(ours.named_parameters())
         for name, parameter in theirs.named_parameters():

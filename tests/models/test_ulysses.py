@@ -11,7 +11,9 @@ from torch import Tensor
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.models.kernels.attention import PackedLayout
-from burnish.models.kernels.ulysses import Deal, Ulysses, _repeats
+from burnish.models.kernels.ulysses import Ulysses, _repeats
+from burnish.models.packing import Deal
+from burnish.models.scorer import attention_of_part
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 9, 2)
@@ -41,7 +43,7 @@ def test_alone_nothing_is_divided() -> None:
     deal = Deal.of(7)
     assert (deal.rank, deal.ranks, deal.rows) == (0, 1, 7)
     packing = PackedLayout.of(LENGTHS, CPU)
-    assert deal.attention(packing) is packing
+    assert attention_of_part(packing, deal) is packing
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> lis
     found = []
     for heads, key_heads, window in cases:
         deal = Deal.of(sum(LENGTHS), group)
-        packing = deal.attention(PackedLayout.of(LENGTHS, CPU))
+        packing = attention_of_part(PackedLayout.of(LENGTHS, CPU), deal)
         assert isinstance(packing, Ulysses)
         rows = torch.from_numpy(deal.mine(np.arange(sum(LENGTHS))))
         *parts, upstream = (part[:, :, rows] for part in inputs(heads, key_heads))

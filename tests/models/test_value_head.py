@@ -25,13 +25,13 @@ from burnish.models.loading import (
     SafetensorsSource,
     read_model_config,
     save_model_assets,
-    value_source,
 )
-from burnish.models.meta_init import build_on_meta, materialize
+from burnish.models.meta_init import build_on_meta, has_value_head, materialize
 from burnish.models.names import model_shards, tensor_specs
-from burnish.models.value_head import has_value_head, state_values, value_class, value_config
+from burnish.models.value_head import state_values, value_class, value_config
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
+from burnish.train.critic import value_source
 
 CPU = torch.device("cpu")
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
-from burnish.models.logprobs import LogitTransform, LogprobOptions, VocabularyPart, token_logprobs
-from burnish.models.names import Cut
+from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
+from burnish.models.parts import Cut, VocabularyPart
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, TOKENS, RANKS = 11, 6, 9, 3

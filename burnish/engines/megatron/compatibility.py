@@ -10,9 +10,8 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import require_divisible
 from burnish.errors import UsageError
 from burnish.families import ModelShape, family_of, names_of
-from burnish.models.meta_init import model_sizes
+from burnish.models.meta_init import has_value_head, model_sizes
 from burnish.models.routing import require_routers
-from burnish.models.value_head import has_value_head
 
 
 def llama_shape(hf_config: PretrainedConfig) -> ModelShape:

@@ -37,8 +37,8 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
-from burnish.engines.offload import step_in_waves, zero_slot
-from burnish.engines.optim.optimizer import SLOTS, moments_dtype
+from burnish.engines.offload import step_in_waves
+from burnish.engines.optim.optimizer import SLOTS, moments_dtype, zero_slot
 from burnish.families import ModelSizes
 from burnish.models.megatron_names import Seat, regions_of, stacked
 from burnish.models.meta_init import model_sizes

@@ -33,11 +33,11 @@ from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages
 from burnish.engines.offload import parked
-from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
+from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.errors import IncompatibleError
+from burnish.models.meta_init import has_value_head
 from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
 from burnish.models.scorer import ScoringPlan
-from burnish.models.value_head import has_value_head
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
@@ -53,6 +53,8 @@ class _Planned:
     temperature: float
     routing: Routing | None
     """What routers do; None: nothing out of the ordinary."""
+    rows: TokenRows | None
+    """With `routing`: where its tokens are computed."""
     micro: MicroBatch | None
     """None for one that fills a round up and counts for nothing."""
 
@@ -106,7 +108,7 @@ class MegatronEngine(ShardedEngine):
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""
         trained(self._optimizer)
-        batch, factors, of_experts = self._balanced(batch, *self._routers)
+        batch, factors, of_experts = self._balanced(batch)
         self._require_routers(batch.microbatches)
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         routings: list[Routing] = []
@@ -145,8 +147,8 @@ class MegatronEngine(ShardedEngine):
         def planned() -> Iterator[_Planned]:
             for micro in batch.microbatches:
                 made = self._planned(micro, record=experts)
-                if experts and made.routing is not None:
-                    recorded.append((made.routing.chosen, made.plan.rows))
+                if experts and made.routing is not None and made.rows is not None:
+                    recorded.append((made.routing.chosen, made.rows))
                 yield made
 
         def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
@@ -245,21 +247,21 @@ class MegatronEngine(ShardedEngine):
     ) -> _Planned:
         ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
         plan = ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
-        tensor, own = self.mesh.groups.tp.rank(), plan.rows.deal.rows // self.mesh.groups.tp.size()
-        routing = routing_of(
-            micro,
-            plan.rows,
-            self._device,
-            record=record,
-            factors=factors,
-            part=slice(tensor * own, (tensor + 1) * own),
-        )
-        return _Planned(plan, micro.temperature, routing, micro)
+        routing, rows = self._routing(micro, plan, factors, record=record)
+        return _Planned(plan, micro.temperature, routing, rows, micro)
+
+    def _router_sizes(self) -> tuple[int, int, int]:
+        return self._routers
+
+    def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
+        tensor = self.mesh.groups.tp
+        own = plan.deal.rows // tensor.size()
+        return slice(tensor.rank() * own, (tensor.rank() + 1) * own), 1
 
     def _filler(self) -> _Planned:
         ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
         plan = ScoringPlan.of(ids, ends, None, self._device, *self._sharing)
-        return _Planned(plan, 1.0, None, None)
+        return _Planned(plan, 1.0, None, None, None)
 
     def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
         """Raise `IncompatibleError` for prescribed experts that are not of this model, or if there are none to `record`."""
@@ -278,7 +280,7 @@ class MegatronEngine(ShardedEngine):
     def _record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
         """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""
         (routers, experts, chosen_of_each), tensor = self._routers, self.mesh.groups.tp
-        own = rows.deal.rows // tensor.size()
+        own = rows.plan.deal.rows // tensor.size()
         kind = index_dtype(experts)
         found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self._device)
         for number, of_router in chosen.items():

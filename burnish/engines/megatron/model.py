@@ -53,10 +53,12 @@ from burnish.engines.megatron.modules import (
 )
 from burnish.families import ModelShape
 from burnish.models.kernels.fused import rotation_of
-from burnish.models.logprobs import LogprobOptions, VocabularyPart, token_logprobs
+from burnish.models.logprobs import LogprobOptions, token_logprobs
+from burnish.models.meta_init import has_value_head
+from burnish.models.parts import VocabularyPart
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan
-from burnish.models.value_head import has_value_head, head_has_bias, state_values
+from burnish.models.value_head import head_has_bias, state_values
 from burnish.records import TokenOutputs
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {

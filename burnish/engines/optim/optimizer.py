@@ -17,7 +17,6 @@ from burnish.config.schema import OptimConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.engines.offload import step_in_waves, zero_slot
 from burnish.models.names import Region, is_matrix, model_shards
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -32,6 +31,13 @@ def local(tensor: Tensor) -> Tensor:
 def moments_dtype(config: OptimConfig) -> torch.dtype:
     """Return the dtype of AdamW's slots between steps; in a step they are fp32."""
     return torch.bfloat16 if config.moments == "bf16" else torch.float32
+
+
+def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros in the shape of a tensor, beside it or in the arena."""
+    if arena is None:
+        return torch.zeros_like(tensor, dtype=dtype)
+    return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
 
 
 class ShardedOptimizer:
@@ -123,7 +129,8 @@ class ShardedOptimizer:
             if name in gradients and tensor.numel() > 0
         ]
         if self._rests:
-            step_in_waves(self._adamw, pairs, SLOTS, self.steps)
+            waves = import_module("burnish.engines.offload").step_in_waves
+            waves(self._adamw, pairs, SLOTS, self.steps)
         else:
             for tensor, gradient in pairs:
                 tensor.grad = gradient

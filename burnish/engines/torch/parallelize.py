@@ -29,8 +29,6 @@ from burnish.distributed.layout import require_divisible
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import compute_dtype
 from burnish.models.meta_init import model_sizes
-from burnish.models.names import Cut
-from burnish.models.routing import require_routers
 from burnish.models.scorer import Scorer
 
 Run = Callable[..., Any]
@@ -59,7 +57,8 @@ _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
     """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known."""
     if config.router_aux_loss:
-        require_routers(hf_config, "engine.router_aux_loss")
+        routing = import_module("burnish.models.routing")
+        routing.require_routers(hf_config, "engine.router_aux_loss")
     if config.tensor_parallel > 1:
         import_module(_TENSOR_PARALLEL).layer_plan(hf_config)
     require_divisible(model_sizes(hf_config), config)
@@ -104,13 +103,13 @@ def parallelize(
     config: EngineConfig,
     mesh: Mesh,
     around: Callable[[Run], Run] | None = None,
-) -> dict[str, Cut]:
-    """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts.
+) -> dict[str, Any]:
+    """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.Cut`).
 
     Each decoder layer is one group of FSDP2. Copies of the model (HSDP) are sharded over neighbouring ranks. Main weights keep their
     dtype; gradients are summed over all ranks in fp32.
     """
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, Any] = {}
     if mesh.tensor is not None:
         cuts = import_module(_TENSOR_PARALLEL).share_matrices(scorer, mesh.tensor)
     keep_activations(scorer.model, config, around)

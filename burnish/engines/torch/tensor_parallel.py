@@ -21,9 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.distributed.tensor_collectives import gather_rows, scatter_sums
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.logprobs import VocabularyPart
 from burnish.models.lora.adapter_config import plain_names
-from burnish.models.names import Cut, is_matrix
+from burnish.models.names import is_matrix
+from burnish.models.parts import Cut, VocabularyPart
 from burnish.models.scorer import Scorer
 
 _STYLES: Mapping[str, tuple[int, int]] = {

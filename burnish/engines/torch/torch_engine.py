@@ -23,12 +23,11 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import LossFn, Part, compute_dtype
-from burnish.engines.offload import parked
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
-from burnish.engines.sharded_engine import ShardedEngine, routing_of, trained
+from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.engines.torch.parallelize import global_norm, parallelize, require_fitting, sum_over
 from burnish.models.meta_init import build_on_meta, materialize
-from burnish.models.names import cut_regions, model_shards, regions
+from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
@@ -84,12 +83,15 @@ class TorchEngine(ShardedEngine):
             activations = import_module("burnish.engines.torch.activation_offload")
             offload = activations.ActivationOffload(self.arena, device)
             self._moving, around = offload.forward_and_backward, offload.around
-        whole = () if self._adapter else regions(model)
+        self._regions = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, around)
         materialize(self._scorer, device)
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
-        self._regions = self._adapter.weights if self._adapter else cut_regions(whole, self._cuts)
+            self._regions = self._adapter.weights
+        elif self._cuts:
+            parts = import_module("burnish.models.parts")
+            self._regions = parts.cut_regions(self._regions, self._cuts)
         self._optimizer: ShardedOptimizer | None = None
         if optim is not None:
             arena = self.arena if config.optimizer_offload else None
@@ -98,10 +100,7 @@ class TorchEngine(ShardedEngine):
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""
         trained(self._optimizer)
-        routers = self._scorer.routers
-        batch, factors, of_experts = self._balanced(
-            batch, routers.count, routers.experts, routers.chosen
-        )
+        batch, factors, of_experts = self._balanced(batch)
         self._scorer.train()
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         last = len(batch.microbatches) - 1
@@ -178,6 +177,7 @@ class TorchEngine(ShardedEngine):
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         if self._optimizer is not None:
             tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
+        parked = import_module("burnish.engines.offload").parked
         with parked(map(local, tensors), self.arena, self._device, self.layout):
             yield
 
@@ -207,22 +207,22 @@ class TorchEngine(ShardedEngine):
         """Score a micro-batch. `record` adds the experts to the outputs, `factors` the load-balancing loss."""
         if micro.experts is not None:
             self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
-        routing = routing_of(
-            micro,
-            plan.rows,
-            self._device,
-            record=record,
-            factors=factors,
-            copies=self.layout.tensor,
-        )
+        routing, rows = self._routing(micro, plan, factors, record=record)
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
         if routing is None:
             return output
         return replace(
             output,
-            experts=plan.rows.tokens_of(routing.record()) if record else output.experts,
+            experts=rows.tokens_of(routing.record()) if record else output.experts,
             router_loss=output.router_loss if factors is None else routing.loss(),
         )
+
+    def _router_sizes(self) -> tuple[int, int, int]:
+        routers = self._scorer.routers
+        return routers.count, routers.experts, routers.chosen
+
+    def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
+        return slice(None), self.layout.tensor
 
     def _reduce_in_next_backward(self, *, last: bool) -> None:
         """Set whether the next backward pass reduces gradients: in the last micro-batch, or in each over the shards."""

@@ -4,63 +4,19 @@ All layers but attention treat each token alone, so each rank runs them on its o
 attention, an all-to-all turns [own tokens, all heads] into [all tokens, own heads]. Each rank attends
 over whole sequences with its heads, and a second all-to-all turns the output back.
 
-Token t goes to rank t mod ranks. Prompts cost the output layer nothing and completions do; this
-spreads both evenly. Padding rows, which nothing reads, give every rank equally many.
+`burnish.models.packing.Deal` says which rank has which tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from burnish.distributed.tensor_collectives import swap
 from burnish.models.kernels.attention import Attends, Heads
-from burnish.models.packing import Indices
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Deal:
-    """The tokens of each rank, of `count` in all."""
-
-    rank: int
-    """This rank, among those that share the tokens."""
-    ranks: int
-    """Number of ranks that share them."""
-    count: int
-    """Tokens of all ranks."""
-    rows: int
-    """Tokens of each rank, padding included."""
-    group: ProcessGroup | None = None
-    """The ranks; None: this rank has all tokens."""
-
-    @classmethod
-    def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
-        """Divide `count` tokens among the ranks of `group`, None for this rank alone; each gets a multiple of `multiple`."""
-        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        rows = -(-count // (ranks * multiple)) * multiple
-        return cls(rank, ranks, count, rows, group)
-
-    def attention(self, packing: Attends) -> Attends:
-        """Return attention for the tokens of this rank, where `packing` is attention for all tokens."""
-        whole = self.group is None and self.rows == self.count
-        return packing if whole else Ulysses(packing, self)
-
-    def mine(self, values: Indices) -> Indices:
-        """Return this rank's part [rows] of one value per token [count]; 0 for padding."""
-        own = values[self.rank :: self.ranks]
-        return np.pad(own, (0, self.rows - len(own)))
-
-    def owner(self, tokens: Indices) -> Indices:
-        """Return the rank of each token."""
-        return tokens % self.ranks
-
-    def place(self, tokens: Indices) -> Indices:
-        """Return the row of each token on its rank."""
-        return tokens // self.ranks
+from burnish.models.packing import Deal
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,8 @@ from burnish.models.lora.adapter_config import (
 )
 from burnish.models.lora.experts import AdaptedExperts, expert_parameters
 from burnish.models.meta_init import build_on_meta
-from burnish.models.names import Cut, Region, cut_regions, model_shards, regions
+from burnish.models.names import Region, model_shards, regions
+from burnish.models.parts import Cut, cut_regions
 from burnish.records.seeds import derive_seed
 
 _BLOCK_ELEMENTS = 1 << 20

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.models.routing import Routing
 from burnish.records import Completion, Experts, Request, StopReason
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.forward import InferenceModel
@@ -231,8 +231,10 @@ class Decoding:
         count += 1
         self._receive(sequences, drawn, routing.record() if routing else None)
 
-    def _routing(self) -> Routing | None:
-        return Routing() if self._sampling.experts else None
+    def _routing(self) -> Any:
+        """Return what records the experts, if they are asked for."""
+        records = self._sampling.experts
+        return import_module("burnish.models.routing").Routing() if records else None
 
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
         return draw(self._model.logits(hidden), self._sampling, uniforms(keys, counts))

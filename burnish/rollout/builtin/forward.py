@@ -31,7 +31,6 @@ from burnish.models.kernels.fused import (
 )
 from burnish.models.meta_init import build_on_meta, materialize, position_limit
 from burnish.models.names import Region, model_shards, regions
-from burnish.models.routing import Routers, Routing
 from burnish.models.scorer import logit_transform
 
 
@@ -68,10 +67,8 @@ class InferenceModel:
             parameter.data = parameter.data.to(dtype)
         materialize(self.module, device)
         kind = FusedForward if _is_plain(self.module) else ModuleForward
-        self.forward: Callable[[Tensor, Tensor, Attends, Routing | None], Tensor] = kind(
-            self.module
-        )
-        """Maps token ids [T] and positions [T] to hidden states [T, hidden]. Routing records the experts."""
+        self.forward: Callable[[Tensor, Tensor, Attends, Any], Tensor] = kind(self.module)
+        """Maps token ids [T] and positions [T] to hidden states [T, hidden]. A `burnish.models.routing.Routing` records the experts."""
         self._transform = logit_transform(hf_config)
         self._transfer: Transfer | None = None
 
@@ -104,14 +101,15 @@ class ModuleForward:
     """Run any model through its own modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model.base_model
-        self._routers = Routers(model)
+        self._whole, self._model = model, model.base_model
+        self._routers: Any = None
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Routing | None
+        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
     ) -> Tensor:
         """See `InferenceModel.forward`."""
-        if routing is not None:
+        if routing is not None and self._routers is None:
+            self._routers = import_module("burnish.models.routing").Routers(self._whole)
             self._routers.listen()
         hidden: Tensor = self._model(
             input_ids=token_ids[None],
@@ -137,7 +135,7 @@ class FusedForward:
         self._norm: FusedRMSNorm = base.norm
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Routing | None
+        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
     ) -> Tensor:
         """See `InferenceModel.forward`; these models have no experts."""
         hidden: Tensor = self._embed(token_ids)

@@ -1,0 +1,105 @@
+"""What a rank holds of a model whose matrices and vocabulary several ranks share (tensor parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from burnish.boxes.box import Box
+from burnish.distributed.tensor_collectives import gather_rows, join, scatter_sums
+from burnish.models.names import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The indices along one dim of a parameter that a rank holds, laid side by side."""
+
+    dim: int
+    """The dim, from 0."""
+    spans: tuple[range, ...]
+    """Runs of indices: one, or one of each of several tensors that the parameter joins along the dim."""
+
+    @classmethod
+    def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> Cut:
+        """Return a rank's part of a parameter with `size` indices that joins so many tensors of one size."""
+        each = size // joined
+        start, stop = each * rank // ranks, each * (rank + 1) // ranks
+        return cls(dim, tuple(range(n * each + start, n * each + stop) for n in range(joined)))
+
+    def of_tensor(self, parameter: Tensor) -> Tensor:
+        """Return the part of the whole parameter."""
+        return torch.cat(
+            [parameter.narrow(self.dim, s.start, len(s)) for s in self.spans], self.dim
+        )
+
+
+def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Region, ...]:
+    """Return the checkpoint tensors as boxes of the cut parameters; those of which this rank holds nothing are left out."""
+    found: list[Region] = []
+    for region in regions:
+        cut = cuts.get(region.parameter)
+        found.extend([region] if cut is None else _parts(region, cut))
+    return tuple(found)
+
+
+def _parts(region: Region, cut: Cut) -> Iterator[Region]:
+    """Yield the parts of one checkpoint tensor that lie in a cut parameter, one per span."""
+    first, size = region.box.offsets[cut.dim], region.box.sizes[cut.dim]
+    held = 0  # where the span begins in the cut parameter
+    for span in cut.spans:
+        start, stop = max(first, span.start), min(first + size, span.stop)
+        if start < stop:
+            offsets, sizes = list(region.box.offsets), list(region.box.sizes)
+            offsets[cut.dim], sizes[cut.dim] = held + start - span.start, stop - start
+            begins = tuple(start - first if dim == cut.dim else 0 for dim in region.dims)
+            yield replace(region, box=Box(tuple(offsets), tuple(sizes)), start=begins)
+        held += len(span)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabularyPart:
+    """The tokens whose rows this rank holds."""
+
+    tokens: range
+    """Their ids."""
+    group: ProcessGroup
+    """The ranks that share the vocabulary."""
+
+    def columns(self, token_ids: Tensor) -> Tensor:
+        """Return this rank's row of each token [N], -1 if it is another rank's."""
+        columns = token_ids - self.tokens.start
+        return torch.where((columns >= 0) & (columns < len(self.tokens)), columns, -1)
+
+    def embed(self, embedding: nn.Module, token_ids: Tensor) -> Tensor:
+        """Return embeddings [C / ranks, H] of this rank's part of tokens [C]; `embedding` has this rank's rows. Collective."""
+        columns = self.columns(token_ids)
+        rows = embedding(columns.clamp(min=0))
+        return scatter_sums(torch.where(columns[:, None] >= 0, rows, 0), self.group)
+
+    def merged(self, sums: Tensor) -> Tensor:
+        """Return m, S, D and z_y - m [4, N] of the whole vocabulary from those of this rank's part. Collective."""
+        ranks = gather_rows(sums[None], self.group)
+        top, total, dot, chosen = ranks.unbind(dim=1)
+        highest = top.amax(dim=0)
+        lift = top - highest
+        share = lift.exp()
+        return torch.stack(
+            (
+                highest,
+                (share * total).sum(dim=0),
+                (share * (dot + total * lift)).sum(dim=0),
+                (chosen + lift).amax(dim=0),
+            )
+        )
+
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """Return the hidden states of all ranks' tokens; gradients of the ranks add up. Collective."""
+        return gather_rows(rows, self.group)
+
+    def all_values(self, values: Tensor) -> Tensor:
+        """Return a number of each of all ranks' tokens. Every rank computes the same from them. Collective."""
+        return join(values, self.group)
