@@ -204,10 +204,10 @@ def test_a_step_that_is_removed_while_it_is_checked_is_not_damaged(
 ) -> None:
     """As a run's retention does beside it, by a rename."""
 
-    def losing(path: Path, source: Source) -> Iterator[CorruptError]:
+    def losing(path: Path, source: Source, *, fast: bool) -> Iterator[CorruptError]:
         if path == step_of(run, 1):
             path.rename(run / "aside")
-        yield from verify(path, source)
+        yield from verify(path, source, fast=fast)
 
     monkeypatch.setattr("burnish.cli.ckpt.verify", losing)
     code, out, _ = ckpt(capsys, "verify", run)
