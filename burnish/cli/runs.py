@@ -59,12 +59,16 @@ def _listed(root: Path) -> Rows:
 
 def _described(run: RunDirectory) -> dict[str, Any]:
     try:
-        rows, noted = read_metrics(run.metrics), run.read_environment()
-        total = noted.get(STEPS) or recorded(run.config).steps
+        rows, status = read_metrics(run.metrics), run.read_status()
+        total = status.get(STEPS) or recorded(run.config).steps
     except BurnishError as error:
         return {"run": str(run.root), "state": error.problem}
     step = int(rows[-1]["step"]) if rows else 0
-    state = "running" if is_held(run.checkpoints / LEASE) else noted.get(STATE, "ended")
+    state = status.get(STATE, "ended")
+    if state == "running":  # and was killed, if nobody holds the lease
+        state = "ended"
+    if is_held(run.checkpoints / LEASE):
+        state = "running"
     values = {name: _finite(rows, name) for name in _SHOWN}
     told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in values.items() if v}
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))

@@ -2,7 +2,7 @@
 
 ```
 runs/NAME/
-  config.yaml        environment.json        metrics.jsonl        tensorboard/
+  config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
 ```
 """
@@ -30,8 +30,10 @@ _GIT_SECONDS = 5.0
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 """The directory of steps, below a run's directory as below its mirror, and the name for the newest of them."""
-RUN, START, TRAINER, STEPS, STATE = "run", "start", "trainer", "steps", "state"
-"""Keys of environment.json: the run, this start of it, the command that it belongs to, its steps in all, and how it ended."""
+RUN, START, TRAINER = "run", "start", "trainer"
+"""Keys of environment.json: the run, this start of it, and the command that it belongs to."""
+STATUS, STEPS, STATE = "status.json", "steps", "state"
+"""The file with the steps of the run in all, and with its state: running, finished, stopped or failed. And the keys of both."""
 
 
 class RunDirectory:
@@ -61,23 +63,29 @@ class RunDirectory:
         """Put what `environment()` found, atomically."""
         write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
-    def note(self, **facts: Any) -> None:
-        """Add to what `write_environment` put."""
-        self.write_environment({**self.read_environment(), **facts})
-
     def read_environment(self) -> dict[str, Any]:
         """What `write_environment` put; empty when there is none. Raises `CorruptError`."""
-        if not self.environment.exists():
-            return {}
-        try:
-            content = json.loads(self.environment.read_bytes())
-        except ValueError as error:
-            raise CorruptError(f"{self.environment} is not JSON", have=error) from error
-        if not isinstance(content, dict):
-            raise CorruptError(
-                f"{self.environment} is not a JSON object", have=type(content).__name__
-            )
-        return content
+        return _read_object(self.environment)
+
+    def write_status(self, steps: int, state: str) -> None:
+        """Note the steps of the run in all, and whether it runs or how it ended."""
+        write_atomically(self.root / STATUS, json.dumps({STEPS: steps, STATE: state}) + "\n")
+
+    def read_status(self) -> dict[str, Any]:
+        """What `write_status` put; empty where there is none. Raises `CorruptError`."""
+        return _read_object(self.root / STATUS)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CorruptError(f"{path} is not JSON", have=error) from error
+    if not isinstance(content, dict):
+        raise CorruptError(f"{path} is not a JSON object", have=type(content).__name__)
+    return content
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError
 from burnish.functions import load_function
-from burnish.tracking.rundir import STATE, STEPS, RunDirectory, discard_leftovers, write_atomically
+from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
 _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
 # Least time between reports, and most of the time that they may take.
@@ -63,7 +63,7 @@ class Observers:
         tokens for `tracking.rollout_tokens`.
         """
         self._directory, self._settings, self._total_steps = directory, settings, total_steps
-        directory.note(**{STEPS: total_steps})
+        directory.write_status(total_steps, "running")
         discard_leftovers(directory.root)
         discard_leftovers(directory.rollouts)
         self._rollouts = import_module("burnish.tracking.rollouts")
@@ -111,7 +111,7 @@ class Observers:
     def report(self, state: str) -> None:
         """Write the report of a run that is `running`, `finished`, `stopped` or `failed`, and note how it ended."""
         if state != "running":
-            self._directory.note(**{STATE: state})
+            self._directory.write_status(self._total_steps, state)
         if self._settings.report:
             begun = time.monotonic()
             write_report = import_module("burnish.tracking.report").write_report

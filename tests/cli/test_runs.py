@@ -13,6 +13,7 @@ from burnish.cli.main import main
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig
 from burnish.files.lease import LEASE, Lease
+from burnish.tracking.rundir import RunDirectory
 
 
 def make(name: str, rows: list[dict[str, float]], **settings: Any) -> Path:
@@ -20,8 +21,8 @@ def make(name: str, rows: list[dict[str, float]], **settings: Any) -> Path:
     (run / "checkpoints").mkdir(parents=True)
     config = RunConfig.model_validate({"name": name, "steps": 4, **settings})
     (run / "config.yaml").write_text(dump_yaml(config))
-    noted = {"steps": 4} | ({"state": "finished"} if len(rows) == 4 else {})
-    (run / "environment.json").write_text(json.dumps(noted))
+    (run / "environment.json").write_text("{}")
+    RunDirectory(run).write_status(4, "finished" if len(rows) == 4 else "running")
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return run
 

@@ -78,7 +78,7 @@ def test_all_are_closed_where_one_fails(tmp_path: Path) -> None:
     assert {path.name for path in run.root.iterdir()} == {
         "noted.txt",
         "metrics.jsonl",
-        "environment.json",
+        "status.json",
     }
 
 

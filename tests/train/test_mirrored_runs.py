@@ -108,9 +108,9 @@ def test_all_of_a_run_is_at_its_url(work):
     argv = ["rl", "rl.yaml", "name=all", "steps=2", f"output_dir=file://{work}/far"]
     run = done(work, *argv)
     there = work / "far" / "all"
-    names = ["config.yaml", "environment.json", "metrics.jsonl", "report.html"]
+    names = ["config.yaml", "environment.json", "status.json", "metrics.jsonl", "report.html"]
     names += [f"rollouts/{path.name}" for path in (run / "rollouts").iterdir()]
-    assert len([n for n in names if ".rest." not in n]) == 8  # of two steps and two validations
+    assert len([n for n in names if ".rest." not in n]) == 9  # of two steps and two validations
     for name in names:
         assert (there / name).read_bytes() == (run / name).read_bytes(), name
     assert far(work, "all") == [2]

@@ -50,6 +50,7 @@ def test_what_a_run_leaves_behind(work):
             "report.html",
             "config.yaml",
             "environment.json",
+            "status.json",
             "checkpoints",
         }
         assert names == wanted | ({"rollouts"} if kind == "rl" else set())

@@ -58,7 +58,7 @@ from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import encode_json, parse_json
-from burnish.tracking.rundir import CHECKPOINTS
+from burnish.tracking.rundir import CHECKPOINTS, STATUS
 
 ENVIRONMENT = "environment.json"
 """The file that says which run a mirror belongs to, and which start of it has it."""
@@ -70,7 +70,7 @@ LOOK_SECONDS = 1.0
 """Between two looks at what the other disks have done."""
 
 _KEPT = ("rollouts", "tensorboard")
-_CHANGING = ("config.yaml", "metrics.jsonl", "report.html", f"{CHECKPOINTS}/pins.json")
+_CHANGING = ("config.yaml", STATUS, "metrics.jsonl", "report.html", f"{CHECKPOINTS}/pins.json")
 _FILES_AT_ONCE = 4
 _TRIES = 3
 _REPORTS = 100
