@@ -42,6 +42,7 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Assets, Contents, ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 
 CPU = torch.device("cpu")
@@ -148,6 +149,7 @@ class Rank:
         self.directory = Path(settings["directory"])
         self.state = State(settings["gigabytes"], self.mesh)
         self.step = 0
+        self.arena = Arena(CPU)  # kept from save to save, as an engine does
         self.open = ExitStack()
         self.held: dict[Path, Checkpoints] = {}
         self.copies: dict[str, Tensor] = {}
@@ -161,7 +163,7 @@ class Rank:
         training = [s for s in shards if s.spec.name.startswith("exp_avg")]
         weights = [s for s in shards if not s.spec.name.startswith("exp_avg")]
         models = {MAIN: ModelContents(weights, training, Assets({"config.json": b"{}"}))}
-        return Contents(models, {"step": self.step}, check_finite=True)
+        return Contents(models, {"step": self.step}, check_finite=True, arena=self.arena)
 
     def save_raw(self, path: Path) -> None:
         descriptor = os.open(path / f"raw-{self.layout.rank}", os.O_CREAT | os.O_WRONLY)

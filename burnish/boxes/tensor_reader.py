@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
 from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _BUFFER_BYTES = 1 << 20
 _PAGE = 4096
+
+F = TypeVar("F", bound=ReadableFile)
 
 Put = Callable[[Tensor, Tensor], object]
 """Writes elements that were read (second) into the memory that wants them (first), of the same shape."""
@@ -164,7 +167,7 @@ class TensorReader(Closing, ABC):
         widest = max(self.locations[key].dtype.itemsize for key, _ in sources)
         with torch.no_grad():
             for part in _dense_boxes(shape, box, self.apart_bytes // widest):
-                there = into[part.relative_to(box).slices]
+                there = into if part == box else into[part.relative_to(box).slices]
                 [(key, put), *more] = sources
                 if not more and put is Tensor.copy_ and self._read_directly(key, part, there):
                     continue
@@ -247,19 +250,21 @@ class DirectoryReader(TensorReader):
         self._opened.close()
 
 
-class OpenFiles(Closing):
+class OpenFiles(Closing, Generic[F]):
     """Open files by name, each once, on first use."""
 
-    def __init__(self, opens: Callable[[str], ReadableFile]) -> None:
+    def __init__(self, opens: Callable[[str], F]) -> None:
         self._opens = opens
         self._lock = Lock()
         self._stack = ExitStack()
-        self._files: dict[str, ReadableFile] = {}
+        self._files: dict[str, F] = {}
 
-    def __getitem__(self, name: str) -> ReadableFile:
+    def __getitem__(self, name: str) -> F:
         with self._lock:
             if name not in self._files:
-                self._files[name] = self._stack.enter_context(self._opens(name))
+                file = self._opens(name)
+                self._stack.enter_context(file)
+                self._files[name] = file
             return self._files[name]
 
     def close(self) -> None:

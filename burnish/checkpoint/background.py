@@ -32,6 +32,7 @@ from burnish.checkpoint.subprocess import Companion, accompany
 from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.environment import place_of
+from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
@@ -151,7 +152,7 @@ def serve(pipe: int, parent: int, memory: int) -> None:
     """Run the writer of the process `parent`, with this process's own descriptors."""
     accompany(parent)
     torch.set_num_threads(1)
-    shared = Memory(memory)
+    shared, arena = Memory(memory), Arena(torch.device("cpu"))
 
     def check_parent() -> None:
         if os.getppid() != parent:
@@ -167,16 +168,22 @@ def serve(pipe: int, parent: int, memory: int) -> None:
                 job: Job = connection.recv()
             except EOFError:
                 return
-            connection.send(_answer(saver, job, shared, timeout, check_parent))
+            connection.send(_answer(saver, job, shared, arena, timeout, check_parent))
 
 
 def _answer(
-    saver: Saver, job: Job, memory: Memory, timeout: float, fence: Callable[[], None]
+    saver: Saver,
+    job: Job,
+    memory: Memory,
+    arena: Arena,
+    timeout: float,
+    fence: Callable[[], None],
 ) -> Answer:
     try:
         with _meeting(job, saver.layout, timedelta(seconds=timeout)):
             room = memory.take(sum(map(_room, job.contents.shards)))
-            return saver.save(job.step, staged_in(room, job.contents), fence)
+            contents = replace(staged_in(room, job.contents), arena=arena)
+            return saver.save(job.step, contents, fence)
     except BurnishError as error:
         return error
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on

@@ -6,8 +6,8 @@ Each rank reads its own shards' blocks; ranks of one machine share the page cach
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
@@ -241,16 +241,18 @@ class CheckpointSource:
             places = self._reader.locations
             keyed.sort(key=lambda each: (places[each[0]].file, places[each[0]].entry.begin))
             with ThreadPoolExecutor(readers, "burnish-read") as pool:
-                reads = [
-                    pool.submit(self._reader.read, key, shard.box, shard.tensor)
-                    for key, shard in keyed
-                ]
-                try:
-                    for read in reads:
-                        read.result()
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
+                left = iter(keyed)
+                for done in [pool.submit(self._read_all, left) for _ in range(readers)]:
+                    done.result()
+
+    def _read_all(self, left: Iterator[tuple[str, Shard]]) -> None:
+        """Read what is left; other threads take from the same iterator. After an error nothing is left."""
+        try:
+            for key, shard in left:
+                self._reader.read(key, shard.box, shard.tensor)
+        except BaseException:
+            deque(left, maxlen=0)
+            raise
 
     def _checked(self, shard: Shard) -> str:
         name = shard.spec.name

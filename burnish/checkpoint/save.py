@@ -14,8 +14,9 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ from burnish.boxes.pieces import Piece, PieceTable, gather_pieces
 from burnish.boxes.plan import Move
 from burnish.boxes.rounds import Group
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.boxes.tensor_reader import OpenFiles
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
 from burnish.checkpoint.layout import (
     MODEL,
     RESIDUAL,
     Disks,
-    PlannedFile,
     Span,
     WritePlan,
     copy,
@@ -72,10 +73,9 @@ from burnish.errors import BurnishError, CorruptError, bytes_text, few
 from burnish.files.durable import (
     NotRemovedError,
     Removals,
+    Syncs,
     discard,
     naming_failures,
-    sync_dirs,
-    write_new,
 )
 from burnish.files.lease import Token
 from burnish.files.storage import LocalFile, LocalStorage
@@ -84,8 +84,8 @@ from burnish.files.strict_json import encode_json
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_SYNC_BYTES, _SYNCS = 16 << 20, 4
-# A file is synced whenever so much of it has been written, and at its end; so many syncs at one time.
+_SYNC_BYTES = 16 << 20
+# A file is synced whenever so much of it has been written, and at its end.
 _DIRECT_BYTES = 64 << 10
 # Smaller pieces of tensors are copied: a system call costs more.
 
@@ -154,6 +154,8 @@ class Assets:
     @classmethod
     def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
         """Return the files that the function writes into a directory."""
+        if isinstance(write_assets, Assets):
+            return write_assets
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             write_assets(directory)
@@ -203,47 +205,39 @@ class BlockWriter:
         self.plan = plan
         self._shards = shards
         self._layout = layout
-        self._arena = arena
+        size = max((sum(map(_room, share)) for share in plan.share), default=0)
+        self._memory = [arena.take(size) for _ in range(2)]
         self._exchange = Exchange(layout, device, arena)
         self._last = {span.file: span for share in plan.share for span in share}
-        self._files: dict[int, LocalFile] = {}
         self._unsynced = dict.fromkeys(self._last, 0)
-        self._syncs: list[Future[None]] = []
 
-    def write(self, directory: Path, storage: LocalStorage, what: str) -> BlockHashes:
-        """Write and sync all blocks, and return this rank's hashes. Collective, errors included.
+    def write(self, files: OpenFiles[LocalFile], syncs: Syncs, what: str) -> list[BlockHashes]:
+        """Write all blocks to `files`, begin their syncs, and return every rank's hashes. Collective, errors included.
 
-        The files exist in `directory` at their final size. `what` starts the message if the disk fails.
+        `what` starts the message if the disk fails.
         """
-        plan = self.plan
-        size = max((sum(map(_room, share)) for share in plan.share), default=0)
-        begun: list[Future[BlockHashes]] = []
         hashes: BlockHashes = {}
-        with ExitStack() as opened:
-            with agree(self._layout), naming_failures(what):
-                memory = [self._arena.take(size) for _ in range(2)]
-                for index in self._last:
-                    path = directory / plan.files[index].path
-                    self._files[index] = opened.enter_context(storage.open(path, write=True))
-            syncing = opened.enter_context(ThreadPoolExecutor(_SYNCS, "burnish-sync"))
-            writing = opened.enter_context(ThreadPoolExecutor(1, "burnish-write"))
-            for number, moves in enumerate(plan.moves):
+        begun: list[Future[BlockHashes]] = []
+        with ThreadPoolExecutor(1, "burnish-write") as writing:
+            for number, moves in enumerate(self.plan.moves):
                 wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
-                spans = self._filled(plan.share[number], moves, memory[number % 2])
-                begun.append(writing.submit(self._write_spans, spans, syncing))
+                spans = self._filled(self.plan.share[number], moves, self._memory[number % 2])
+                begun.append(writing.submit(self._write_spans, spans, files, syncs))
             with agree(self._layout), naming_failures(what):
                 for written in begun:
                     hashes |= written.result()
-                for sync in self._syncs:
-                    sync.result()
-        return hashes
+        return gather_objects(hashes, self._layout)
 
     def _write_spans(
-        self, spans: list[tuple[Span, list[memoryview]]], syncing: ThreadPoolExecutor
+        self,
+        spans: list[tuple[Span, list[memoryview]]],
+        files: OpenFiles[LocalFile],
+        syncs: Syncs,
     ) -> BlockHashes:
         hashes: BlockHashes = {}
         for span, pieces in spans:
-            file, block_bytes, at = self._files[span.file], self.plan.block_bytes, span.start
+            file = files[self.plan.files[span.file].path]
+            block_bytes, at = self.plan.block_bytes, span.start
             for number, digest in enumerate(block_hashes(pieces, block_bytes), at // block_bytes):
                 hashes[span.file, number] = digest
             for piece in pieces:
@@ -252,7 +246,7 @@ class BlockWriter:
             self._unsynced[span.file] += at - span.start
             if self._unsynced[span.file] >= _SYNC_BYTES or span is self._last[span.file]:
                 self._unsynced[span.file] = 0
-                self._syncs.append(syncing.submit(file.sync))
+                syncs.begin(file.sync)
         return hashes
 
     def _filled(
@@ -391,13 +385,10 @@ class Saver:
                 do="start all ranks again, with one configuration, from one checkpoint",
             )
         plan = self.plan(pieces, contents.models, [theirs.plan for theirs in told])
-        writer = BlockWriter(
-            plan,
-            shards,
-            layout,
-            meeting_place([theirs.device for theirs in told], device),
-            contents.arena or Arena(torch.device("cpu")),
-        )
+        with agree(layout):
+            place = meeting_place([theirs.device for theirs in told], device)
+            arena = contents.arena or Arena(torch.device("cpu"))
+            writer = BlockWriter(plan, shards, layout, place, arena)
         empty = Manifest(told[0].uuid, step, layout.world, {})
         healthy = all(theirs.healthy for theirs in told)
         try:
@@ -443,32 +434,60 @@ class Saver:
         if self.disks.are_several:
             final, seal = f"{PORTION}{name}", SEAL
         small: dict[str, bytes] = {}
+        with (
+            OpenFiles(lambda path: self.storage.open(inflight / path, write=True)) as files,
+            Syncs() as syncs,
+        ):
+            with agree(layout), naming_failures(what):
+                if layout.is_main:
+                    small |= {**plan.indices, **_small_files(contents)}
+                    _check_manifest(replace(empty, files=_records(plan, {}, small)))
+                if self.leads:
+                    below = self._lay_out(inflight, empty.step, plan, small)
+            for path, data in small.items():
+                syncs.begin(partial(_fill, files, path, data))
+            hashes = writer.write(files, syncs, what)
+            sealed: dict[str, bytes] = {}
+            with agree(layout):
+                if layout.is_main:
+                    manifest = replace(empty, files=_records(plan, _together(plan, hashes), small))
+                    sealed = _sealed(manifest, seal, healthy=healthy)
+            if self.disks.are_several:
+                sealed = from_main(sealed, layout)
+            with agree(layout), naming_failures(what):
+                if self.leads:
+                    seals = {inflight / path: data for path, data in sealed.items()}
+                    syncs.write_new(self.storage, seals, [inflight, *below])
+                syncs.finish()
         with agree(layout), naming_failures(what):
-            if layout.is_main:
-                small |= {**plan.indices, **_small_files(contents)}
-                _check_manifest(replace(empty, files=_records(plan, {}, small)))
             if self.leads:
-                check_new(self.root, empty.step, self.storage)
-                files = plan.files_on(self.disks.of_rank[layout.rank])
-                needed = sum(file.size for file in files) + sum(map(len, small.values()))
-                self._require_room(empty.step, needed)
-                _lay_out(inflight, files, small.keys(), self.storage)
-        hashes = gather_objects(writer.write(inflight, self.storage, what), layout)
-        sealed: dict[str, bytes] = {}
-        with agree(layout):
-            if layout.is_main:
-                manifest = replace(empty, files=_records(plan, _together(plan, hashes), small))
-                sealed = _sealed(manifest, seal, healthy=healthy)
-        if self.disks.are_several:
-            sealed = from_main(sealed, layout)
-        with agree(layout), naming_failures(what):
-            if self.leads:
-                if self.token is not None:
-                    self.token.check()
-                if fence is not None:
-                    fence()
-                _commit(inflight, self.root / final, small | sealed, self.storage)
+                self._commit(inflight, self.root / final, fence)
         return self.root / final
+
+    def _lay_out(
+        self, inflight: Path, step: int, plan: WritePlan, small: Mapping[str, bytes]
+    ) -> list[Path]:
+        """Make this disk's files, and return the directories below `inflight`."""
+        check_new(self.root, step, self.storage)
+        sizes = {path: len(data) for path, data in small.items()}
+        sizes |= {f.path: f.size for f in plan.files_on(self.disks.of_rank[self.layout.rank])}
+        self._require_room(step, sum(sizes.values()))
+        parents = {parent for path in sizes for parent in (inflight / path).parents}
+        below = sorted(each for each in parents if inflight in each.parents)
+        for path in (inflight, *below):
+            self.storage.make_dirs(path)
+        for name, size in sizes.items():
+            with self.storage.create(inflight / name, size):
+                pass
+        return below
+
+    def _commit(self, inflight: Path, final: Path, fence: Callable[[], None] | None) -> None:
+        if self.token is not None:
+            self.token.check()
+        if fence is not None:
+            fence()
+        self.storage.rename(inflight, final)
+        self.storage.sync_dir(final.parent)
 
     def _require_room(self, step: int, needed: int) -> None:
         """Raise `BurnishError`, naming the steps that wait for the mirror, unless `needed` + `reserve_bytes` are free."""
@@ -576,17 +595,6 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
         )
 
 
-def _lay_out(
-    inflight: Path, files: Sequence[PlannedFile], small: Iterable[str], storage: LocalStorage
-) -> None:
-    names = [*small, *(file.path for file in files)]
-    for path in sorted({inflight, *((inflight / name).parent for name in names)}):
-        storage.make_dirs(path)
-    for file in files:
-        with storage.create(inflight / file.path, file.size):
-            pass
-
-
 def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
     """Join all ranks' hashes. Raises `BurnishError` unless every block has exactly one."""
     known = {block: digest for theirs in hashes for block, digest in theirs.items()}
@@ -640,15 +648,6 @@ def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]
     return {MANIFEST: encoded, seal: commit.encode()}
 
 
-def _commit(inflight: Path, final: Path, small: Mapping[str, bytes], storage: LocalStorage) -> None:
-    write_new(storage, {inflight / name: data for name, data in small.items()})
-    sync_dirs(storage, _directories(inflight, storage))
-    storage.rename(inflight, final)
-    storage.sync_dir(final.parent)
-
-
-def _directories(path: Path, storage: LocalStorage) -> Iterator[Path]:
-    yield path
-    for entry in storage.entries(path):
-        if entry.kind == "directory":
-            yield from _directories(path / entry.name, storage)
+def _fill(files: OpenFiles[LocalFile], path: str, data: bytes) -> None:
+    files[path].pwrite(data, 0)
+    files[path].sync()

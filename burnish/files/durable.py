@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePath
 
 from burnish.errors import BurnishError, few
-from burnish.files.storage import Bytes, LocalStorage, Source
+from burnish.files.storage import Bytes, Closing, LocalFile, LocalStorage, Source
 
 _SYNCS = 8
 # Syncs at one time, which file systems do together.
@@ -34,22 +35,50 @@ def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
     storage.sync_dir(path.parent)
 
 
-def write_new(storage: LocalStorage, files: Mapping[Path, Bytes]) -> None:
-    """Write new files in parallel. Their content survives a power loss; their names need `sync_dirs`."""
+class Syncs(Closing):
+    """Syncs that run beside the caller, several at a time. Leaving the block waits for them."""
 
-    def write(path: Path, data: Bytes) -> None:
-        with storage.create(path, len(data)) as file:
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_SYNCS, "burnish-sync")
+        self._begun: list[Future[None]] = []
+
+    def begin(self, sync: Callable[[], None]) -> None:
+        """Begin a sync."""
+        self._begun.append(self._pool.submit(sync))
+
+    def write_new(
+        self, storage: LocalStorage, files: Mapping[Path, Bytes], dirs: Iterable[Path] = ()
+    ) -> None:
+        """Write new files, and begin syncing them and the names in `dirs`."""
+        for path, data in files.items():
+            file = storage.create(path, len(data))
             file.pwrite(data, 0)
-            file.sync()
+            self.begin(partial(_sync_and_close, file))
+        for directory in dirs:
+            self.begin(partial(storage.sync_dir, directory))
 
-    with ThreadPoolExecutor(_SYNCS) as pool:
-        list(pool.map(write, files.keys(), files.values()))
+    def finish(self) -> None:
+        """Wait for all, and raise the first failure."""
+        for sync in self._begun:
+            sync.result()
+
+    def close(self) -> None:
+        """Wait for all."""
+        self._pool.shutdown()
 
 
-def sync_dirs(storage: LocalStorage, paths: Iterable[Path]) -> None:
-    """Make the names in these directories survive a power loss."""
-    with ThreadPoolExecutor(_SYNCS) as pool:
-        list(pool.map(storage.sync_dir, paths))
+def _sync_and_close(file: LocalFile) -> None:
+    with file:
+        file.sync()
+
+
+def write_new(
+    storage: LocalStorage, files: Mapping[Path, Bytes], dirs: Iterable[Path] = ()
+) -> None:
+    """Write new files. Their content and the names in `dirs` survive a power loss."""
+    with Syncs() as syncs:
+        syncs.write_new(storage, files, dirs)
+        syncs.finish()
 
 
 def make_dirs_durably(storage: LocalStorage, path: Path, *, above: int) -> None:

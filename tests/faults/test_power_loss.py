@@ -50,8 +50,9 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path):
 def test_every_moment_of_the_matrix_is_met(tmp_path):
     """The table names losses of power by what had come last."""
     names = named_moments(record_saving(tmp_path / "disk"))
-    same = {"files laid out"}  # as the moment before the first write
-    assert set(names) == set(SAVING) - same - {"in the preflight", "a rank dead at the barrier"}
+    others = {"in the preflight", "a rank dead at the barrier"}
+    at_times = {"files laid out"}  # it may be the moment before the first write
+    assert set(names) | at_times == set(SAVING) - others
     names = named_moments(SCENES["exporting"](tmp_path / "export"))
     assert {"exporting, before the rename", "exporting, after the rename"} < set(names)
     assert set(names) < set(EXPORTING)

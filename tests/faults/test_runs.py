@@ -84,8 +84,8 @@ def test_killed_at_random_moments(work, in_peace, kind):
 def test_killed_at_chosen_moments(work, in_peace, kind):
     places = [
         ("burnish.tracking.report:write_report", 1),
-        ("burnish.checkpoint.save:_lay_out", 1),
-        ("burnish.checkpoint.save:_commit", 2),
+        ("burnish.checkpoint.save:Saver._lay_out", 1),
+        ("burnish.checkpoint.save:Saver._commit", 2),
         (f"{ENGINE}.optim_step", 2),
         ("burnish.tracking.trackers:JsonlTracker.log", 1),
         ("burnish.tracking.trackers:TensorBoardTracker.log", 1),
@@ -105,7 +105,7 @@ STOPS = {
         ("burnish.train.evaluate:reduce_stats", 1),
         (f"{ENGINE}.forward_backward", 2),
         ("burnish.train.evaluate:reduce_stats", 1),
-        ("burnish.checkpoint.save:_commit", 1),
+        ("burnish.checkpoint.save:Saver._commit", 1),
         (f"{ENGINE}.optim_step", 2),
     ],
     "rl": [
@@ -115,7 +115,7 @@ STOPS = {
         (f"{ENGINE}.forward_backward", 1),
         ("burnish.train.run:Run._record", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
-        ("burnish.checkpoint.save:_commit", 1),
+        ("burnish.checkpoint.save:Saver._commit", 1),
         ("burnish.rollout.builtin.generator:BuiltinGenerator.load_weights", 3),
     ],
 }

@@ -28,9 +28,9 @@ def in_peace(work: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "second", "place"),
     [
-        (signal.SIGINT, signal.SIGINT, "_lay_out"),
-        (signal.SIGINT, signal.SIGTERM, "_commit"),
-        pytest.param(signal.SIGTERM, signal.SIGTERM, "_lay_out", marks=pytest.mark.nightly),
+        (signal.SIGINT, signal.SIGINT, "Saver._lay_out"),
+        (signal.SIGINT, signal.SIGTERM, "Saver._commit"),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, "Saver._lay_out", marks=pytest.mark.nightly),
     ],
 )
 def test_a_second_signal_during_the_last_save(

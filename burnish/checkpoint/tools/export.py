@@ -32,7 +32,7 @@ from burnish.checkpoint.steps import Committed, files_below, read_file, small_fi
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
-from burnish.files.durable import naming_failures, sync_dirs, write_new
+from burnish.files.durable import naming_failures, write_new
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
 from burnish.files.storage import Closing, LocalFile, LocalStorage, Source
 from burnish.models.loading import read_model_config
@@ -197,12 +197,12 @@ def export(
         assets = {partial / name: data for name, data in model.assets().items()}
         if (config := assets.get(partial / CONFIG)) is not None:
             assets[partial / CONFIG] = with_dtype(config, dtype, f"{CONFIG} of {model.what}")
-        for directory in {path.parent for path in assets}:
+        parents = {partial, *(parent for path in assets for parent in path.parents)}
+        directories = sorted(each for each in parents if each.is_relative_to(partial))
+        for directory in directories:
             storage.make_dirs(directory)
-        write_new(storage, assets)
+        write_new(storage, assets, directories)
         found = dict(files_below(partial, "", storage))
-        parents = {parent for name in found for parent in (partial / name).parents}
-        sync_dirs(storage, (each for each in parents if each.is_relative_to(partial)))
         storage.rename(partial, target)
         storage.sync_dir(target.parent)
     return found
