@@ -10,8 +10,7 @@ makes them again:
 
     ∂ log p_y / ∂z_j = [j = y] - p_j,    ∂H / ∂z_j = -p_j (log p_j + H).
 
-Ranks that share the vocabulary compute m, S, D = Σ exp(z - m) (z - m) and z_y of their own parts;
-log p and H come from all of these, brought to one m.
+Ranks that share the vocabulary compute m, S, D = Σ exp(z - m) (z - m) and z_y of their own parts.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 
 _CPU_BLOCK_BYTES = 1 << 21
-"""On a CPU the fp32 passes over a chunk run in pieces of about this size, which stay in its cache."""
+"""Size of the pieces in which a CPU runs the fp32 passes over a chunk, so that they stay in its cache."""
 _SUMMED_ROWS = 2048
-"""Rows of the vocabulary whose gradient from one chunk exists at a time, beside the sum."""
+"""Rows of the vocabulary whose gradient from one chunk exists at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class LogitTransform:
     """Bound of the logits (Gemma's `final_logit_softcapping`); None: no bound."""
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Transform fp32 logits in place, for who needs the logits themselves."""
+        """Transform fp32 logits in place."""
         if self.softcap is None:
             return logits if self.scale == 1 else logits.mul_(self.scale)
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
@@ -67,8 +66,8 @@ def token_logprobs(
     """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
     Differentiable in `hidden` and `weight`. Rows whose outputs get no gradient cost nothing in the
-    backward pass. With `part` (a `burnish.models.parts.VocabularyPart`), `weight` has its rows; the results
-    are of the whole vocabulary, and the gradient of `hidden` is the part's share. Collective then.
+    backward pass. With `part` (`burnish.models.parts.VocabularyPart`), `weight` has its rows, results are of
+    the whole vocabulary, and the gradient of `hidden` is the part's share. Collective then.
     """
     columns = targets if part is None else part.columns(targets)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]
@@ -91,8 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy = chosen - log_total, log_total - dot / total
         ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy)
         ctx.options = options
-        # The backward pass begins where this ends, so until then they cost no more than now. It takes them
-        # out to write over them; another backward pass makes them again.
+        # The backward pass begins with them and writes over them; another backward pass makes them again.
         ctx.last = [last] if last is not None and any(ctx.needs_input_grad[:2]) else []
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -128,9 +126,9 @@ class _TokenLogprobs(torch.autograd.Function):
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Return m, S, D and z_y - m of each row of `hidden` [N, H] over the rows of `weight`, as [4, N]; and the last chunk's logits.
+    """Return m, S, D and z_y - m [4, N] of `hidden` [N, H] over the rows of `weight`, and the last chunk's logits.
 
-    z_y - m is -∞ where y is not among them (`columns` is -1).
+    z_y - m is -∞ where y is not among the rows (`columns` is -1).
     """
     exact = _exact_dtype(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
@@ -146,7 +144,7 @@ def _softmax_sums(
 def _sums_of(
     logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> Tensor:
-    """Return `_softmax_sums` of some rows [n, V], as [4, n]. Its fp32 memory is gone before the next rows."""
+    """Return `_softmax_sums` [4, n] of some rows' logits [n, V]."""
     z, column = _transformed(logits, options, exact)[0], columns[:, None]
     top = z.amax(dim=-1, keepdim=True)
     exponents = z.sub_(top)
@@ -163,7 +161,7 @@ class _Rows:
 
     hidden: Tensor
     columns: Tensor
-    """The row of the weight for each one's token, -1 if it is another rank's."""
+    """The row of the weight for each target, -1 if it is another rank's."""
     normalizer: Tensor
     entropy: Tensor
     logprob_gradient: Tensor
@@ -177,7 +175,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of the rows' hidden states, and of the weight if it is wanted.
 
-    `last` has the last chunk's logits, where they are still there; they are taken out and written over.
+    `last` may hold the last chunk's logits, which are taken out and written over.
     """
     exact = _exact_dtype(few.hidden)
     hidden_gradient = torch.empty_like(few.hidden)
@@ -228,10 +226,7 @@ def _transformed(
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut a chunk so that a piece in fp32 stays in a CPU's cache; elsewhere one piece.
-
-    Yield the rows of a piece in the chunk, and the same among all rows.
-    """
+    """Yield pieces of a chunk: their rows in the chunk, and among all rows. One piece, but on a CPU."""
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])

@@ -1,8 +1,8 @@
-"""A model as shapes, and how it gets memory.
+"""Build a model on the meta device, and give it memory.
 
-A model is built on the meta device, sharded, given undefined memory, and filled from a source. Buffers
-that no checkpoint holds (rotary frequencies, embedding scales) are computed here. Left out: quantized
-models, and all that are neither `AutoModelForCausalLM` nor such a backbone with a value head.
+It is then sharded, given undefined memory, and filled from a source. Buffers that no checkpoint holds
+are computed here. Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such a
+backbone with a value head.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def has_routers(config: PretrainedConfig) -> bool:
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in fp32 on the meta device, with packed attention and without dropout or noise.
 
-    `hf_config` is left as it is. Raises as `plain_model` does. Whether it computes what transformers
-    compute is found by `burnish.check.proof`.
+    Raises as `plain_model` does. `burnish.check.proof` finds whether it computes what transformers does.
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False
@@ -97,9 +96,9 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Return the most tokens of a sequence that others in its pass do not change; None without a limit.
+    """Return the longest sequence, in tokens, that others in its pass do not change; None without a limit.
 
-    Rotary frequencies of the kinds "longrope" and "dynamic" change once the longest sequence of a pass is longer than in pretraining.
+    The rotary frequencies of "longrope" and "dynamic" change if a sequence of the pass is longer than those of pretraining.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -113,7 +112,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
-    """Return the weights that transformers keeps in fp32 in any dtype of the model, such as the biases of DeepSeek-V3's routers."""
+    """Return the weights that transformers keeps in fp32 in any model dtype, such as DeepSeek-V3's router biases."""
     kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
     return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
@@ -122,8 +121,7 @@ def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[st
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return transformers' own model in fp32, with a value head or a vocabulary, on torch's default device.
 
-    Raises `IncompatibleError` for a model with parts beside the language model, and `UsageError` for a configuration of which
-    transformers cannot build one.
+    Raises `IncompatibleError` for a model that does not only read text, and `UsageError` if transformers cannot build it.
     """
     others = [n for n in config.sub_configs if _SENSES.search(n) and getattr(config, n, None)]
     if others:
@@ -177,7 +175,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Return every module with its name and the innermost `PreTrainedModel` around it, whose initialization it follows."""
+    """Return every module with its name and the innermost `PreTrainedModel` around it, which initializes it."""
     found: list[tuple[str, nn.Module, PreTrainedModel]] = []
 
     def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:
@@ -194,10 +192,10 @@ def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrain
 def initialized(
     name: str, module: nn.Module, owner: PreTrainedModel, keys: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers of one module (not of its children) as `owner._init_weights` makes them, on the CPU.
+    """Return parameters and buffers of one module as `owner._init_weights` makes them, on the CPU.
 
-    `keys` names them within the module, which has this `name`. Draws come from torch's global generator.
-    Raises `IncompatibleError` for one that `_init_weights` does not set.
+    `keys` are their names in the module. Draws come from torch's global generator. Raises
+    `IncompatibleError` for one that `_init_weights` does not set.
     """
 
     def undefined(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
@@ -245,7 +243,7 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 
 
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
-    """Elements of each weight matrix that one token is multiplied with (a tied head counts, embeddings do not)."""
+    """Yield the elements of each matrix that a token is multiplied with (tied heads count, embeddings do not)."""
     chosen = getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, list):  # of each layer
         chosen = sum(chosen) / len(chosen)

@@ -1,12 +1,12 @@
 """Packed sequences: taking rows of tensors, and computing common beginnings of sequences once.
 
-In a causal model a token's hidden state depends on the tokens up to it only. So packed sequences
-form a tree of prefixes (a trie), and each node is one row of the forward and backward pass: samples
-of a prompt share the prompt. Only attention goes through every sequence from root to leaf. Results
-equal those of the sequences one by one, up to rounding. Micro-batches share no prefixes.
+In a causal model a hidden state depends on the tokens up to it only. So packed sequences form a tree
+of prefixes (a trie), and each node is one row of the forward and backward pass: samples of a prompt
+share the prompt. Only attention goes through every sequence. Results equal those of the sequences
+one by one, up to rounding. Micro-batches share no prefixes.
 
 Rows are then taken several times. torch's `index_select` adds up their gradients in any order on an
-accelerator. `RowMap` adds every row at most once per round, in fp32, so the sum is always the same.
+accelerator. `RowMap` adds a row at most once per round, in fp32, so the sum is always the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefixTree:
 
     @classmethod
     def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        """Build the tree of sequences that lie end to end in `token_ids` [T]; every token on its own if it saves little."""
+        """Build the tree of sequences end to end in `token_ids` [T]; if it saves little, every token is computed."""
         ends = np.cumsum(lengths)
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
@@ -95,7 +95,7 @@ class Deal:
 
     @classmethod
     def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
-        """Divide `count` tokens among the ranks of `group`, None for this rank alone; each gets a multiple of `multiple`."""
+        """Divide `count` tokens among the ranks of `group` (None: this rank); each gets a multiple of `multiple`."""
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         rows = -(-count // (ranks * multiple)) * multiple
         return cls(rank, ranks, count, rows, group)
@@ -148,7 +148,7 @@ def select_rows(
 ) -> Tensor:
     """Return `source[rows]`, whose gradient is `gradient[backward_rows]`, 0 in `zero_rows`; all int64 row numbers.
 
-    Right if every source row is used once, or only one use gets a gradient, or it is in `zero_rows`.
+    Right if at most one use of a source row gets a gradient, or it is in `zero_rows`.
     """
     result: Tensor = _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
     return result

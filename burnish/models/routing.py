@@ -1,20 +1,20 @@
 """The experts of each token: recorded, prescribed, and balanced, by hooks on a model's routers.
 
-In reinforcement learning a mixture of experts may send a token to other experts when it is updated than when it was sampled;
-the ratio then compares two networks. Routing replay prescribes the experts that were chosen before (arXiv 2507.18071,
-section 5.3; arXiv 2510.11370). With p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i has the weight
+A mixture may send a token to other experts when it is updated than when it was sampled; the ratio then compares two networks.
+Routing replay prescribes the experts that were chosen before (arXiv 2507.18071, section 5.3; arXiv 2510.11370). With
+p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i has the weight
 
     p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
 
-so that the router keeps its gradient. Instructions travel as the keyword argument `routing` beside `packing`, so a layer that is
-computed again in the backward pass does the same.
+so the router keeps its gradient. Instructions travel as the keyword argument `routing` beside `packing`, so recomputation in the
+backward pass does the same.
 
 The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6): of E experts, N tokens and L routers,
 
     E Σ_e f_e P_e,  f_e = choices of e / (N L),  P_e = Σ p_e / (N L),
 
-over all tokens and routers of a step. f_e has no gradient, so with f_e known the loss is a sum over tokens, and each
-router adds the gradient of its own tokens where its layer is. `balance_factors` gives the factors of P_e.
+over all tokens and routers of a step. f_e has no gradient. With f_e known (`balance_factors`) the loss is a sum over tokens, and each
+router adds the gradient of its own tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LEAST = 1e-30
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
-    """Raise `UsageError`, naming the `setting` that needs them, for a model whose routers are not known, or that has none."""
+    """Raise `UsageError`, naming the `setting` that needs routers, for a model without known ones."""
     if not has_routers(hf_config):
         kind = hf_config.get_text_config().model_type
         without = " without a layer of experts" if family_of(kind).has_router else ""
@@ -57,15 +57,15 @@ def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Routing:
-    """Instructions to the routers of one forward pass, and a record of their choices. R rows, L routers, k of E experts each."""
+    """Instructions to the routers of one forward pass, and their choices. R rows, L routers, k of E experts each."""
 
     prescribed: Tensor | None = None
     """[R, L, k] integers: the experts that rows go to; None: those that the routers choose."""
     balance: tuple[Tensor, Tensor] | None = None
-    """Adds the load-balancing loss to the gradients; None: it is not computed.
+    """For the load-balancing loss; None: it is not computed.
 
-    [E] fp32: the cost c E f_e / (N L) of a probability of each expert, with the loss's weight c. [R] fp32: the tokens of the batch that
-    each row stands for, over the number of ranks that compute the row.
+    [E] fp32: the cost c E f_e / (N L) of a probability of each expert, c the loss's weight. [R] fp32: the tokens that each row stands
+    for, over the number of ranks that compute the row.
     """
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """By router: the experts [R, k] that rows have gone to."""
@@ -82,10 +82,9 @@ class Routing:
         part: slice = slice(None),
         copies: int = 1,
     ) -> Routing:
-        """Return the routers' instructions for a micro-batch.
+        """Prescribe the micro-batch's experts, if it names any; `factors` add the load-balancing loss.
 
-        They send tokens to the batch's experts, if it names any. `factors` add the load-balancing loss. This rank's routers see
-        `part` of the rows, as do those of `copies` ranks.
+        This rank's routers see `part` of the rows, as do those of `copies` ranks.
         """
         routing = cls()
         if micro.experts is not None:
@@ -95,9 +94,9 @@ class Routing:
         return routing
 
     def settle(self, router: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Write down the `experts` [R, k] of a router with these `logits` [R, E].
+        """Record the `experts` [R, k] of a router with these `logits` [R, E].
 
-        Return their `weights`, through which the router's part of the load-balancing loss gets its gradient.
+        Return their `weights`, which carry the gradient of the router's part of the load-balancing loss.
         """
         self.chosen[router] = experts.to(index_dtype(logits.shape[-1]))
         if self.balance is None:
@@ -110,7 +109,7 @@ class Routing:
         return result
 
     def record(self) -> Tensor:
-        """Return the experts of all routers [R, L, k], in `index_dtype`. Raises `IncompatibleError` if no router is known."""
+        """Return the experts of all routers, [R, L, k] in `index_dtype`. Raises `IncompatibleError` without known routers."""
         if not self.chosen:
             raise IncompatibleError(
                 "the experts of a model were asked for, which has no known routers",
@@ -125,10 +124,7 @@ class Routing:
 
 
 class Routers:
-    """The routers of a model, which follow the `routing` of a forward pass, if any.
-
-    Hooks are added when they are first needed, so compiled layers of other runs have none.
-    """
+    """The routers of a model. Hooks are added at the first `listen`, so compiled layers of other runs have none."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers: Any = getattr(model.base_model, "layers", ())
@@ -146,23 +142,21 @@ class Routers:
 
     def listen(self) -> None:
         """From now on, do what the `routing` of a forward pass says."""
-        if self._listening:
-            return
-        self._listening = True
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layers if not self._listening else ()):
             router = _Router(number, self._normalizes)
             layer.register_forward_pre_hook(router.take, with_kwargs=True)
             layer.mlp.gate.register_forward_hook(router.route)
+        self._listening = True
 
     def require_fitting(self, experts: Tensor, tokens: int) -> None:
-        """Raise `IncompatibleError` where `experts` [T, L, k] cannot be those of so many tokens in this model."""
+        """Raise `IncompatibleError` if `experts` [T, L, k] cannot be those of so many tokens in this model."""
         require_recorded(experts, (tokens, self.count, self.chosen), self.experts)
 
 
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
-    """Raise `IncompatibleError` unless prescribed experts have the shape `want`, tokens × routers × chosen, and are below `count`.
+    """Raise `IncompatibleError` unless experts have the shape `want`, tokens × routers × chosen, and are below `count`.
 
-    Values on a device were recorded there; a look at them would wait for it.
+    Values on a device are not looked at: they were recorded there.
     """
     outside = recorded.device.type == "cpu" and recorded.numel() > 0
     least, largest = (int(each) for each in recorded.aminmax()) if outside else (0, 0)
@@ -184,14 +178,14 @@ class _Router:
 
     @uncompiled
     def take(self, _: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Before the layer: what its router is to do."""
+        """Note, before the layer, what its router is to do."""
         self._routing = options.get("routing")
 
     @uncompiled
     def route(
         self, _: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Behind the router: logits [R, E], weights [R, k] and experts [R, k] that are in place of its own."""
+        """Return logits [R, E], weights [R, k] and experts [R, k] in place of the router's own."""
         routing = self._routing
         if routing is None:
             return output
@@ -214,7 +208,7 @@ def index_dtype(experts: int) -> torch.dtype:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the first input; the second, a scalar, becomes a term of the loss that the first reaches."""
+    """Return the first input, and add the second, a scalar, to the loss that the first reaches."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -233,7 +227,7 @@ class TokenRows:
 
     @cached_property
     def _sources(self) -> Indices:
-        """Return for each computed row [C] one of its tokens. Avoid the last of a sequence, which generators do not compute."""
+        """Return one token of each computed row [C], not the last of a sequence, which generators do not compute."""
         tree = self.plan.tree
         last = np.cumsum(self.plan.lengths) - 1
         others = np.delete(np.arange(len(tree.rows)), last)
@@ -242,15 +236,15 @@ class TokenRows:
         return sources
 
     def rows_of(self, values: Tensor) -> Tensor:
-        """Return this rank's rows [R, ...] of `values` [T, ...]; filler has those of some token."""
+        """Return this rank's rows [R, ...] of `values` [T, ...]; padding has those of some token."""
         return values.index_select(0, on_device(self.plan.deal.mine(self._sources), values.device))
 
     def weights(self, device: torch.device) -> Tensor:
-        """Return the number of tokens of each row, [R] fp32; 0 for filler."""
+        """Return the number of tokens of each row, [R] fp32; 0 for padding."""
         return on_device(self.plan.deal.mine(np.bincount(self.plan.tree.rows)), device).float()
 
     def tokens_of(self, values: Tensor) -> Tensor:
-        """Return integers of all tokens [T, ...] from those of this rank's rows [R, ...]. Collective where ranks share the tokens."""
+        """Return integers of all tokens [T, ...] from those of this rank's rows [R, ...]. Collective if ranks share them."""
         deal, tokens = self.plan.deal, self.plan.tree.rows
         if deal.group is not None:  # as bytes, since not every backend sends int16
             values = join(values.view(torch.uint8), deal.group).view(values.dtype)

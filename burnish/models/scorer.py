@@ -1,6 +1,6 @@
 """The model as the training engine sees it: packed tokens in, a log-prob and an entropy per token out, or a value.
 
-The head is inside this one forward, so whoever shards this module gathers the head's weight for it, tied or not.
+The head is inside this forward, so sharding this module gathers the head's weight, tied or not.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ class Scorer(nn.Module):
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Any = None
     ) -> TokenOutputs:
-        """Score the tokens that the plan names; `temperature` divides the logits, where there are any.
+        """Score the tokens that the plan names; `temperature` divides the logits.
 
-        `routing`, a `burnish.models.routing.Routing`, says what the routers do, where they are not left alone.
-        Entry t of the outputs [T] concerns the prediction of token t from the tokens before it;
-        entries that the plan does not name hold 0.
+        `routing` (`burnish.models.routing.Routing`) instructs the routers. Entry t of the outputs [T]
+        concerns the prediction of token t; entries that the plan does not name hold 0.
         """
         part, longest = self.vocabulary, max(plan.passed.attended, default=0)
         if self._position_limit is not None and longest > self._position_limit:
@@ -101,10 +100,9 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringPlan:
-    """The work of one forward pass over packed sequences on this rank, with its tensors where the model is.
+    """The work of one forward pass over packed sequences on this rank, with tensors where the model is.
 
-    Of T tokens some are computed (see `burnish.models.packing`), C of them on this rank, and some
-    predictions are scored, N of them on this rank.
+    Of T tokens this rank computes C (`burnish.models.packing`). Of the predictions it scores N.
     """
 
     input_ids: Tensor
@@ -144,8 +142,8 @@ class ScoringPlan:
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
-        Tokens in `loss_mask` [T] are scored, all where there is none; the first token of a sequence
-        has no prediction. The ranks of `group` share the tokens; each gets a multiple of `multiple`.
+        Tokens in `loss_mask` [T] are scored, without a mask all; the first of a sequence has no
+        prediction. The ranks of `group` share the tokens; each gets a multiple of `multiple`.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
@@ -176,9 +174,9 @@ class ScoringPlan:
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the values [N] of this rank's predictions as one per token [T], 0 where a token is not scored; equal on all ranks.
+        """Return values [T] of all tokens, 0 if not scored, from those of this rank's predictions [N].
 
-        Collective where ranks share the tokens.
+        Collective if ranks share the tokens.
         """
         predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
         if self.deal.group is not None:
@@ -196,9 +194,9 @@ def attention_of_part(packing: Attends, deal: Deal) -> Attends:
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Return the tokens [N] int64 that have a prediction (all but the first of a sequence) and, if a mask [T] is given, are in it.
+    """Return the tokens [N] int64 that have a prediction (all but the first of a sequence) and are in the mask [T], if given.
 
-    Call it on the host, so that no device waits.
+    All is on the host.
     """
     starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
@@ -207,7 +205,7 @@ def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """Return what the model does to its logits, from the fields of its configuration that transformers uses."""
+    """Return what the model does to its logits, from its configuration."""
     text = config.get_text_config()
     family = family_of(text.model_type)
     scale = float(getattr(text, "logit_scale", None) or 1.0)

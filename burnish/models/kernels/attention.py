@@ -1,12 +1,11 @@
 """Causal attention over packed sequences, as a transformers attention implementation.
 
 A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. Every attention layer
-calls the object in the keyword argument `packing`: a `PackedLayout` when training and scoring, a
-key-value cache when generating. Attention is never compiled, because it depends on the lengths.
+calls the object in the keyword argument `packing`: a `PackedLayout` when scoring, a KV cache when
+generating. Attention is never compiled, because it depends on the lengths.
 
 On CUDA, one call of flash attention takes all sequences. Elsewhere, sequences of similar length
-share a block [n, L], and each block is one call of a dense kernel. Shorter ones are padded at their
-end, where causal attention does not look.
+share a block [n, L], which is one call of a dense kernel. Shorter ones are padded at their end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
 
 _REFUSED = ("softcap", "s_aux", "position_bias")
-# Keyword arguments of variants that would silently be computed wrongly; `s_aux` holds attention sinks.
+# Keyword arguments of variants that are not computed here; `s_aux` holds attention sinks.
 
 _VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
 _HAS_VARLEN = inspect.signature(varlen_attn).parameters.keys() >= _VARLEN_OPTIONS
@@ -44,7 +43,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Attends(Protocol):
-    """The argument `packing` of a model's forward: it decides which keys each query sees."""
+    """The argument `packing` of a model's forward, which decides what keys a query sees."""
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Return the attention output `[1, T, heads, head_dim]`, contiguous.
@@ -64,7 +63,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Call `options["packing"]`; transformers calls this in every attention layer.
 
-    Raises `IncompatibleError` for attention with a mask, softcap, sinks or position bias, and for bidirectional layers.
+    Raises `IncompatibleError` for a mask, softcap, sinks, position bias, or a bidirectional layer.
     """
     refused = [name for name in _REFUSED if options.get(name) is not None]
     if refused or attention_mask is not None or not getattr(module, "is_causal", True):
@@ -92,24 +91,24 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRows:
-    """Maps C computed rows to A rows of whole sequences, some of them several times, and back."""
+    """Maps C computed rows to the A rows of whole sequences, and back."""
 
     sources: RowMap
     """[A], the computed row that each row of a sequence is."""
     kept: Tensor
-    """[C] int64, one sequence row of each computed row: attention's output is taken from there."""
+    """[C] int64, one sequence row of each computed row, which its output is taken from."""
     others: Tensor
     """[A - C] int64, all other sequence rows."""
 
     @classmethod
     def of(cls, sources: Indices, device: torch.device) -> SharedRows:
-        """Plan from the computed row of each sequence row [A]; every computed row is in it."""
+        """Plan from the computed row of each sequence row, [A]; every computed row is in it."""
         _, kept = np.unique(sources, return_index=True)
         others = np.setdiff1d(np.arange(len(sources)), kept)
         return cls(RowMap.of(sources, device), on_device(kept, device), on_device(others, device))
 
     def spread(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return the rows of whole sequences. Gradients of keys and values are sums; a query has one use."""
+        """Return the rows of whole sequences. Gradients of keys and values add up; a query has one use."""
         query = select_rows(query, self.sources.index, self.kept, None)
         return [query, self.sources.take(key), self.sources.take(value)]
 
@@ -120,7 +119,7 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of one micro-batch lie. Made once per micro-batch, used by every layer."""
+    """Where the sequences of one micro-batch lie, for all layers."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence, in order."""
@@ -151,7 +150,7 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> BlockPlan:
-        """Plan the blocks of the dense path at their first use."""
+        """The blocks of the dense path."""
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
@@ -213,7 +212,7 @@ class BlockPlan:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> BlockPlan:
-        """Group sequences by length, the longest first. A sequence gets at most an eighth, or 15 rows, of padding."""
+        """Group sequences by length, the longest first. Each gets at most an eighth, or 15 rows, of padding."""
         numbers = np.asarray(lengths, np.int64)
         starts, kinds = numbers.cumsum() - numbers, _rounded_up(numbers)
         blocks, rows, real = [], [np.empty(0, np.int64)], [np.empty(0, np.bool)]

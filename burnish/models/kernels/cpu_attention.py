@@ -1,16 +1,14 @@
 """Causal attention on a CPU in bf16, by batched matrix products in fp32.
 
-The scores of a span of queries and all keys that they see are one product, small enough to stay in
-the cores' caches. The backward pass computes scores again, so only queries, keys and values are kept
-(Dao et al., arXiv 2205.14135, without its loop over keys). Queries that share a key head are rows of
-one product.
+The scores of a span of queries and the keys that they see are one product, which stays in the cores'
+caches. The backward pass computes scores again, so only queries, keys and values are kept (Dao et
+al., arXiv 2205.14135, without its loop over keys). Queries that share a key head are rows of one product.
 
     O = P V,  P = softmax(S),  S = s Q Kᵀ, -∞ where a query does not see a key
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - rowsum(P ∘ dP)),  dQ = s dS K,  dK = s dSᵀ Q
 
-Products are oneDNN's: twice as fast as MKL's on AMD processors, and with factors rounded to bf16 on
-processors with matrix units (AMX). With those units torch's own kernel computes the forward pass,
-where it can: it is twice as fast there.
+Products are oneDNN's: twice as fast as MKL's on AMD processors. Matrix units (AMX) round factors to
+bf16. With them torch's own kernel computes the forward pass where it can: it is twice as fast.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def causal_attention(
     """Return attention `[n, heads, L, dv]`: each token sees itself and the `window - 1` tokens before it.
 
     `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, all bf16.
-    A custom operator, so that selective checkpointing keeps its result and nothing else.
+    It is an operator, so that selective checkpointing keeps its result and nothing else.
     """
     heads, width = query.shape[1], value.shape[3]
     if has_matrix_units(query.device) and window >= query.shape[2] and query.shape[3] == width:
@@ -94,7 +92,7 @@ def _backward(
 
 
 def _empty(part: Tensor, width: int | None = None) -> Tensor:
-    """Return memory for [n, heads, L, d or width] that lies token by token, as layers around attention have it."""
+    """Return memory for [n, heads, L, d or width] that lies token by token."""
     n, heads, length, d = part.shape
     return part.new_empty(n, length, heads, width or d).transpose(1, 2)
 
@@ -158,10 +156,7 @@ def _spans(queries: torch.Size, window: int) -> Iterator[_Span]:
 
 @contextmanager
 def _onednn_products() -> Iterator[None]:
-    """Have oneDNN compute fp32 products, in bf16 where the processor has units for it.
-
-    This is a setting of the process, so products of other threads are computed so meanwhile.
-    """
+    """Have oneDNN compute fp32 products of all threads, in bf16 where the processor has units for it."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

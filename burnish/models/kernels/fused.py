@@ -1,8 +1,8 @@
 """RMSNorm and rotary positions, each as one step of autograd, and the layers that use them.
 
-Chains of tensor operations read and write every activation a dozen times and keep most of them for
-the backward pass. Here one function keeps its input only, computes in fp32 and rounds once. On a CPU
-it works in blocks of rows that stay in the core's cache; elsewhere the norm is torch's own kernel.
+One function keeps its input only, computes in fp32 and rounds once. Chains of operations would keep
+most activations. On a CPU it works in blocks of rows that stay in the core's cache; elsewhere the
+norm is torch's kernel.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864
@@ -25,7 +25,7 @@ from burnish.families import family_of
 from burnish.models.kernels.attention import attention_forward
 
 _CPU_BLOCK_ELEMENTS = 1 << 18
-# Elements of a block on a CPU: 1 MiB in fp32, a few of which fit into the caches of its cores.
+# Elements of a block on a CPU: 1 MiB in fp32.
 
 
 def fuse(model: PreTrainedModel) -> None:
@@ -77,7 +77,7 @@ Positioning = Callable[[Pair, tuple[FusedRMSNorm | None, FusedRMSNorm | None], P
 class FusedAttention(nn.Module):
     """Grouped attention with rotary positions, with the layers of the module it replaces.
 
-    Queries and keys are normalized before rotation if the replaced module has norms for them (Qwen3).
+    Norms of queries and keys, if it has any (Qwen3), come before rotation.
     """
 
     is_causal = True
@@ -140,7 +140,7 @@ def rotate_both(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return `x` [..., n] over the root of its mean square, times `weight` [n], in the dtype of `x`."""
+    """Return RMSNorm of `x` [..., n] with `weight` [n], in the dtype of `x`."""
     return norm_rotate(x.flatten(0, -2), weight, epsilon, None).view(x.shape)
 
 

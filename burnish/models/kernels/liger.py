@@ -1,9 +1,8 @@
 """Liger's Triton kernels (Hsu et al., arXiv 2410.10989), on CUDA if `liger-kernel` is installed.
 
 They replace the gated activation of MLPs, the rotation of queries and keys, and the norms of
-families that `burnish.models.kernels.fused` leaves to transformers. They do not replace experts,
-whose grouped products are transformers', and the loss, because `burnish.models.logprobs` never holds
-all logits either. Compiled layers do not use them, nor do the generator and the Megatron engine.
+families that `burnish.models.kernels.fused` leaves to transformers. Not used: for experts and log-probs,
+in compiled layers, in the generator, in the Megatron engine.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def _rotate_both(
     norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None],
     positions: Pair,
 ) -> Pair:
-    """Do what `fused.rotate_both` does. The kernel writes over its input, which selective checkpointing may keep: hence `clone`."""
+    """Do what `fused.rotate_both` does. Inputs are cloned: the kernel writes over them, and checkpointing may keep them."""
     query, key = (
         (part.clone() if norm is None else norm(part)).transpose(0, 1)[None]
         for part, norm in zip(heads, norms, strict=True)

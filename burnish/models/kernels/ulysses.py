@@ -1,8 +1,7 @@
 """Ulysses sequence parallelism: several ranks share the tokens of a micro-batch (arXiv 2309.14509).
 
-All layers but attention treat each token alone, so each rank runs them on its own tokens. For
-attention, an all-to-all turns [own tokens, all heads] into [all tokens, own heads]. Each rank attends
-over whole sequences with its heads, and a second all-to-all turns the output back.
+Each rank runs all layers but attention on its own tokens. For attention, an all-to-all turns [own
+tokens, all heads] into [all tokens, own heads], and a second one turns the output back.
 
 `burnish.models.packing.Deal` says which rank has which tokens.
 """
@@ -28,10 +27,7 @@ class Ulysses:
     deal: Deal
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """See `Attends.attend`. The number of heads is a multiple of the ranks.
-
-        If key heads are fewer than ranks, they are repeated, so that each rank has those of its queries.
-        """
+        """See `Attends.attend`. The ranks divide the heads. Key heads are repeated if they are fewer than ranks."""
         query, key, value = parts
         times = _repeats(query.shape[1], key.shape[1], self.deal.ranks)
         if times > 1:
