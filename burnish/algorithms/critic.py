@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import check_finite, standardised
+from burnish.algorithms.advantages import standardised
 from burnish.algorithms.aggregation import aggregation
+from burnish.algorithms.base import check_finite
 from burnish.algorithms.loss import Loss
 from burnish.config.schema import AggregationKind
 from burnish.records import Floats, MicroBatch, TokenOutputs

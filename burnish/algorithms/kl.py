@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burnish.algorithms.policy_loss import LOG_RATIO_BOUND
+from burnish.algorithms.base import LOG_RATIO_BOUND
 from burnish.config.schema import KLConfig, KLEstimator
 from burnish.records import Floats
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.aggregation import aggregation
-from burnish.algorithms.kl import kl_loss
-from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
-from burnish.algorithms.policy_loss import (
+from burnish.algorithms.base import (
     TokenLosses,
     load_policy_loss,
     log_ratio,
     old_logprobs,
 )
+from burnish.algorithms.kl import kl_loss
+from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
 from burnish.config.schema import AlgorithmConfig
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum

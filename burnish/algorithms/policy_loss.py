@@ -1,9 +1,6 @@
 """Policy losses: the terms that policy gradient methods minimise for each token.
 
-A policy loss takes the log-probs [T] of the trained policy π, the micro-batch and `algorithm`'s
-settings. It returns `TokenLosses`, or just the losses [T], which `burnish.algorithms.aggregation`
-adds up. `MicroBatch.old_logprobs` are those of π_old. None means on-policy: π_old is π without
-gradient. Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or gradient.
+Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or gradient.
 
 Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient, σ is the logistic
 function.
@@ -11,98 +8,15 @@ function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from burnish.algorithms import POLICY_LOSSES
 from burnish.algorithms.aggregation import sequence_means, to_tokens
+from burnish.algorithms.base import LOG_RATIO_BOUND, TokenLosses, log_ratio, old_logprobs
 from burnish.config.schema import AlgorithmConfig
-from burnish.errors import BurnishError, UsageError
-from burnish.functions import load_function
 from burnish.records import MicroBatch
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are kept within ± this before exp, so that no ratio overflows; no gradient flows beyond it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenLosses:
-    """A policy loss per token of a micro-batch. Values at masked tokens are finite and meaningless."""
-
-    loss: Tensor
-    """[T] fp32, to be minimised."""
-    clipped: Tensor | None = None
-    """[T] bool, where a bound on the ratio takes effect; None: nowhere."""
-    clipped_lower: Tensor | None = None
-    """[T] bool, where the dual clip takes effect; None: nowhere."""
-
-
-PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tensor"]
-"""(log-probs [T] with gradient, micro-batch, settings) -> losses."""
-
-
-def selects_tokens(config: AlgorithmConfig) -> bool:
-    """Return whether the policy loss needs `MicroBatch.selected`."""
-    return config.top_entropy is not None or config.policy_loss in ("clip_cov", "kl_cov")
-
-
-def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
-    """Return the loss that `algorithm.policy_loss` names.
-
-    Calls a user's function once on a made-up micro-batch. Raises `UsageError` if it does not exist
-    or fails there.
-    """
-    name = config.policy_loss
-    function: PolicyLoss = load_function(name, "algorithm.policy_loss", POLICY_LOSSES)
-
-    def token_losses(logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
-        found = function(logprobs, micro, config)
-        found = TokenLosses(found) if isinstance(found, Tensor) else found
-        if found.loss.shape != logprobs.shape:
-            raise BurnishError(
-                "the policy loss returned another shape than it should",
-                have=f"{list(found.loss.shape)}",
-                want=f"one loss per token, {list(logprobs.shape)}",
-                do="correct the function of algorithm.policy_loss",
-            )
-        return found
-
-    if name not in POLICY_LOSSES:
-        try:
-            _try(token_losses)
-        except Exception as error:
-            raise UsageError(
-                f"algorithm.policy_loss: {name} failed on a made-up micro-batch",
-                have=getattr(error, "problem", f"{type(error).__name__}: {error}"),
-                want="finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)",
-                do="correct the function",
-            ) from error
-    return token_losses
-
-
-def _try(token_losses: Callable[[Tensor, MicroBatch], TokenLosses]) -> None:
-    """Try two made-up sequences; raise `ValueError` if losses or gradients are not finite."""
-    mask = torch.tensor([False, True, True, False, True])
-    numbers = torch.linspace(-2.0, -0.5, 5)
-    micro = MicroBatch(
-        input_ids=torch.arange(5),
-        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
-        loss_mask=mask,
-        num_tokens=3,
-        num_sequences=2,
-        advantages=torch.tensor([0.0, 1.0, 1.0, 0.0, -1.0]),
-        old_logprobs=numbers - 0.1,
-        sampled_logprobs=numbers - 0.2,
-        ref_logprobs=numbers - 0.3,
-    )
-    logprobs = numbers.clone().requires_grad_()
-    loss = token_losses(logprobs, micro).loss[mask].sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    if logprobs.grad is None or not (loss.isfinite() and logprobs.grad[mask].isfinite().all()):
-        raise ValueError("the loss or its gradient is not finite")
 
 
 def ppo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -235,17 +149,6 @@ def _clipped_surrogate(
     plain = -ratio * advantages
     held = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
     return torch.maximum(plain, held), held > plain
-
-
-def old_logprobs(logprobs: Tensor, micro: MicroBatch) -> Tensor:
-    """Return log π_old [T] without gradient."""
-    return logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-
-
-def log_ratio(logprobs: Tensor, micro: MicroBatch) -> Tensor:
-    """Return log π/π_old [T] fp32, 0 at masked tokens."""
-    difference = logprobs.float() - old_logprobs(logprobs, micro).float()
-    return torch.where(micro.loss_mask, difference, 0.0)
 
 
 def _safe(logprobs: Tensor, micro: MicroBatch) -> Tensor:

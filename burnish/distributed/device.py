@@ -12,12 +12,16 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from burnish.distributed.accelerators import accelerator_named
 from burnish.errors import UsageError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MEASURE_SECONDS = 0.5
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
@@ -26,6 +30,12 @@ _WITHOUT_FP64 = frozenset({"mps", "npu"})
 
 _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 # mallopt(3): M_MMAP_MAX 0, M_TRIM_THRESHOLD off, M_TOP_PAD 256 MiB.
+
+
+def uncompiled(function: Function) -> Function:
+    """Keep `torch.compile` out of a function. The first call loads torch's compiler (a second)."""
+    left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return left
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
@@ -159,8 +169,11 @@ def _peak_from_rusage() -> int:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of matrix products: from the table in 16 bits, else measured."""
-    known = accelerator_named(device_name(device)) if dtype.itemsize == 2 else None
-    return measured_matmul_peak(device, dtype) if known is None else known.flops
+    if dtype.itemsize == 2:
+        named = import_module("burnish.distributed.accelerators").accelerator_named
+        if known := named(device_name(device)):
+            return float(known.flops)
+    return measured_matmul_peak(device, dtype)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -21,8 +22,6 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """The signals that ask a run to save and end. Processes beside it leave them to the run."""
 
 _PR_SET_PDEATHSIG = 1
-_SLURM_PORTS = range(15000, 30000)
-# Linux hands out ports from 32768 up by itself.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ def place_of(environ: Mapping[str, str]) -> Place:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
-        return _slurm(environ)
+        place: Place = import_module("burnish.distributed.slurm").place_of_step(environ)
+        return place
     return Place(Layout())
 
 
@@ -67,81 +67,25 @@ def die_with(parent: int) -> None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Place:
-    local_world = _number(environ, "LOCAL_WORLD_SIZE", default=1)
-    layout = _layout(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world)
+    local_world = number_of(environ, "LOCAL_WORLD_SIZE", default=1)
+    layout = layout_of(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world)
     if layout.world == 1:
         return Place(layout)
     return Place(
         layout,
         _text(environ, "MASTER_ADDR").strip("[]"),
-        _number(environ, "MASTER_PORT"),
+        number_of(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        attempt=number_of(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
-    step_tasks = "SLURM_STEP_NUM_TASKS" in environ
-    world_name = "SLURM_STEP_NUM_TASKS" if step_tasks else "SLURM_NTASKS"
-    node = _number(environ, "SLURM_NODEID", default=0)
-    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    local_world = tasks[node] if node < len(tasks) else 1
-    layout = _layout(environ, "SLURM_PROCID", world_name, "SLURM_LOCALID", local_world)
-    if layout.world == 1:
-        return Place(layout)
-    host = environ.get("MASTER_ADDR", first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
-    return Place(
-        layout,
-        host,
-        _number(environ, "MASTER_PORT", default=_slurm_port(environ)),
-        own_device="SLURM_GPUS_PER_TASK" in environ,
-        attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
-    )
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    job = _number(environ, "SLURM_JOB_ID", default=0)
-    step = _number(environ, "SLURM_STEP_ID", default=0)
-    return _SLURM_PORTS[(job * 7 + step) % len(_SLURM_PORTS)]
-
-
-def first_host(nodelist: str) -> str:
-    """Return a Slurm node list's first machine: `rack[1-2]node[03-05,9],other` gives `rack1node03`.
-
-    Raises `UsageError` for a list without a name.
-    """
-    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist.strip())
-    if first is None:
-        raise UsageError(
-            "SLURM_STEP_NODELIST names no machine",
-            have=repr(nodelist),
-            want="a list such as node[01-04]",
-            do="set MASTER_ADDR to the machine of rank 0",
-        )
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
-
-
-def tasks_per_node(counts: str) -> list[int]:
-    """Expand Slurm's counts, one entry per machine: `2(x3),1` gives [2, 2, 2, 1]."""
-    expanded: list[int] = []
-    for entry in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
-        if match is None:
-            raise UsageError(
-                "SLURM_STEP_TASKS_PER_NODE cannot be read",
-                have=repr(counts),
-                want="2(x3),1",
-                do="start the processes with srun, which sets it",
-            )
-        expanded += [int(match[1])] * int(match[2] or 1)
-    return expanded
-
-
-def _layout(
+def layout_of(
     environ: Mapping[str, str], rank_name: str, world_name: str, local_name: str, local_world: int
 ) -> Layout:
-    world, rank = _number(environ, world_name), _number(environ, rank_name)
-    local_rank = _number(environ, local_name, default=0 if world == 1 else None)
+    """Read rank, world and local rank from the variables of these names."""
+    world, rank = number_of(environ, world_name), number_of(environ, rank_name)
+    local_rank = number_of(environ, local_name, default=0 if world == 1 else None)
     if world < 1 or not 0 <= rank < world or local_rank < 0:
         raise UsageError(
             f"the environment gives this process no place: {rank_name} and {world_name} contradict",
@@ -166,7 +110,8 @@ def _text(environ: Mapping[str, str], name: str) -> str:
     return environ[name]
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number_of(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a whole number, or `default` if the variable is not set. Raises `UsageError`."""
     if default is not None and name not in environ:
         return default
     value = _text(environ, name)

@@ -1,30 +1,24 @@
 """Differentiable collectives on tensors, among the ranks that share a micro-batch.
 
-Gradients equal those of one process that computes everything. Importing this module loads torch's compiler (a second).
+Gradients equal those of one process that computes everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from burnish.distributed.device import uncompiled
+
 # torch 2.13 renamed these and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def uncompiled(function: Function) -> Function:
-    """Keep `torch.compile` out of a function."""
-    left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return left
 
 
 @uncompiled

@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.distributed.device import uncompiled
 from burnish.distributed.layout import Layout
-from burnish.distributed.tensor_collectives import join, uncompiled
+from burnish.distributed.tensor_collectives import join
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, names_of
 from burnish.models.meta_init import has_routers

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.distributed.tensor_collectives import add_up
 from burnish.errors import IncompatibleError
 from burnish.families import family_of
 from burnish.models.flops import Passed
@@ -180,7 +179,8 @@ class ScoringPlan:
         """
         predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
         if self.deal.group is not None:
-            predictions = add_up(predictions, self.deal.group)
+            collectives = import_module("burnish.distributed.tensor_collectives")
+            predictions = collectives.add_up(predictions, self.deal.group)
         taken = self.results.take(predictions)
         return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, taken)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from burnish.algorithms.advantages import load_advantage
-from burnish.algorithms.policy_loss import load_policy_loss
+from burnish.algorithms.base import load_advantage, load_policy_loss
 from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
 from burnish.data.tasks import ExampleDataset, PromptDataset

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import ScoredRollouts, advantages, load_advantage
+from burnish.algorithms.base import (
+    ScoredRollouts,
+    advantages,
+    load_advantage,
+    selects_tokens,
+)
 from burnish.algorithms.kl import kl_penalty
-from burnish.algorithms.policy_loss import selects_tokens
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import order

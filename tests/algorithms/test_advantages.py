@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
-from burnish.algorithms.advantages import EPSILON, ScoredRollouts, load_advantage
-from burnish.algorithms.advantages import advantages as compute
+from burnish.algorithms.advantages import EPSILON
+from burnish.algorithms.base import ADVANTAGES, POLICY_LOSSES, ScoredRollouts, load_advantage
+from burnish.algorithms.base import advantages as compute
 from burnish.config.schema import AdvantageName, PolicyLossName
 from burnish.errors import BurnishError, UsageError
 

@@ -10,7 +10,7 @@ import torch
 
 from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
-from burnish.algorithms.policy_loss import LOG_RATIO_BOUND, log_ratio
+from burnish.algorithms.base import LOG_RATIO_BOUND, load_policy_loss, log_ratio
 from burnish.config.schema import AlgorithmConfig
 from burnish.errors import BurnishError, UsageError
 
@@ -273,7 +273,7 @@ def test_gmpo_equals_the_geometric_mean_in_value_and_gradient(make_case) -> None
 
 OWN = """
 import torch
-from burnish.algorithms.policy_loss import log_ratio
+from burnish.algorithms.base import log_ratio
 
 def reinforce(logprobs, micro_batch, algorithm):
     return -logprobs * micro_batch.advantages
@@ -296,8 +296,8 @@ def test_a_function_in_a_file(tmp_path, make_case) -> None:
     (tmp_path / "own.py").write_text(OWN)
     case = make_case(poison=0.0)
     config = AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:reinforce")
-    found = policy_loss.load_policy_loss(config)(case.outputs.logprobs, case.micro)
+    found = load_policy_loss(config)(case.outputs.logprobs, case.micro)
     torch.testing.assert_close(found.loss, -case.outputs.logprobs * case.micro.advantages)
     for name in ("short", "constant", "infinite", "wrong", "absent"):
         with pytest.raises(UsageError):
-            policy_loss.load_policy_loss(AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:{name}"))
+            load_policy_loss(AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:{name}"))

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from burnish.distributed.environment import Place, first_host, place_of, tasks_per_node
+from burnish.distributed.environment import Place, place_of
 from burnish.distributed.layout import Layout
+from burnish.distributed.slurm import first_host, tasks_per_node
 from burnish.errors import UsageError
 
 TORCHRUN = {

@@ -65,7 +65,10 @@ def test_in_the_warm_up_the_policy_neither_counts_nor_is_published(in_peace: Pat
     spent = [row["perf/mfu"] / row["perf/tokens_per_s"] for row in rows]  # operations per token
     assert max(spent[:2]) < 0.7 * min(spent[2:])
     versions = [
-        {json.loads(line)["weights_version"] for line in gzip.open(path, "rt")}
+        {
+            json.loads(line)["weights_version"]
+            for line in gzip.decompress(path.read_bytes()).splitlines()
+        }
         for path in sorted((in_peace / "rollouts").glob("step-*"))
     ]
     assert versions == [{0}, {0}, {0}, {3}, {4}, {5}]

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from burnish.distributed.tensor_collectives import uncompiled
+from burnish.distributed.device import uncompiled
 from burnish.errors import UsageError
 
 _GROUPED = "grouped_mm"

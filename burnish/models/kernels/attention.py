@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from burnish.distributed.tensor_collectives import uncompiled
+from burnish.distributed.device import uncompiled
 from burnish.errors import IncompatibleError
 from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
 

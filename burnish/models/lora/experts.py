@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burnish.distributed.tensor_collectives import uncompiled
+from burnish.distributed.device import uncompiled
 from burnish.models.lora.adapter_config import ADAPTER_NAME
 
 _RANK_MULTIPLE = 8
