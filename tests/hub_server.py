@@ -134,13 +134,18 @@ class _Handler(BaseHTTPRequestHandler):
                 href = f"{self.server.url}/lfs/{each['oid']}"
                 each["actions"] = {"upload": {"href": href}}
             return self._json({"transfer": "basic", "objects": objects})
-        key, verb = "/".join(path.split("/")[1:4]), path.split("/")[4]
+        key, verb, *below = "/".join(path.split("/")[1:4]), *path.split("/")[4:]
+        if verb == "branch":
+            self.server.branches.setdefault((key, below[0]), {})
+            return self._answer(200)
+        main = self.server.repositories[key]
+        files = self.server.branches.get((key, below[0]), main) if below else main
         if verb == "preupload":
-            files = json.loads(body)["files"]
-            for each in files:
+            named = json.loads(body)["files"]
+            for each in named:
                 large = each["path"].endswith(_LARGE)
                 each |= {"uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
-            return self._json({"files": files})
+            return self._json({"files": named})
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
@@ -150,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self.server.messages.append(value["summary"])
                 continue
-            self.server.repositories[key][value["path"]] = data
+            files[value["path"]] = data
         commit, repo = self.server.commit(key), key.partition("/")[2]
         address = f"{self.server.url}/{repo}/commit/{commit}"
         return self._json({"commitUrl": address, "commitOid": commit})

@@ -126,7 +126,7 @@ _COMMANDS = {
     ),
     "ckpt push": (
         "ckpt_push:push_step",
-        "STEP ORG/NAME --json --role --public",
+        "STEP ORG/NAME --json --role --public --branch --merged --base",
         "Send a step's model to the Hugging Face Hub.",
     ),
     "ckpt import": (
@@ -227,6 +227,7 @@ _OPTIONS = {
     "--shard-gb": _argument("size of a file", type=float, default=5.0, metavar="GB"),
     "--role": _argument("a further model of the run, as critic; its own if not given", default=""),
     "--public": _flag("let everybody see a repository that is made; without, only its owner"),
+    "--branch": _argument("of the repository; is made if needed; by default main"),
     "--merged": _flag(
         "of a run with model.lora: the model with the adapter merged in; without, the adapter"
     ),

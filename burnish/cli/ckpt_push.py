@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path, PurePath
+from typing import Any
 
 from burnish import __version__
 from burnish.checkpoint.layout import MODEL
-from burnish.checkpoint.steps import verify_files
+from burnish.checkpoint.steps import Committed, verify_files
 from burnish.cli.ckpt import Outcome, Say, one_step
 from burnish.errors import MissingError, UsageError, bytes_text
 from burnish.files.hub import push
 
 
-def push_step(say: Say, path: PurePath, repo: str, *, role: str, public: bool) -> Outcome:
-    """Send a step's model, or its adapter, to OWNER/NAME, after a check of its hashes."""
+def push_step(
+    say: Say, path: PurePath, repo: str, *, public: bool, branch: str | None, **which: Any
+) -> Outcome:
+    """Send a step's model to OWNER/NAME, after a check of its hashes; `which` one is as `ckpt export` has it."""
     step = one_step(path)
     if not isinstance(step.path, Path):
         raise UsageError(
@@ -21,15 +28,32 @@ def push_step(say: Say, path: PurePath, repo: str, *, role: str, public: bool) -
             want="a step in a local directory",
             do="write it to one with burnish ckpt export, then run hf upload",
         )
-    directory = f"{role}/{MODEL}" if role else MODEL
+    directory = f"{which['role']}/{MODEL}" if which["role"] else MODEL
     names = [name for name in step.manifest.files if name.startswith(f"{directory}/")]
     if not names:
         raise MissingError(f"{step.path} has no {directory}", do="correct --role, or leave it out")
     for damage in verify_files(step, names):
         raise damage
-    size = sum(step.manifest.files[name].size for name in names)
-    say(f"sending {step.path / directory}, {bytes_text(size)}, to {repo}")
-    message = f"Step {step.step}, trained with Burnish {__version__}"
-    address = push(step.path / directory, repo, message, private=not public)
+    with _folder(step, directory, which) as folder:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        say(f"sending {step.path / directory}, {bytes_text(size)}, to {repo}")
+        message = f"Step {step.step}, trained with Burnish {__version__}"
+        address = push(folder, repo, message, private=not public, branch=branch)
     say(address)
     return Outcome({"path": str(step.path), "repo": repo, "commit": address, "bytes": size})
+
+
+@contextmanager
+def _folder(step: Committed, directory: str, which: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the step's directory, or a passing one in that of the run, of the merged model."""
+    if not which["merged"] and which["base"] is None:
+        yield Path(step.path, directory)
+        return
+    tensors = import_module("burnish.cli.ckpt_tensors")
+    with (
+        tensors.exportable(step, **which) as model,
+        tempfile.TemporaryDirectory(prefix=".push-", dir=step.path.parent.parent) as parent,
+    ):
+        folder = Path(parent, MODEL)
+        tensors.export(model, folder, tensors.DTYPES["bf16"], tensors.FILE_BYTES)
+        yield folder

@@ -27,9 +27,11 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.train.localize import local_directory
 
+FILE_BYTES = 5_000_000_000
+"""Size of a file of weights."""
 _SHOWN = 5
 # Tensors that differ most, without --tensors.
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome:
@@ -90,7 +92,7 @@ def _words(found: Compared) -> str:
 def export_step(
     say: Say, path: PurePath, target: Path, *, dtype: str, shard_gb: float, **which: Any
 ) -> Outcome:
-    """Write the model of a step that `which` names (`_exportable`) as a plain Hugging Face directory."""
+    """Write the model of a step that `which` names (`exportable`) as a plain Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
         raise UsageError(
             "files need a size",
@@ -99,8 +101,8 @@ def export_step(
             do="leave it out for the usual size",
         )
     step = one_step(path)
-    with _exportable(step, **which) as model:
-        files = export(model, target, _DTYPES[dtype], int(shard_gb * 1e9))
+    with exportable(step, **which) as model:
+        files = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
     where, size = str(target.absolute()), sum(files.values())
     say(f"{where}: {model.what} of {step.path.name} in {dtype}, {bytes_text(size)}")
     for name in files:
@@ -109,7 +111,7 @@ def export_step(
     return Outcome({**report, "files": list(files), "bytes": size})
 
 
-def _exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -> Exportable:
+def exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -> Exportable:
     """Return a step's model, a role's, or an adapter's merged model.
 
     Raises `UsageError` for choices that exclude each other.

@@ -181,8 +181,8 @@ class HubPlace:
             return retry(lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY)
 
 
-def push(folder: Path, repo: str, message: str, *, private: bool) -> str:
-    """Send a directory's files to a model's repository, which is made if needed; return the address of the commit.
+def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | None = None) -> str:
+    """Send a directory's files to a model's repository, or a branch of it, made if needed; return the address of the commit.
 
     Raises `UsageError` for a name that is no id, and without the right to write there.
     """
@@ -195,7 +195,11 @@ def push(folder: Path, repo: str, message: str, *, private: bool) -> str:
     try:
         with _quiet(bars=sys.stderr.isatty()):
             api.create_repo(repo, private=private, exist_ok=True)
-            sent = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+            if branch is not None:
+                api.create_branch(repo, branch=branch, exist_ok=True)
+            sent = api.upload_folder(
+                repo_id=repo, folder_path=folder, commit_message=message, revision=branch
+            )
     except errors.OfflineModeIsEnabled as error:
         raise UsageError(
             f"nothing can be sent to {repo}", have="HF_HUB_OFFLINE", do="unset HF_HUB_OFFLINE"

@@ -54,6 +54,26 @@ def test_a_model_arrives_whole_with_its_card(hub: HubServer, run: Path) -> None:
     assert (code, hub.visible["models/me/open"]) == (0, "public"), output
 
 
+def test_a_branch_gets_the_adapter_or_the_model_that_it_is_merged_into(
+    hub: HubServer, run: Path
+) -> None:
+    step = run / "checkpoints/step-00000001/model"
+    lora = ["model.fresh=null", f"model.path={step}", "model.tokenizer=null", "model.lora.rank=2"]
+    argv = ["name=lora", "steps=1", "evaluation.every=0", *lora]
+    tuned = done(run.parents[1], "sft", "sft.yaml", *argv)
+    for branch, options in (("adapter", []), ("whole", ["--merged"])):
+        code, output = push(hub, run, str(tuned), "me/sums", "--branch", branch, *options)
+        assert code == 0, output
+    assert hub.repositories["models/me/sums"] == {}
+    adapter, whole = (hub.branches["models/me/sums", name] for name in ("adapter", "whole"))
+    assert "adapter_model.safetensors" in adapter
+    assert b"library_name: peft" in adapter["README.md"]
+    assert "model.safetensors" in whole
+    assert not [name for name in whole if name.startswith("adapter")]
+    assert b"library_name: transformers" in whole["README.md"]
+    assert [path.name for path in tuned.iterdir() if path.name.startswith(".push-")] == []
+
+
 @pytest.mark.parametrize(
     ("argv", "variables", "expected"),
     [
@@ -63,6 +83,8 @@ def test_a_model_arrives_whole_with_its_card(hub: HubServer, run: Path) -> None:
         (("sums",), {}, 2),
         (("me/sums@main",), {}, 2),
         (("me/sums", "--role", "critic"), {}, 5),
+        (("me/sums", "--merged"), {}, 4),
+        (("me/sums", "--base", "x"), {}, 2),
     ],
 )
 def test_what_cannot_be_sent_is_an_error(

@@ -42,6 +42,8 @@ from burnish.models.meta_init import build_on_meta
 
 _log = logging.getLogger(__name__)
 
+_CARD = "README.md"
+
 _CHUNK = 1 << 14
 # Elements. malloc keeps temporaries of this size; larger ones cost ten times as much, in page faults.
 
@@ -142,6 +144,8 @@ class MergedModel(Closing):
         """Return the model's, with the tokenizer that the adapter was trained with."""
         found = read_assets(self._base) | self._adapter.assets()
         found.pop(ADAPTER_CONFIG, None)
+        if card := found.get(_CARD):
+            found[_CARD] = card.replace(b"library_name: peft", b"library_name: transformers", 1)
         return found
 
     def close(self) -> None:
