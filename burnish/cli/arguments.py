@@ -37,7 +37,7 @@ CONFIG is a YAML file; key=value sets one setting, as optim.lr=1e-6 or rollout.n
 
 --dry-run does the run's setup without weights and says what the run would do.
 It reads the tokenizer and the headers of weights, tokenizes the first rows of the data, calls the reward
-functions once and plans memory. It does not see later rows, and only small files behind URLs.
+functions once and plans memory. It does not see later rows, and only small files that are elsewhere.
 
 On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version; eval "$(burnish completion bash)" completes commands, also in zsh or fish.

@@ -29,6 +29,8 @@ from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
 from burnish.train.commits import beginning, hub_entries, pin
 
+_SMALL_FILE = 256 << 20
+"""Of a data set, for a dry run."""
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
 
@@ -45,8 +47,8 @@ def local_inputs(
 
     The first has ids of the hub at the commits that rank 0 finds, and the precision that its `device` is quick in. The second has
     paths instead of ids and URLs, and rank and layers of the adapter that it starts from. Training data and a critic are copied only
-    if it `trains`. With `only_small` data, critic and reward models stay where they are, and a model elsewhere becomes a new one
-    with the same config.json and tokenizer.
+    if it `trains`. With `only_small` critic, reward models and data behind URLs stay where they are, a data set of the hub is its
+    first file, if that is small, and a model elsewhere becomes a new one with the same config.json and tokenizer.
     Raises `MissingError` for missing files, and `BurnishError` if copying fails.
     """
     layout = layout or Layout()
@@ -98,20 +100,21 @@ def _copy_all(
         file, colon, name = each["function"].rpartition(":")
         if file.endswith(".py") and is_url(file):
             each["function"] = f"{_file(file, watch)}{colon}{name}"
+    data, bring = values["data"], _first_file if only_small else _data
+    for name in ("train", "validation") if trains else ("validation",):
+        entries, data[name] = data[name], []
+        for entry in entries:
+            data[name] += bring(entry, f"data.{name}", watch)
     if not only_small:
-        _copy_large(values, watch, trains=trains)
+        _copy_models(values, watch, trains=trains)
 
 
-def _copy_large(values: Mapping[str, Any], watch: Watch | None, *, trains: bool) -> None:
-    data, critic = values["data"], values["critic"]
+def _copy_models(values: Mapping[str, Any], watch: Watch | None, *, trains: bool) -> None:
+    critic = values["critic"]
     for judge in values["reward"]["models"]:
         if is_elsewhere(judge["path"]):  # the copy's directory has another name
             judge["name"] = RewardModelConfig(**judge).part_name
             judge["path"] = str(local_directory(judge["path"], watch))
-    for name in ("train", "validation") if trains else ("validation",):
-        entries, data[name] = data[name], []
-        for entry in entries:
-            data[name] += _data(entry, f"data.{name}", watch)
     if trains and is_elsewhere(critic["path"]):
         critic["path"] = str(local_directory(critic["path"], watch))
 
@@ -124,6 +127,17 @@ def _data(entry: str, setting: str, watch: Watch | None) -> list[str]:
             root = place.fetch(names, shown=watch is not None)
         return [str(root / name) for name in names]
     return [str(file) for file in local_files(entry, is_data, watch)] if is_url(entry) else [entry]
+
+
+def _first_file(entry: str, setting: str, watch: Watch | None) -> list[str]:
+    """Return a small first file of a data set of the hub, or else the entry."""
+    if place := HubPlace.of(entry, "dataset"):
+        with of_setting(setting):
+            place = place.at_commit()
+            name, size = next(iter(split_files(place, setting).items()))
+            if size <= _SMALL_FILE:
+                return [str(place.fetch([name], shown=watch is not None) / name)]
+    return [entry]
 
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:

@@ -157,6 +157,16 @@ def test_a_wrong_id_is_an_error_that_names_its_setting(
     assert named in output
 
 
+def test_a_dry_run_looks_at_the_first_rows(hub: HubServer, work: Path) -> None:
+    call(hub, work, "sft", "sft.yaml", "--dry-run")
+    row = b'{"qestion": "1", "reply": "2"}\n'
+    hub.repositories["datasets/me/odd"] = {"train.jsonl": row, "test.jsonl": row}
+    argv = ["sft", "sft.yaml", "data.train=me/odd", "--dry-run"]
+    code, output = burnish(work, *argv, environ=environ(hub, work / "home"))
+    assert (code, "Traceback" in output) == (5, False), output
+    assert "qestion" in output
+
+
 def test_settings_are_checked_without_the_hub(hub: HubServer, work: Path) -> None:
     call(hub, work, "config", "check", "sft.yaml")
     assert hub.asked == []
