@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,6 +16,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.train.newest_steps import name_newest_steps
 from burnish.train.preflight import require_inputs
 
+_LAUNCHERS = re.compile(r"[EW]\d{4} .*torch/distributed/elastic")
 _HIDE_ACCELERATORS = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -47,13 +49,20 @@ def run_check(given: Namespace) -> None:
         return
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     own = ["burnish", "check", *filter(None, [given.config]), *given.overrides]
-    done = subprocess.run(
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    with subprocess.Popen(
         [sys.executable, "-m", *torchrun, "-m", *own],
-        env=os.environ | _HIDE_ACCELERATORS,
-        check=False,
-    )
-    if done.returncode != 0:
+        env={"OMP_NUM_THREADS": threads} | os.environ | _HIDE_ACCELERATORS,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        for line in started.stderr or ():
+            if _LAUNCHERS.match(line):
+                break  # torchrun says once more what a rank said, with its own traceback
+            sys.stderr.write(line)
+        started.communicate()
+    if started.returncode != 0:
         raise BurnishError(
             f"the check on {processes} processes did not pass",
-            have=f"exit status {done.returncode}; the reason is above",
+            have=f"exit status {started.returncode}; the reason is above",
         )

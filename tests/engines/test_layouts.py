@@ -38,6 +38,7 @@ from burnish.engines.torch.parallelize import require_fitting
 from burnish.engines.torch.tensor_parallel import share_matrices
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError
+from burnish.families import SIZE_FIELDS
 from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta
@@ -286,6 +287,18 @@ def test_a_bias_behind_a_sum_over_ranks_is_refused() -> None:
     scorer = Scorer(build_on_meta(tiny_config("llama", attention_bias=True)))
     with pytest.raises(IncompatibleError, match=r"layers\.0\.self_attn\.o_proj\.bias"):
         share_matrices(scorer, FakeGroup())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {"attention_bias": True}), ("cohere", {"use_qk_norm": True})]
+)
+def test_what_tensor_parallelism_cannot_cut_is_refused_before_a_run(
+    family: str, changes: dict[str, bool]
+) -> None:
+    fields = {name: tiny_config("llama").to_dict()[name] for name in SIZE_FIELDS[:4]}
+    config = AutoConfig.for_model(family, **fields, **changes)
+    with pytest.raises(IncompatibleError):
+        require_fitting(config, EngineConfig(tensor_parallel=2))
 
 
 def test_a_family_without_a_plan_is_refused() -> None:

@@ -6,7 +6,7 @@ from tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import LoraConfig
-from burnish.engines.torch.tensor_parallel import _layer_cuts, layer_plan
+from burnish.engines.torch.tensor_parallel import _layer_cuts, _layer_plan
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import FAMILIES, ModelShape
 from burnish.models.lora.adapter import Adapter
@@ -73,7 +73,7 @@ def test_tensor_ranks_have_of_an_adapter_what_the_engine_leaves_them(family, exp
     mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else mlp
     lora = LoraConfig(rank=2, targets=["q_proj", "v_proj", "o_proj", *mlp])
     factors = {region.parameter for region in Adapter(model, lora).weights}
-    cuts = dict(_layer_cuts(model, layer_plan(config), 0, 2))
+    cuts = dict(_layer_cuts(model, _layer_plan(config), 0, 2))
     found = sum(
         parameter.numel() // (2 if name in cuts else 1)
         for name, parameter in model.named_parameters()

@@ -28,7 +28,7 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import require_divisible
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import compute_dtype
-from burnish.models.meta_init import model_sizes
+from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.scorer import Scorer
 
 Run = Callable[..., Any]
@@ -55,13 +55,17 @@ _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known."""
+    """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known.
+
+    Raises `IncompatibleError` for a model that tensor parallelism cannot cut.
+    """
     if config.router_aux_loss:
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "engine.router_aux_loss")
-    if config.tensor_parallel > 1:
-        import_module(_TENSOR_PARALLEL).layer_plan(hf_config)
     require_divisible(model_sizes(hf_config), config)
+    if config.tensor_parallel > 1:
+        model = build_on_meta(hf_config)
+        import_module(_TENSOR_PARALLEL).layer_cuts(model, 0, config.tensor_parallel)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

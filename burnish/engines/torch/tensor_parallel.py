@@ -50,9 +50,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     matrix that the plan leaves whole.
     """
     model, rank, ranks = scorer.model, group.rank(), group.size()
-    cuts = dict(_layer_cuts(model, layer_plan(model.config), rank, ranks))
-    blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
-    _require_all_cut(blocks, model, cuts)
+    cuts, blocks = layer_cuts(model, rank, ranks)
     vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
     cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
     _keep_parts(model, cuts)
@@ -65,7 +63,15 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     return cuts
 
 
-def layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
+def layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> tuple[dict[str, Cut], list[str]]:
+    """Return the cuts of the layers' parameters by name, and the blocks that have them. Raises as `share_matrices` does."""
+    cuts = dict(_layer_cuts(model, _layer_plan(model.config), rank, ranks))
+    blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
+    _require_all_cut(blocks, model, cuts)
+    return cuts, blocks
+
+
+def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
     """Return the style of each module or parameter of a layer, with * for its number.
 
     Raises `UsageError` if transformers has no plan of the family, or one with unknown styles.
