@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVICES := .venv-trackers
 
 .PHONY: demo test nightly lint docs contract faults bench clean
 
@@ -18,8 +19,9 @@ test: lint docs
 	$(PYTEST) $(WORKERS)
 
 # What is slow and far from training. Run it before an issue ends.
-nightly: $(STAMP)
+nightly: $(STAMP) $(SERVICES)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
+	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,5 +51,13 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
 	@touch $@
 
+# The clients of the services that runs log to, beside the packages of the environment above.
+$(SERVICES)/.installed: $(STAMP) constraints/trackers.txt
+	$(PYTHON) -m venv $(SERVICES)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(SERVICES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/burnish.pth"
+	$(SERVICES)/bin/python -m pip install --quiet --requirement constraints/trackers.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) .venv-peers .mypy_cache .ruff_cache site

@@ -63,7 +63,7 @@ def ours(seed: int, steps: int, directory: Path) -> Curve:
         "evaluation.every=0",
         "checkpoint.save_every=0",
         "tracking.report=false",
-        "tracking.tensorboard=false",
+        "tracking.trackers=[]",
     ]
     command = [sys.executable, "-m", "burnish", "rl", CONFIG, *overrides]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

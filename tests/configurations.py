@@ -47,7 +47,7 @@ def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin is list:
-        return st.lists(_one(arguments[0], []), max_size=3)
+        return st.lists(values(arguments[0], []), max_size=3)
     if origin is tuple:
         return st.tuples(*(_one(each, []) for each in arguments))
     if origin is dict:

@@ -55,6 +55,7 @@ OPTIONAL = (
     "burnish.files.backends",
     "burnish.tracking.console",
     "burnish.tracking.rollouts",
+    "burnish.tracking.services",
     "burnish.train.evaluate",
     "burnish.files.hub",
     "burnish.train.commits",

@@ -120,8 +120,8 @@ def _words(schema: _Schema, sections: _Schema) -> str:
     items = schema.get("items") or schema["prefixItems"][0]
     if item := _referred(items, sections):
         return f"a list of mappings with the keys {', '.join(item['properties'])}"
-    if "pattern" in items:
-        return "a list of names, each file.py:name or module:name"
+    if "anyOf" in items or "pattern" in items:
+        return f"a list of names, each {_words(items, sections)}"
     each = [text.format(items[name]) for name, text in _BOUNDS.items() if name in items]
     count = f"{len(schema['prefixItems'])} " if "prefixItems" in schema else ""
     return f"a list of {count}{_PLURALS[items['type']]}" + (

@@ -34,6 +34,8 @@ TokenId = Annotated[int, Field(ge=0)]
 """A token of the model's vocabulary."""
 StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion."""
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+"""A tracker that Burnish brings."""
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
@@ -519,16 +521,14 @@ class CheckpointConfig(Section):
 class TrackingConfig(Section):
     """Where the numbers go."""
 
-    tensorboard: bool = True
-    """Write event files under `tensorboard/`."""
     rollouts_every: int = Field(10, ge=0)
     """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
     rollouts_keep_gb: float = Field(5.0, gt=0)
     """Most 10⁹ bytes of rollout files. The oldest go first. The best, worst and some random rollouts of each step go last."""
     rollout_tokens: bool = True
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
-    trackers: list[FunctionName] = []
-    """Your own trackers: classes with the methods of `burnish.Tracker`, as file.py:Class or module:Class. Each is called with the run's directory."""
+    trackers: list[TrackerName | FunctionName] = ["tensorboard"]
+    """Where the numbers go beside the console and metrics.jsonl; several at once. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
     console_every: int = Field(1, ge=1)
     """Steps between lines on the console. The first and the last step and every validation have theirs in any case."""
     report: bool = True

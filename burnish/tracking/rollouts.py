@@ -64,8 +64,7 @@ def write_rollouts(
     `burnish.tracking.trackers`).
     """
     kind: Kind = "validation" if advantages is None else "step"
-    known = [None] * len(rollouts) if advantages is None else advantages
-    rows = [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
+    rows = rollout_rows(step, rollouts, advantages)
     longest = chosen(rows)
     if token_texts is not None:
         for i in longest:
@@ -81,6 +80,14 @@ def write_rollouts(
         else:
             path.unlink(missing_ok=True)
     return rollouts_path(directory, step, kind)
+
+
+def rollout_rows(
+    step: int, rollouts: Sequence[Rollout], advantages: Sequence[float] | None
+) -> list[Row]:
+    """Return a step's rollouts as they are written, without tokens."""
+    known = [None] * len(rollouts) if advantages is None else advantages
+    return [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
 
 
 def chosen(rows: Sequence[Row]) -> set[int]:

@@ -4,6 +4,7 @@
 runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
+  git.diff
 ```
 """
 
@@ -27,6 +28,8 @@ from burnish.files.storage import LocalStorage
 
 _PACKAGES = ("burnish", "torch", "transformers")
 _GIT_SECONDS = 5.0
+_DIFF_BYTES = 1 << 20
+# Most of a diff that is kept.
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 """The directory of steps, below a run's directory as below its mirror, and the name for the newest of them."""
@@ -45,6 +48,8 @@ class RunDirectory:
         """The resolved configuration, as run."""
         self.environment = root / "environment.json"
         """Versions, device, host, git commit and command line of the last start."""
+        self.diff = root / "git.diff"
+        """What the working directory has beyond its git commit; missing if there is nothing."""
         self.metrics = root / "metrics.jsonl"
         """One JSON object per step."""
         self.tensorboard = root / "tensorboard"
@@ -117,14 +122,23 @@ def _version(package: str) -> str | None:
 
 def _git_commit() -> str | None:
     """Return the working directory's commit, `-dirty` if files differ."""
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    found = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return found.decode("utf-8", "replace").strip() or None
+
+
+def git_diff() -> bytes:
+    """Return the working directory's uncommitted changes to tracked files, at most 1 MiB of them; empty without git."""
+    return _git("diff", "HEAD", "--no-ext-diff", "--no-color")[:_DIFF_BYTES]
+
+
+def _git(*arguments: str) -> bytes:
+    """Return what git says of the working directory; nothing if it fails."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
-        )
+        return subprocess.run(
+            ("git", *arguments), capture_output=True, timeout=_GIT_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+        return b""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

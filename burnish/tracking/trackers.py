@@ -7,28 +7,65 @@ numbers are about 10 MB. Only the main rank has observers; their numbers are red
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import math
 import os
+import queue
+import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 from burnish.config.schema import TrackingConfig
-from burnish.errors import CorruptError
-from burnish.functions import load_function
+from burnish.errors import CorruptError, UsageError
+from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
 _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
 # Least time between reports, and most of the time that they may take.
+_END_SECONDS, _STOP_SECONDS = 60.0, 10.0
+# How long trackers may take to send the rest at the end of a run, and of a run that is told to stop.
+_ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
+# Calls of each method that may wait for a tracker.
+_SAMPLES, _CHARACTERS = 16, 2000
+# Most rows of a table in TensorBoard, and most characters of a cell.
+
+log = logging.getLogger("burnish")
+
+TRACKERS: Registry = MappingProxyType(
+    {
+        "tensorboard": "burnish.tracking.trackers:TensorBoardTracker",
+        "wandb": "burnish.tracking.services:WandbTracker",
+        "mlflow": "burnish.tracking.services:MlflowTracker",
+    }
+)
+"""The built-in trackers of `tracking.trackers`."""
+
+State = Literal["running", "finished", "stopped", "failed"]
+"""How a run is, or how it ended."""
+FileKind = Literal["report", "checkpoint"]
+"""What a tracker's `log_file` gets."""
 
 
 class Tracker(Protocol):
-    """Something that takes the numbers of each step."""
+    """Something that takes the numbers of each step.
+
+    It is made with the run's directory. If it takes `resume_step`, it gets the last step to keep (None: a new run), and every later
+    step again. Else it gets each step once in the life of the run. It may have three more methods, all without a result:
+
+    - `log_rollouts(step, kind, rows)`: samples of a "step" or a "validation", as the rollout files have them, before the step's numbers
+    - `log_file(path, kind)`: the "report" at the end, or the "checkpoint" of a committed step, which is a reference
+    - `end(state)`: how the run ended, before `close`
+    """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included.
@@ -72,14 +109,17 @@ class Observers:
         self._token_texts = texts if settings.rollout_tokens else None
         console = import_module("burnish.tracking.console").ConsoleTracker
         resumed = (step if is_logged else step - 1) if step else None
+        classes = {name: load_tracker(name) for name in settings.trackers}
         self._trackers: list[Tracker] = [
             console(total_steps=total_steps, every=settings.console_every),
             JsonlTracker(directory.metrics, resume_step=resumed),
         ]
-        if settings.tensorboard:
-            self._trackers.append(TensorBoardTracker(directory.tensorboard, resume_step=resumed))
-        for name in settings.trackers:
-            self._trackers.append(load_function(name, "tracking.trackers")(directory.root))
+        self._others = [
+            BackgroundTracker(name, make, directory.root, resume_step=resumed)
+            for name, make in classes.items()
+        ]
+        self._trackers += self._others
+        self._state: State = "running"
         self._next_report = time.monotonic() + _REPORT_SECONDS
 
     def rollouts_scored(
@@ -100,6 +140,10 @@ class Observers:
                 directory, step, rollouts, advantages, self._token_texts, by_token
             )
             self._rollouts.thin_rollouts(directory, int(self._settings.rollouts_keep_gb * 1e9))
+            if self._others:
+                rows = self._rollouts.rollout_rows(step, rollouts, advantages)
+                for tracker in self._others:
+                    tracker.log_rollouts(step, "validation" if advantages is None else "step", rows)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's line, in order to every tracker; write the report once a minute."""
@@ -108,8 +152,14 @@ class Observers:
         if time.monotonic() >= self._next_report:
             self.report("running")
 
-    def report(self, state: str) -> None:
+    def checkpoint_committed(self, place: str) -> None:
+        """Tell trackers where a step is committed."""
+        for tracker in self._others:
+            tracker.log_file(place, "checkpoint")
+
+    def report(self, state: State) -> None:
         """Write the report of a run that is `running`, `finished`, `stopped` or `failed`, and note how it ended."""
+        self._state = state
         if state != "running":
             self._directory.write_status(self._total_steps, state)
         if self._settings.report:
@@ -125,10 +175,170 @@ class Observers:
             tracker.sync()
 
     def close(self) -> None:
-        """Close every tracker, the last first, also if one of them raises."""
+        """Close every tracker, also if one of them raises. Those in the background get a minute together, or 10 s if the run was stopped."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
+            seconds = _STOP_SECONDS if self._state == "stopped" else _END_SECONDS
+            for other in self._others:
+                if self._settings.report and self._directory.report.exists():
+                    other.log_file(str(self._directory.report), "report")
+                other.finish(self._state, time.monotonic() + seconds)
+
+
+class BackgroundTracker:
+    """Feed a tracker from a thread of its own, so that it never stops or slows training.
+
+    Calls that it has no room for, that fail, or that come too late are counted and lost. The log has one warning and, at the end, the count.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Tracker],
+        directory: Path,
+        *,
+        resume_step: int | None = None,
+        room: Mapping[str, int] = _ROOM,
+    ) -> None:
+        """Call `make(directory)` in the thread. `room` bounds the waiting calls of each method."""
+        self._name, self._make, self._room = name, make, room
+        self._directory, self._resume_step = directory, resume_step
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._waiting: Counter[str] = Counter()
+        self._lost, self._warned, self._deadline = 0, False, 0.0
+        self._lock = threading.Lock()
+        self._tracker: Tracker | None = None
+        # The last step that the tracker has taken is kept in the run's directory.
+        self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._serve, name=f"burnish-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand a step's numbers over."""
+        self._put("log", step, dict(values))
+
+    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Hand samples over."""
+        self._put("log_rollouts", step, kind, rows)
+
+    def log_file(self, path: str, kind: FileKind) -> None:
+        """Hand a file or a reference over."""
+        self._put("log_file", path, kind)
+
+    def sync(self) -> None:
+        """Ask the tracker to sync; do not wait."""
+        self._put("sync")
+
+    def finish(self, state: State, deadline: float) -> None:
+        """Say that nothing more comes. `close` waits until `deadline` of the monotonic clock."""
+        if not self._deadline:
+            self._deadline = deadline
+            self._put("end", state)
+            self._calls.put(None)
+
+    def close(self) -> None:
+        """Wait for the tracker to take the rest and close, until the deadline; say how much is lost."""
+        self.finish("finished", time.monotonic() + _END_SECONDS)
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join(max(0.0, self._deadline - time.monotonic()))
+        with self._lock:
+            late = self._waiting.total() if thread.is_alive() else 0
+        if thread.is_alive():
+            self._warn("did not close in time")
+        if self._lost + late:
+            log.warning("tracker %s: %d calls are lost", self._name, self._lost + late)
+
+    def _put(self, method: str, *arguments: Any) -> None:
+        with self._lock:
+            is_full = self._waiting[method] >= self._room.get(method, 1)
+            if not is_full:
+                self._waiting[method] += 1
+        if not is_full:
+            self._calls.put((method, arguments))
+        elif method != "sync":  # one that waits is enough
+            self._lose(f"{self._waiting[method]} calls of {method} are waiting for it")
+
+    def _lose(self, problem: str) -> None:
+        with self._lock:
+            self._lost += 1
+        self._warn(problem)
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            said = problem[:_CHARACTERS]
+            log.warning("tracker %s: %s. Training goes on without it", self._name, said)
+
+    def _serve(self) -> None:
+        """Make the tracker, and every call of it. For the thread."""
+        keeps = "resume_step" in inspect.signature(self._make).parameters
+        kept = {"resume_step": self._resume_step} if keeps else {}
+        try:
+            self._tracker = self._make(self._directory, **kept)
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+            self._warn(_problem(error))
+        taken = -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
+        while call := self._calls.get():
+            method, arguments = call
+            if self._tracker is None:
+                self._lost += method in self._room
+            elif not (method in ("log", "log_rollouts") and arguments[0] <= taken):
+                self._call(method, arguments, note=not keeps)
+            with self._lock:
+                self._waiting[method] -= 1
+        if self._tracker is not None:
+            self._call("close", (), note=False)
+
+    def _call(self, method: str, arguments: tuple[Any, ...], *, note: bool) -> None:
+        call = getattr(self._tracker, method, None)
+        if call is None:
+            return
+        try:
+            call(*arguments)
+            if note and method == "log":
+                self._taken.parent.mkdir(exist_ok=True)
+                self._taken.write_text(f"{arguments[0]}\n")
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+            self._lose(_problem(error))
+
+    def _last_step(self) -> int:
+        try:
+            return int(self._taken.read_text())
+        except (OSError, ValueError):  # a new run, or a machine that died while it was written
+            return -1
+
+
+def _problem(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def load_tracker(name: str) -> Callable[..., Tracker]:
+    """Return the class that an entry of `tracking.trackers` names, without making a tracker.
+
+    Raises `UsageError` if there is none, or if it cannot be a tracker.
+    """
+    setting = "tracking.trackers"
+    found = load_function(name, setting, TRACKERS)
+    wanted = ("log", "sync", "close")
+    missing = [each for each in wanted if not callable(getattr(found, each, None))]
+    try:
+        inspect.signature(found).bind(Path())
+    except (TypeError, ValueError) as error:
+        missing.append(f"a constructor of the run's directory alone ({error})")
+    if missing and isinstance(found, type):
+        raise UsageError(
+            f"{setting}: {name} is no tracker",
+            have=f"no {', no '.join(missing)}",
+            want="the methods log(step, values), sync() and close(), and a constructor that takes the run's directory",
+            do="add them; see burnish.Tracker",
+        )
+    getattr(found, "require_ready", lambda: None)()
+    return found
 
 
 class JsonlTracker:
@@ -161,7 +371,7 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Write scalars to TensorBoard's event files under `directory`.
+    """Write scalars, and samples as texts, to TensorBoard's event files under `directory`/tensorboard.
 
     Resuming from step N tells TensorBoard to forget later steps of earlier files; N = None forgets
     all.
@@ -171,7 +381,8 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = 0 if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge)
+        path = RunDirectory(directory).tensorboard
+        self._writer = SummaryWriter(str(path), purge_step=purge)
         self._closed = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -182,6 +393,15 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
+    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the first samples as a table in Markdown."""
+        table = sample_table(rows[:_SAMPLES])
+        if table:
+            lines = [list(table[0]), ["---"] * len(table[0])]
+            lines += [[_cell(value) for value in row.values()] for row in table]
+            text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            self._writer.add_text(f"rollouts/{kind}", text, step)
+
     def sync(self) -> None:
         """Do nothing: no run depends on these files."""
 
@@ -189,6 +409,23 @@ class TensorBoardTracker:
         """Close the event file."""
         self._closed = True
         self._writer.close()
+
+
+def _cell(value: object) -> str:
+    """Return a value as a cell of a table in Markdown, whatever it holds."""
+    escaped = {ord(each): f"&#{ord(each)};" for each in "\\`*_[]|#~&<>"}
+    return str(value)[:_CHARACTERS].translate(escaped).replace("\n", "<br>")
+
+
+def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return samples for a service's table: the columns that people read, the same for every row."""
+    names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
+    columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
+    return [
+        {name: row.get(name) for name in columns}
+        | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
+        for row in rows
+    ]
 
 
 def json_number(value: float) -> float | str:

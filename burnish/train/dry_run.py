@@ -21,9 +21,9 @@ from burnish.distributed.device import pick_device
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
 from burnish.files.hub import is_elsewhere
-from burnish.functions import load_function
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
+from burnish.tracking.trackers import load_tracker
 from burnish.train.critic import critic_foundation
 from burnish.train.evaluate import newest_model
 from burnish.train.localize import local_inputs
@@ -85,7 +85,7 @@ def _functions(
     if command == "rl" and algorithm.advantage != "gae":  # whose advantages come from the critic
         yield partial(load_advantage, algorithm.advantage)
     for tracker in tracking.trackers if command != "eval" else ():
-        yield partial(load_function, tracker, "tracking.trackers")
+        yield partial(load_tracker, tracker)
 
 
 @contextmanager

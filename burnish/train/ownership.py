@@ -29,7 +29,14 @@ from burnish.distributed.device import (
 )
 from burnish.distributed.layout import Layout
 from burnish.tracking.progress import Progress
-from burnish.tracking.rundir import RUN, TRAINER, RunDirectory, environment, write_atomically
+from burnish.tracking.rundir import (
+    RUN,
+    TRAINER,
+    RunDirectory,
+    environment,
+    git_diff,
+    write_atomically,
+)
 from burnish.tracking.spans import Spans
 from burnish.train.intact import Intact
 from burnish.train.own_directory import require_own_directory
@@ -130,6 +137,9 @@ def _claim(session: Session) -> None:
         identity |= mirror.require_own(directory, RunIdentity(session.trainer, session.config))
     found = environment(device_name(session.device), session.layout.world)
     write_atomically(directory.config, dump_yaml(session.config))
+    directory.diff.unlink(missing_ok=True)
+    if diff := git_diff():
+        write_atomically(directory.diff, diff)
     directory.write_environment({**identity, TRAINER: session.trainer, **found})
     if mirror is not None:
         mirror.claim(directory)

@@ -49,6 +49,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
 
 _CONFIG_LIMIT = 1 << 24
+SERVICES = frozenset({"wandb", "mlflow"})
+"""Trackers that need the package of the same name."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
 _PATIENCE = RetryPolicy(seconds=20)
@@ -67,6 +69,8 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
                 problems += _noted(_data(path, f"data.{name}"))
     if command != "sft":
         problems += _rewards(config.reward)
+    if command != "eval":
+        problems += _trackers(config.tracking.trackers)
     if problems:
         raise together(problems, "the inputs of this run")
 
@@ -265,6 +269,12 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
                 want="module:function that Python can import, or file.py:function",
                 do=f"correct {setting}, or install the module",
             )
+
+
+def _trackers(names: Sequence[str]) -> Iterator[BurnishError]:
+    for name in SERVICES.intersection(names):
+        do = f"{install(name)}, or take {name} out of tracking.trackers"
+        yield from _package(name, f"tracking.trackers {name}", f"{name}'s own client", do)
 
 
 def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishError]:

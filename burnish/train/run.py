@@ -31,6 +31,7 @@ from burnish.files.durable import naming_failures
 from burnish.records import Batch, MicroBatch, Rollout, TokenOutputs
 from burnish.records.samples import Floats
 from burnish.tracking.progress import Bar
+from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import Observers, json_numbers, logged_values, numbers
 from burnish.train.fingerprints import Inputs
@@ -286,7 +287,7 @@ class Run:
             self._tell(Observers.sync)  # a committed step's line may be missing, but none before it
             if not background:
                 self._session.checkpoints.save(self.position.step, self._contents())
-                self._saved_step = self.position.step
+                self._committed(self.position.step)
                 return
             try:
                 self._session.checkpoints.begin_save(self.position.step, self._contents())
@@ -301,9 +302,16 @@ class Run:
         if finished.error is not None:
             self._say_unsaved(finished.step, finished.error)
             return
-        self._saved_step = finished.step
+        self._committed(finished.step)
         if finished.warning is not None and self._layout.is_main:
             log.error("step %d is committed, but %s", finished.step, finished.warning)
+
+    def _committed(self, step: int) -> None:
+        self._saved_step = step
+        if self._observers is not None:
+            mirror, root = self._session.mirror, self._session.directory.root
+            place = str(root.absolute()) if mirror is None else mirror.url.rstrip("/")
+            self._observers.checkpoint_committed(f"{place}/{CHECKPOINTS}/{step_name(step)}")
 
     def _say_unsaved(self, step: int, error: BurnishError) -> None:
         if self._layout.is_main:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from burnish.tracking.trackers import Tracker
+from burnish.config.document import dump_yaml
+from burnish.config.schema import RunConfig
+from burnish.tracking.rundir import RUN, RunDirectory
+from burnish.tracking.trackers import BackgroundTracker, Tracker, load_tracker
 
 Record = dict[int, dict[str, float]]
 
@@ -96,3 +100,96 @@ def same_record(found: Record, wanted: Record) -> None:
     assert found.keys() == wanted.keys()
     for step, values in wanted.items():
         assert found[step] == pytest.approx(values, rel=1e-6, nan_ok=True), step
+
+
+ROWS = [
+    {
+        "step": 1,
+        "prompt_index": 0,
+        "sample": 0,
+        "prompt": "2+2=",
+        "completion": "four | <script>\n",
+        "answer": "4",
+        "reward": 0.5,
+        "reward_parts": {"exact": 0.5},
+        "advantage": -1.0,
+        "stop_reason": "stop",
+    }
+]
+
+
+class ServiceContract(TrackerContract):
+    """For built-in trackers that get each step once, in the background, and go on with the same run.
+
+    `open` of a subclass is that of a run with configuration, environment and diff.
+    """
+
+    name: str
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_lost(self, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+        yield
+        assert [each.message for each in caplog.records if each.name == "burnish"] == []
+
+    def open(self, directory: Path, resume_step: int | None = None) -> BackgroundTracker:
+        run = RunDirectory(directory)
+        if not run.config.exists():
+            run.config.write_text(dump_yaml(RunConfig(seed=5)))
+            run.write_environment({RUN: directory.name, "git_commit": "c0ffee"})
+            run.diff.write_text("-old\n+new\n")
+        return BackgroundTracker(self.name, load_tracker(self.name), directory)
+
+    def read(self, directory: Path) -> list[tuple[int, dict[str, float]]]:
+        """Every step as often as the service has it."""
+        raise NotImplementedError
+
+    def test_steps_lost_by_a_kill_are_not_logged_twice(self, tmp_path: Path) -> None:
+        for steps in ([0, 1, 2], [2, 3]):
+            tracker = self.open(tmp_path)
+            for step in steps:
+                tracker.log(step, STEPS[step])
+            tracker.close()
+        found = sorted(self.read(tmp_path), key=lambda row: row[0])
+        assert [step for step, _ in found] == list(STEPS)
+        same_record(dict(found), STEPS)
+
+    def test_samples_settings_and_files_are_there(self, tmp_path: Path) -> None:
+        tracker = self.open(tmp_path)
+        (tmp_path / "report.html").write_text("<p>report")
+        step = tmp_path / "checkpoints" / "step-00000001"
+        step.mkdir(parents=True)
+        (step / "weights").write_text("x" * 1000)
+        tracker.log_rollouts(1, "step", ROWS)
+        tracker.log(1, STEPS[1])
+        tracker.log_file(str(step), "checkpoint")
+        tracker.log_file(str(tmp_path / "report.html"), "report")
+        tracker.finish("finished", time.monotonic() + 60)
+        tracker.close()
+        assert same_sample(self.sample(tmp_path))
+        assert self.setting(tmp_path, "seed") == "5"
+        assert {"report.html", "config.yaml", "git.diff"} <= self.files(tmp_path)
+        assert self.checkpoint(tmp_path).endswith("checkpoints/step-00000001")
+
+    def sample(self, directory: Path) -> dict[str, object]:
+        """The only row of the only table."""
+        raise NotImplementedError
+
+    def setting(self, directory: Path, name: str) -> str:
+        raise NotImplementedError
+
+    def files(self, directory: Path) -> set[str]:
+        """Names of the files that the service has."""
+        raise NotImplementedError
+
+    def checkpoint(self, directory: Path) -> str:
+        """Where the service says that the checkpoint is."""
+        raise NotImplementedError
+
+
+def same_sample(found: dict[str, object]) -> bool:
+    row = ROWS[0]
+    wanted = {name: row[name] for name in ("prompt", "completion", "answer", "stop_reason")}
+    numbers = {"step": 1, "reward": 0.5, "advantage": -1.0, "reward/exact": 0.5}
+    assert {name: found[name] for name in wanted} == wanted
+    assert {name: float(str(found[name])) for name in numbers} == numbers
+    return True

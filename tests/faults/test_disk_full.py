@@ -52,7 +52,7 @@ def assert_only(run: Path, step: int) -> None:
 
 def test_a_disk_without_room_for_another_step(work: Path, small_disk: Path) -> None:
     argv = [
-        "sft", "sft.yaml", "name=run", f"output_dir={small_disk}", "checkpoint.reserve_gb=0", "tracking.tensorboard=false",
+        "sft", "sft.yaml", "name=run", f"output_dir={small_disk}", "checkpoint.reserve_gb=0", "tracking.trackers=[]",
     ]  # fmt: skip
     code, output = burnish(work, *argv, "steps=2")
     assert code == 0, output
@@ -82,7 +82,7 @@ def started(work: Path, argv: list[str]) -> Command:
 
 
 def test_metrics_that_cannot_be_written(work: Path) -> None:
-    argv = ["sft", "sft.yaml", "name=log", "evaluation.every=0", "tracking.tensorboard=false"]
+    argv = ["sft", "sft.yaml", "name=log", "evaluation.every=0", "tracking.trackers=[]"]
     run = done(work, *argv, "steps=2")
     command = started(work, argv)
     limit_files(command.pid, (run / "metrics.jsonl").stat().st_size)

@@ -1,25 +1,32 @@
+import html
 import json
 import math
 import os
+import threading
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from contracts.tracker import STEPS, Record, RecordContract
+from contracts.tracker import ROWS, STEPS, Record, RecordContract
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracking.made_rollouts import made_rollout
 
 from burnish.config.schema import TrackingConfig
-from burnish.errors import CorruptError
+from burnish.errors import CorruptError, UsageError
 from burnish.tracking.rollouts import rollout_files
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import (
+    TRACKERS,
+    BackgroundTracker,
     JsonlTracker,
     Observers,
     TensorBoardTracker,
     json_numbers,
+    load_tracker,
     logged_values,
     numbers,
     read_metrics,
@@ -40,18 +47,56 @@ class Noted:
         self.note("close")
 
 class Failing(Noted):
-    def close(self):
+    def log(self, step, values):
         raise OSError("disk full")
+    def sync(self):
+        raise OSError("disk full")
+    def close(self):
+        raise RuntimeError("gone")
+
+class Unborn(Noted):
+    def __init__(self, directory):
+        raise OSError("no such service")
+
+class Sampled(Noted):
+    def __init__(self, directory):
+        self.path = directory / "sampled.txt"
+    def log(self, step, values):
+        pass
+    def sync(self):
+        pass
+    def close(self):
+        pass
+    def log_rollouts(self, step, kind, rows):
+        self.note(step, kind, [row["completion"] for row in rows])
+    def log_file(self, path, kind):
+        self.note("file", kind)
+    def end(self, state):
+        self.note("end", state)
+
+class Mute:
+    def __init__(self, directory):
+        pass
+
+class Choosy(Noted):
+    def __init__(self):
+        pass
 """
 
 
 def observers(
-    tmp_path: Path, names: str = "Noted", *, step: int = 0, is_logged: bool = True, **settings: Any
+    tmp_path: Path,
+    names: str = "tensorboard Noted",
+    *,
+    step: int = 0,
+    is_logged: bool = True,
+    **settings: Any,
 ) -> tuple[RunDirectory, Observers]:
     run = RunDirectory(tmp_path / "run")
     run.root.mkdir(parents=True, exist_ok=True)
     (tmp_path / "mine.py").write_text(NOTED)
-    trackers = [f"{tmp_path / 'mine.py'}:{name}" for name in names.split()]
+    mine = f"{tmp_path / 'mine.py'}:"
+    trackers = [name if name in TRACKERS else mine + name for name in names.split()]
     config = TrackingConfig(trackers=trackers, **settings)
     return run, Observers(run, config, step=step, total_steps=7, is_logged=is_logged)
 
@@ -70,16 +115,94 @@ def test_all_hear_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert noted == "log 1 {'train/loss': 2.0}\nsync\nclose\n"
 
 
-def test_all_are_closed_where_one_fails(tmp_path: Path) -> None:
-    run, told = observers(tmp_path, "Noted Failing", tensorboard=False, report=False)
-    with pytest.raises(OSError, match="disk full"):
+def test_a_failing_tracker_stops_no_run_and_no_other_tracker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, told = observers(tmp_path, "Noted Failing Unborn", report=False)
+    for step in (1, 2):
+        told.step_finished(step, {})
+        told.sync()
+    told.close()
+    noted = (run.root / "noted.txt").read_text().splitlines()
+    assert noted.count("log 1 {}") == noted.count("log 2 {}") == noted.count("close") == 1
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2]
+    warnings = [each.message for each in caplog.records]
+    assert sum("Failing" in each for each in warnings) == 2, "one warning, and what is lost"
+    assert sum("Unborn" in each for each in warnings) == 2
+
+
+class Slow:
+    """A tracker whose calls wait until they may go on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.may_go_on = threading.Event()
+        self.steps: list[int] = []
+
+    def log(self, step: int, values: Any) -> None:
+        assert self.may_go_on.wait(60)
+        self.steps.append(step)
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_that_hangs_is_left_behind_and_its_loss_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(tmp_path)
+    tracker = BackgroundTracker("slow", lambda directory: slow, tmp_path, room={"log": 3})
+    for step in range(1, 8):  # none of which waits
+        tracker.log(step, {})
+    tracker.finish("finished", time.monotonic() + 0.1)
+    tracker.close()
+    assert [each.args[1] for each in caplog.records if "lost" in each.message] == [4 + 4]
+    assert len(caplog.records) == 2
+    slow.may_go_on.set()
+
+
+def test_a_slow_tracker_gets_what_there_is_room_for_in_order(tmp_path: Path) -> None:
+    slow = Slow(tmp_path)
+    tracker = BackgroundTracker("slow", lambda directory: slow, tmp_path, room={"log": 3})
+    for step in range(1, 8):
+        tracker.log(step, {})
+    slow.may_go_on.set()
+    tracker.close()
+    assert slow.steps == [1, 2, 3]
+
+
+def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
+    for step in (0, 2):
+        run, told = observers(tmp_path, "Noted Sampled", step=step, rollouts_every=1)
+        for each in (1, 2, 3, 4)[step : step + 3]:
+            told.rollouts_scored(each, [made_rollout()], [0.5])
+            told.step_finished(each, {})
+        told.checkpoint_committed("/there")
+        told.report("stopped")
         told.close()
-    assert (run.root / "noted.txt").read_text() == "close\n"
-    assert {path.name for path in run.root.iterdir()} == {
-        "noted.txt",
-        "metrics.jsonl",
-        "status.json",
-    }
+    noted = (run.root / "noted.txt").read_text().splitlines()
+    assert [line for line in noted if line.startswith("log")] == [
+        f"log {n} {{}}" for n in range(1, 5)
+    ]
+    assert (run.root / "sampled.txt").read_text().splitlines() == [
+        *(f"{n} step ['4']" for n in (1, 2, 3)),
+        "file checkpoint",
+        "file report",
+        "end stopped",
+        "4 step ['4']",
+        "file checkpoint",
+        "file report",
+        "end stopped",
+    ]
+
+
+@pytest.mark.parametrize("name", ["Mute", "Choosy", "tensorbord", "missing"])
+def test_what_cannot_be_a_tracker_is_refused_before_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.py").write_text(NOTED)
+    with pytest.raises(UsageError):
+        load_tracker(name if name == "tensorbord" else f"{tmp_path / 'mine.py'}:{name}")
 
 
 def test_rollouts_are_written_where_they_are_due(tmp_path: Path) -> None:
@@ -189,7 +312,7 @@ class TestTensorBoardTracker(RecordContract):
         # sessions of a run are processes seconds apart, those of a test are not.
         for count, path in enumerate(sorted((directory / "tensorboard").glob("*"))):
             path.rename(path.with_name(f"{count:03}-{path.name}"))
-        return TensorBoardTracker(directory / "tensorboard", resume_step=resume_step)
+        return TensorBoardTracker(directory, resume_step=resume_step)
 
     def read(self, directory: Path) -> Record:
         """As TensorBoard itself reads the files."""
@@ -200,6 +323,27 @@ class TestTensorBoardTracker(RecordContract):
             for scalar in events.Scalars(name):
                 record.setdefault(scalar.step, {})[name] = scalar.value
         return record
+
+    def test_samples_are_texts_that_are_only_shown(self, tmp_path: Path) -> None:
+        tracker = self.open(tmp_path)
+        hostile = "<script>alert(1)</script> | **bold**\n[x](javascript:y)"
+        tracker.log_rollouts(3, "step", [{**ROWS[0], "completion": hostile}])
+        tracker.log_rollouts(4, "validation", [])
+        tracker.close()
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        (text,) = events.Tensors("rollouts/step/text_summary")
+        (written,) = text.tensor_proto.string_val
+        with warnings.catch_warnings():  # bleach's own
+            warnings.simplefilter("ignore")
+            from tensorboard.plugin_util import markdowns_to_safe_html
+        page = markdowns_to_safe_html([written], lambda texts: texts[0])
+        assert text.step == 3
+        assert "<script" not in page
+        assert "<strong>" not in page
+        assert "<a " not in page
+        for said in ("alert(1)", "**bold**", "[x](javascript:y)", "2+2="):
+            assert said in html.unescape(page)
 
 
 def test_logging_after_close_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ def needs_level(completions, level): return [0.0] * len(completions)
 def picky(completions, answer): return [float(text == a) for text, a in zip(completions, answer)]
 class Tracker:
     def __init__(self, directory): raise RuntimeError("only a run makes one")
+    def log(self, step, values): pass
+    def sync(self): pass
+    def close(self): pass
 """
 
 

@@ -35,7 +35,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_a_directory_in_use_stays_as_it_is(tmp_path: Path) -> None:
     open_and_close(config_in(tmp_path))
     before = contents(tmp_path / "run")
-    assert before.keys() == {"config.yaml", "environment.json"}
+    assert before.keys() - {"git.diff"} == {"config.yaml", "environment.json"}
     with (
         Lease(tmp_path / "run/checkpoints/.lease"),
         pytest.raises(BurnishError),
@@ -115,7 +115,7 @@ def test_how_a_save_went_is_said(
     with open_run(config_in(tmp_path), "sft", Layout(), torch.device("cpu")) as session:
         run = object.__new__(Run)
         run._session = replace(session, checkpoints=OneSave(Finished(3, error, warning)))
-        run._layout, run._saved_step = session.layout, None
+        run._layout, run._saved_step, run._observers = session.layout, None, None
         run._hear_of_saving(wait=False)
     assert said in caplog.text
     assert len(caplog.records) == bool(said)

@@ -70,7 +70,14 @@ LOOK_SECONDS = 1.0
 """Between two looks at what the other disks have done."""
 
 _KEPT = ("rollouts", "tensorboard")
-_CHANGING = ("config.yaml", STATUS, "metrics.jsonl", "report.html", f"{CHECKPOINTS}/pins.json")
+_CHANGING = (
+    "config.yaml",
+    "git.diff",
+    STATUS,
+    "metrics.jsonl",
+    "report.html",
+    f"{CHECKPOINTS}/pins.json",
+)
 _FILES_AT_ONCE = 4
 _TRIES = 3
 _REPORTS = 100
