@@ -1,7 +1,7 @@
 """Save while training goes on: a copy in shared memory, and a writer process beside each rank.
 
-At most one save is in flight. All ranks get the same outcome. A save that fails on any rank is removed and leaves the previous
-step unchanged. A writer that died is restarted.
+At most one save is in flight, and all ranks get its outcome. A save that fails on any rank leaves nothing behind. A writer that
+died is restarted.
 """
 
 from __future__ import annotations
@@ -101,10 +101,8 @@ def stage(contents: Contents, memory: Memory) -> Contents:
     The result, which can be sent, has only their dtypes and shapes. `staged_in` restores the elements.
     """
     device = accelerator_of(contents.shards)
-    size = sum(map(_room, contents.shards))
-    copies = staged_in(
-        memory.take(size, pin=device is not None and device.type == "cuda"), contents
-    )
+    size, on_cuda = sum(map(_room, contents.shards)), device is not None and device.type == "cuda"
+    copies = staged_in(memory.take(size, pin=on_cuda), contents)
     with torch.no_grad():
         for shard, copy in zip(contents.shards, copies.shards, strict=True):
             copy.tensor.copy_(shard.tensor, non_blocking=True)
@@ -227,8 +225,8 @@ class Finished:
 class BackgroundSaver:
     """One rank's writer process and its memory. All methods but `close` are collective.
 
-    `timeout_seconds` bounds writers' waits for each other, and the time without progress before a writer is killed. The writer
-    holds the descriptors `keep_open` while it lives.
+    Writers wait for each other at most `timeout_seconds`; one without progress for as long is killed. The writer holds the
+    descriptors `keep_open`.
     """
 
     def __init__(
@@ -258,10 +256,9 @@ class BackgroundSaver:
         self._writer = self._start_writer()
 
     def begin(self, step: int, contents: Contents) -> None:
-        """Copy the contents and start writing them; they may change when this returns.
+        """Copy the contents and start writing them; they may change when this returns. No save may be in flight.
 
-        Raises on every rank if copying fails on any, or if the step exists. No save may be in flight. The first save's assets are
-        reused.
+        Raises on every rank if copying fails on any, or if the step exists. Later saves reuse the first one's assets.
         """
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
@@ -331,10 +328,9 @@ class BackgroundSaver:
             self._restart_writer()
         with agree(layout):  # all writers have ended
             pass
-        held = not saver.leads
-        if saver.leads:
-            with suppress(OSError):
-                held = saver.holds(step)
+        held = False
+        with suppress(OSError):
+            held = not saver.leads or saver.holds(step)
         committed = all(gather_objects(held, layout))
         with agree(layout):  # nobody goes on beside what is left of it
             if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
@@ -342,16 +338,12 @@ class BackgroundSaver:
         return committed
 
     def _with_kept_assets(self, contents: Contents) -> Contents:
-        for role, model in contents.models.items():
+        models = dict(contents.models)
+        for role, model in models.items():
             if role not in self._assets:
-                is_main = self._saver.layout.is_main
-                self._assets[role] = (
-                    Assets.written_by(model.write_assets) if is_main else Assets({})
-                )
-        models = {
-            role: replace(model, write_assets=self._assets[role])
-            for role, model in contents.models.items()
-        }
+                write = model.write_assets if self._saver.layout.is_main else Assets({})
+                self._assets[role] = Assets.written_by(write)
+            models[role] = replace(model, write_assets=self._assets[role])
         return replace(contents, models=models)
 
     def _meeting(self) -> tuple[str, int] | None:

@@ -1,10 +1,10 @@
 """The names of tensors, and their places in files and blocks.
 
-A step holds one or more trained models, told apart by role. A model's tensors come in sets: weights ("model"), the bits that bf16
-lacks ("residual"), and one per optimizer slot ("exp_avg"). Sets of other roles than `MAIN` begin with the role ("critic/model").
-A tensor's key is set/weight.
+A step holds models, told apart by role. A model's tensors come in sets: weights ("model"), the bits that bf16 lacks ("residual"),
+and one per optimizer slot ("exp_avg"). Sets of other roles than `MAIN` begin with the role ("critic/model"). A tensor's key is
+set/weight.
 
-Everything depends only on the tensors' names, dtypes and shapes, so files have the same bytes for any number of ranks.
+All depends only on names, dtypes and shapes of tensors, so any number of ranks writes the same bytes.
 """
 
 from __future__ import annotations
@@ -196,9 +196,8 @@ def plan_files(
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
     """Return the safetensors files for these tensors, and their index files by path.
 
-    Names are Hugging Face's (`model.safetensors`, or shards with an index), or PEFT's for an adapter. Files get tensors by name.
-    In a file, those come first whose size is a multiple of `align`, then of half of it, and so on. So ranks' rows begin where
-    blocks do, and no element crosses blocks.
+    Names are Hugging Face's, or PEFT's for an adapter. Files get tensors by name. In a file, multiples of `align` bytes come
+    first, then those of half of it, and so on. So ranks' rows begin where blocks do, and no element crosses blocks.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -226,8 +225,8 @@ def plan_files(
 def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
     """Return the block size of a step with tensors of these sizes, a power of two.
 
-    The tensor with the middle byte gets at least 64 blocks of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. For more than `most` blocks in
-    all, they grow, up to `MAX_BLOCK_BYTES`.
+    The tensor with the middle byte gets 64 blocks or more, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. More than `most` blocks in all
+    grow, up to `MAX_BLOCK_BYTES`.
     """
     tensors, size = sorted(sizes), BLOCK_BYTES
     upto = np.cumsum([0, *tensors], dtype=np.int64)
@@ -335,9 +334,9 @@ def _byte_ranges(spans: SpanTable) -> BoxTable:
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
-    """Assign each block to a rank that holds most of its bytes, with equally many blocks for all.
+    """Assign each block to a rank that holds most of it, equally many to all; return the ranks.
 
-    Each row gives a rank's bytes of a block, held or wanted. Other blocks go to any rank with room.
+    A row has a rank's bytes of a block. Blocks without a row go to any rank with room.
     """
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
@@ -377,8 +376,8 @@ def owners_by_disk(
 def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
     """Divide each owner's spans into groups; return each span's group, and its index there.
 
-    A span begins within `group_bytes` of its group's start. Spans with bytes from other ranks (`travels`) come first, so ranks
-    wait for each other in few groups.
+    A span begins within `group_bytes` of its group's start. Spans with bytes of other ranks (`travels`) come first, in few
+    groups.
     """
     order = np.lexsort((~travels, owner))
     owner, size = owner[order], size[order]

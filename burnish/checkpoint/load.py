@@ -146,9 +146,8 @@ def _residuals(keys: Iterable[str]) -> dict[str, str]:
 class CheckpointSource:
     """The tensors of one model of a committed step; a `ShardSource` for weights and optimizer slots.
 
-    The default is the run's own model. A shard is named by its weight, or `slot/weight`. All ranks call `fill` together. Split
-    fp32 weights come back bit for bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors, or four blocks
-    if larger.
+    The default is the run's own model. A shard is named by its weight, or `slot/weight`. Split fp32 weights come back bit for
+    bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors, or four blocks if larger.
     """
 
     def __init__(
@@ -187,8 +186,7 @@ class CheckpointSource:
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
         """Require that the step holds exactly all ranks' tensors, in the same dtypes. Collective.
 
-        Raises `MissingError` for absent optimizer slots. Otherwise the error tabulates have and want: `MissingError` if tensors
-        are only lacking, else `IncompatibleError`.
+        Raises `MissingError` if tensors are only lacking, else `IncompatibleError`, with a table of have and want.
         """
         mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}

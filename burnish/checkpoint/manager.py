@@ -1,9 +1,7 @@
 """A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds.
 
-To resume, every rank opens the newest step on this disk or the mirror, the disk's first. A step damaged on any rank is set aside
-for all, and the next older one is tried.
-
-Leases tell which ranks see one disk. If all do, a step is one directory; otherwise the ranks' disks meet on the mirror.
+To resume, all ranks open the newest step of disk and mirror. One that is damaged on any rank is set aside, and the next older one
+is tried. Leases tell which ranks see one disk. If not all do, their disks meet on the mirror.
 """
 
 from __future__ import annotations
@@ -155,10 +153,9 @@ Side = OnDisk | Destination
 class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
-    `reserve_bytes` of the disk stay free. Entering clears what a killed run left. Raises `BurnishError` if another run holds the
-    directory, or if ranks see different directories without a mirror. With a mirror, each of several disks gets a part of a
-    step, which is committed there. `background_timeout`, in seconds, gives every rank a writer process and bounds how long these
-    wait for each other.
+    Entering clears what a killed run left. Raises `BurnishError` if another run holds the directory, or if ranks see different
+    directories without a mirror. `reserve_bytes` of the disk stay free. `background_timeout`, in seconds, gives every rank a
+    writer process and bounds how long these wait for each other.
     """
 
     def __init__(
@@ -278,8 +275,8 @@ class Checkpoints:
     ) -> BurnishError | None:
         """Wait for the mirror, and return why it is not in sync; None if it is, or without a mirror.
 
-        The same on every rank. Retries while time lasts and `stopped` is false on every rank; rank 0 shows fractions of 1. Then
-        removes the steps that waited for the mirror.
+        Retries while time lasts and `stopped` is false on every rank; rank 0 shows fractions of 1. Then removes the steps that
+        waited for the mirror.
         """
         if self._mirror is None:
             return None
@@ -340,8 +337,8 @@ def _find_disks(
 ) -> Disks:
     """Find the disks on which `lease` lies. Collective.
 
-    Rank 0 has it `held`. A rank that does not see it takes its own, or finds another such rank's. Raises `UsageError` on every
-    rank for several disks unless they `may_differ`, `BurnishError` if another run holds one.
+    Rank 0 has it `held`. A rank that does not see it takes one, or finds another such rank's. Raises `UsageError` on every rank
+    for several disks unless they `may_differ`.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]

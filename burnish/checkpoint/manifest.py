@@ -1,7 +1,7 @@
 """The manifest of a step's files, and the COMMIT that seals it. No torch here.
 
-Both are canonical JSON, and COMMIT has digests of both, so any changed byte is found. A manifest is refused at its first
-unexpected byte, so a hostile one cannot fill memory.
+Both are canonical JSON, and COMMIT has digests of both, so any changed byte is found. Parsing stops at the first unexpected byte,
+so a hostile manifest cannot fill memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from burnish.files.strict_json import clipped, encode_json, parse_json, shortene
 FORMAT = 1
 """The format that this code reads and writes."""
 MIN_BLOCK_BYTES, BLOCK_BYTES, MAX_BLOCK_BYTES = 64 << 10, 4 << 20, 64 << 20
-"""Files are cut into blocks, each with one hash: small ones if the tensors are small, large ones in a very large step.
-
-A reader accepts smaller blocks than are written. It refuses larger ones, so that its memory is bounded.
-"""
+"""Smallest, usual and largest size of the blocks that files are cut into. A reader refuses only larger ones."""
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
 IMPORTED = "imported"

@@ -1,7 +1,6 @@
 """Which committed steps stay, and the removal of the others. No torch here.
 
-Predicates look only at the disk, so a resumed run and a command decide alike. A step goes if none keeps it. The newest
-healthy step and everything after it always stay.
+Only the disk decides, so a resumed run and a command decide alike. The newest healthy step and all after it stay.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def _damaged(path: PurePath, have: object) -> CorruptError:
 
 
 MEASURED, MEASURED_LATER = "measured", "measured_later"
-"""The keys of state.json under which a trainer puts the validation's numbers, by name, and those of earlier steps
-whose validation came after their save, by step."""
+"""Keys of state.json: the validation's numbers, by name, and those of steps that were saved before their validation."""
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +237,7 @@ class Retention:
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
     """Return the uuids, by step, of the local steps that the mirror has or does not want.
 
-    This note saves asking the mirror. While it is missing, damaged or of another mirror, no step goes.
+    While this note is missing, damaged or of another mirror, no step goes.
     """
     path = root / MIRRORED
     try:

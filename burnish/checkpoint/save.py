@@ -1,11 +1,10 @@
 """Write one step and commit it.
 
-Each rank writes the blocks of which it holds most; ties are broken so that all write equally much. Consecutive blocks form a
-span. A rank assembles a few spans at a time from local tensors and other ranks' messages; large tensors stay where they are.
-Meanwhile one thread hashes and writes, and others sync.
+Each rank writes the blocks of which it holds most, and all write equally much. It assembles a few spans of blocks at a time from
+its tensors and other ranks' messages. Large tensors are written from where they are. One thread hashes and writes, others sync.
 
-Everything goes into a directory without a step's name. Small files, manifest and COMMIT come last, then one rename. With
-several disks each gets a partial checkpoint of its own files.
+Everything goes into a directory without a step's name, which is renamed at the end. With several disks each gets a partial
+checkpoint of its own files.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ from burnish.files.strict_json import encode_json
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_SYNC_BYTES = 16 << 20
+_SYNC_BYTES = 64 << 20
 # A file is synced whenever so much of it has been written, and at its end.
 _DIRECT_BYTES = 64 << 10
 # Smaller pieces of tensors are copied: a system call costs more.
@@ -99,9 +98,9 @@ class ModelContents:
     training: Sequence[Shard]
     """This rank's pieces of the optimizer's slots, named `slot/weight`."""
     write_assets: Callable[[Path], None]
-    """Writes what makes its directory a Hugging Face model's (config.json, tokenizer files) into the directory it is given."""
+    """Writes config.json and tokenizer files into the directory it is given."""
     whole: frozenset[str] = frozenset()
-    """Names of fp32 weights that are never split, for their family keeps them in fp32 whatever the rest is in."""
+    """Names of fp32 weights that are never split: their family keeps them in fp32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,15 +110,15 @@ class Contents:
     models: Mapping[str, ModelContents]
     """By role; `MAIN` is the run's own. The same roles on every rank."""
     state: Mapping[str, Any]
-    """The position of the run, as plain JSON: what is needed to continue beside the tensors."""
+    """The position of the run, as plain JSON."""
     healthy: bool = True
     """False when losses or weights are not finite; one rank's False counts for all."""
     check_finite: bool = False
-    """Look through the weights as well, and count the step as unhealthy where one is not finite."""
+    """Whether a weight that is not finite makes the step unhealthy."""
     split: bool = True
     """Store fp32 weights as a bf16 model and a residual. False: as an fp32 model."""
     arena: Arena | None = None
-    """Host memory to put blocks together in; None: memory that is given back after the save."""
+    """Host memory to assemble blocks in; None: memory that is freed after the save."""
 
     @property
     def weights(self) -> list[Shard]:
@@ -366,8 +365,8 @@ class Saver:
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
         """Commit a step and remove those that retention drops. Collective.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. `fence` is called on each disk's leader before
-        the step is sealed; if it raises, there is no step. Raises `BurnishError` if the step exists or writing fails.
+        An error on any rank is raised on all and leaves earlier steps unchanged. Each disk's leader calls `fence` before the
+        rename; if it raises, there is no step. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):
@@ -403,9 +402,7 @@ class Saver:
 
     def digest(self, pieces: PieceTable) -> str:
         """Return the digest of the plan for these pieces of this rank; "" without one."""
-        if self._plan is None or pieces.digest() != self._pieces:
-            return ""
-        return self._plan.digest
+        return self._plan.digest if self._plan and pieces.digest() == self._pieces else ""
 
     def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
         """Return the plan for every rank's pieces, by storage key. Collective.
@@ -513,7 +510,8 @@ class Saver:
         if self.disks.are_several:
             return step in portion_paths(self.root, self.storage).values()
         with suppress(CorruptError):
-            return bool(open_step(self.root / step_name(step), self.storage))
+            open_step(self.root / step_name(step), self.storage)
+            return True
         return False
 
     def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:

@@ -1,18 +1,18 @@
 """Find a directory's steps, and check that each is as committed. No torch here.
 
-A step's name appears by one rename. Opening a step checks names, sizes and small files; further reads check every block against
-its hash.
+Opening a step checks names, sizes and small files. Reads check every block against its hash.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from burnish.checkpoint.manifest import (
@@ -91,17 +91,18 @@ def step_paths(root: P, storage: Source) -> dict[int, P]:
     """Return everything with a step's name below `root`, whole or not, oldest first."""
     found: dict[int, P] = {}
     for entry in storage.entries(root):
-        step = step_number(entry.name)
-        if step is not None:
+        if (step := step_number(entry.name)) is not None:
             found[step] = root / entry.name
     return dict(sorted(found.items()))
 
 
 def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
     """Return the partial checkpoints below `root` with their steps, oldest first."""
-    names = [entry.name for entry in storage.entries(root) if entry.name.startswith(PORTION)]
-    steps = {root / name: name.removeprefix(PORTION).partition(".")[0] for name in names}
-    found = {path: int(step) for path, step in steps.items() if step.isdecimal()}
+    found = {}
+    for entry in storage.entries(root):
+        step = entry.name.removeprefix(PORTION).partition(".")[0]
+        if entry.name.startswith(PORTION) and step.isdecimal():
+            found[root / entry.name] = int(step)
     return dict(sorted(found.items(), key=lambda each: each[1]))
 
 
@@ -257,8 +258,7 @@ def files_below(
 def empty_directories(step: Committed, storage: Source) -> Iterator[str]:
     """Yield the directories of an open step that hold no committed file, which no check minds."""
     waiting = [""]
-    while waiting:
-        prefix = waiting.pop()
+    for prefix in waiting:
         for entry in storage.entries(step.path / prefix):
             name = f"{prefix}{entry.name}/"
             if entry.kind == "directory":
@@ -315,42 +315,31 @@ class DamagedBlock(CorruptError):
 def verify_files(
     step: Committed, names: Iterable[str], storage: Source | None = None
 ) -> Iterator[CorruptError]:
-    """Read files of an open step; yield an error for each damaged block, naming file and tensors.
-
-    An impossible committed header is an error too. Several threads read and hash.
-    """
+    """Read files of an open step; yield an error for each damaged block and impossible header. Several threads read."""
     storage = storage or LocalStorage()
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
-    largest = min(largest, step.manifest.total_bytes)
-    buffers = [memoryview(bytearray(largest)) for _ in range(storage.reads_at_once + 1)]
-    with ThreadPoolExecutor(len(buffers)) as pool:
+    threads = storage.reads_at_once + 1
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(memoryview(bytearray(min(largest, step.manifest.total_bytes))))
+
+    def damages(file: ReadableFile, name: str, start: int) -> list[CorruptError]:
+        record, buffer = step.manifest.files[name], buffers.get()
+        data = buffer[: min(_run(record), record.size - start)]
+        found = _damages(file, step, name, start // record.block_bytes, data)
+        buffers.put(buffer)
+        return found
+
+    with ThreadPoolExecutor(threads) as pool:
         for name in names:
-            is_whole = True
-            for error in _verify_file(step, name, storage, pool, buffers):
-                is_whole = False
-                yield error
+            record, is_whole = step.manifest.files[name], True
+            with storage.open(step.path / name) as file:
+                starts = range(0, record.size, _run(record))
+                for found in pool.map(partial(damages, file, name), starts):
+                    is_whole = is_whole and not found
+                    yield from found
             if is_whole and name.endswith(SUFFIX):
                 yield from header_problem(step, name, storage)
-
-
-def _verify_file(
-    step: Committed,
-    name: str,
-    storage: Source,
-    pool: ThreadPoolExecutor,
-    buffers: list[memoryview],
-) -> Iterator[CorruptError]:
-    record = step.manifest.files[name]
-    checks: deque[Future[list[CorruptError]]] = deque()
-    with storage.open(step.path / name) as file:
-        for turn, start in enumerate(range(0, record.size, _run(record))):
-            if len(checks) == len(buffers):
-                yield from checks.popleft().result()
-            data = buffers[turn % len(buffers)][: min(_run(record), record.size - start)]
-            first = start // record.block_bytes
-            checks.append(pool.submit(_damages, file, step, name, first, data))
-        while checks:
-            yield from checks.popleft().result()
 
 
 def _run(record: FileRecord) -> int:

@@ -1,7 +1,7 @@
 """A process beside a training process that does slow work: the training process's end.
 
-A thread would compete for the interpreter, and its crash would kill the run. The process answers messages through a pipe, ends
-when the pipe closes, and dies with the training process.
+A thread would compete for the interpreter, and its crash would kill the run. The process ends when its pipe closes or the
+training process dies.
 """
 
 from __future__ import annotations
