@@ -30,7 +30,7 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
 from burnish.train.commits import beginning, hub_entries, pin
-from burnish.train.newest_steps import name_newest_steps
+from burnish.train.newest_steps import at_newest_steps
 from burnish.train.own_directory import make_way, recorded_config, require_own_directory
 from burnish.train.preflight import require_inputs
 from burnish.train.summary import summary
@@ -160,8 +160,7 @@ def prepare(
     """
     check(config, command, world)
     remarks = list(notices(config, command))
-    values = config.model_dump()
-    name_newest_steps(values, config.directory)
+    values = at_newest_steps(config.model_dump(), config.directory).model_dump()
     entries = [(section[key], kind) for section, key, kind, _ in hub_entries(values)]
     if ids := [text for text, kind in dict.fromkeys(entries) if HubPlace.of(text, kind)]:
         _log.info("looking for %s on the Hugging Face Hub", ", ".join(ids))

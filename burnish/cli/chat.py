@@ -14,7 +14,7 @@ import torch
 from burnish.checkpoint.load import CheckpointSource
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
-from burnish.config.schema import DataConfig, RewardConfig, RunConfig
+from burnish.config.schema import DataConfig, RewardConfig
 from burnish.data.chat import ChatEncoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
@@ -26,7 +26,7 @@ from burnish.train.collect import sampling
 from burnish.train.evaluate import newest_model
 from burnish.train.intact import Intact
 from burnish.train.localize import local_inputs
-from burnish.train.newest_steps import name_newest_steps
+from burnish.train.newest_steps import at_newest_steps
 from burnish.train.setup import Foundation, lay_foundation, load_frozen, make_generator, prove
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
@@ -43,9 +43,7 @@ def chat(given: Namespace) -> None:
     else:
         named = [f"model.path={place}"] if place else []
         config = load_config(None, [*named, *given.overrides]).config
-        values = config.model_dump()
-        name_newest_steps(values)
-        model = RunConfig.model_validate(values).model
+        model = at_newest_steps(config.model_dump()).model
     data = DataConfig(chat_template_kwargs=config.data.chat_template_kwargs)
     settings = config.model_copy(update={"model": model, "data": data, "reward": RewardConfig()})
 

@@ -10,10 +10,9 @@ from argparse import Namespace
 
 from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
-from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError
-from burnish.train.newest_steps import name_newest_steps
+from burnish.train.newest_steps import at_newest_steps
 from burnish.train.preflight import require_inputs
 
 _LAUNCHERS = re.compile(r"[EW]\d{4} .*torch/distributed/elastic")
@@ -36,9 +35,7 @@ def run_check(given: Namespace) -> None:
             do="set it to the processes of the layout, or leave it out",
         )
     config = load_config(given.config, given.overrides).config
-    values = config.model_dump()
-    name_newest_steps(values, config.directory)
-    config = RunConfig.model_validate(values)
+    config = at_newest_steps(config.model_dump(), config.directory)
     command: Command = "rl" if config.reward.given else "sft"
     check(config, command, processes or place_of(os.environ).layout.world)
     require_inputs(config, command, None)

@@ -21,7 +21,7 @@ from burnish.errors import BurnishError, UsageError, bytes_text, count_text, tab
 from burnish.families import ModelShape
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.models.lora.adapter_config import with_adapter
-from burnish.train.newest_steps import name_newest_steps
+from burnish.train.newest_steps import at_newest_steps
 from burnish.train.preflight import model_fields, small_file
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def run_plan(arguments: Namespace) -> None:
     Raises `UsageError` if no layout fits. Settings that do not fit as they are only get a line.
     """
     config = load_config(arguments.config, arguments.overrides).config
-    values = config.model_dump()
-    name_newest_steps(values, config.directory)
-    config = RunConfig.model_validate(values)
+    config = at_newest_steps(config.model_dump(), config.directory)
     check_engine(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:

@@ -8,15 +8,16 @@ from typing import Any
 
 from burnish.checkpoint.steps import newest, step_number
 from burnish.config.document import recorded
+from burnish.config.schema import RunConfig
 from burnish.errors import MissingError
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 from burnish.train.commits import hub_entries
 
 
-def name_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> None:
-    """Put a step's model into a configuration's values wherever a run's directory, `latest` or a step stands for it.
+def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> RunConfig:
+    """Return the configuration of `values` with a step's model wherever a run's directory, `latest` or a step stands for it.
 
-    The run in `run_dir` keeps the steps that it began with. Raises `MissingError` for a run without a committed step.
+    The run in `run_dir` keeps the steps that it began with. Raises `MissingError` for a run without a committed step. Changes `values`.
     """
     runs = [
         (number, section, key, root)
@@ -36,6 +37,7 @@ def name_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) ->
         own = step / "critic" / "model"
         is_critic = section is values["critic"] and own.is_dir()
         section[key] = str(own if is_critic else step / "model")
+    return RunConfig.model_validate(values)
 
 
 def _steps_root(given: str) -> Path | None:

@@ -15,7 +15,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, IncompatibleError, MissingError
 from burnish.files.lease import LEASE, Lease
 from burnish.tracking.rundir import RunDirectory
-from burnish.train.newest_steps import name_newest_steps
+from burnish.train.newest_steps import at_newest_steps
 from burnish.train.own_directory import make_way, require_own_directory
 from burnish.train.preflight import require_inputs
 
@@ -40,9 +40,7 @@ def config(**settings: object) -> RunConfig:
 
 
 def with_newest_steps(given: RunConfig) -> RunConfig:
-    values = given.model_dump()
-    name_newest_steps(values, given.directory)
-    return RunConfig.model_validate(values)
+    return at_newest_steps(given.model_dump(), given.directory)
 
 
 STEPS = "runs/my-sft/checkpoints"
