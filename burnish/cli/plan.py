@@ -17,7 +17,7 @@ from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.distributed.environment import place_of
-from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
+from burnish.errors import BurnishError, UsageError, bytes_text, count_text, of_setting, table
 from burnish.families import ModelShape
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.models.lora.adapter_config import with_adapter
@@ -98,14 +98,16 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
     from burnish.plan.layouts import Planner
 
     if (adapter := config.model.lora.path) is not None:
-        model = with_adapter(config.model, small_file(adapter, ADAPTER_CONFIG))
+        with of_setting("model.lora.path"):
+            model = with_adapter(config.model, small_file(adapter, ADAPTER_CONFIG))
         config = config.model_copy(update={"model": model})
     if config.engine.precision == "auto":
         precision = "fp32" if devices.cpu else "bf16"
         engine = config.engine.model_copy(update={"precision": precision})
         config = config.model_copy(update={"engine": engine})
     judges = config.reward.models if command == "rl" else ()
-    shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
+    with of_setting("reward.models"):
+        shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
     shape = ModelShape.of(model_fields(config.model))
     return Planner(shape, config, command, devices, shapes)
 
