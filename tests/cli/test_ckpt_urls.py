@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from checkpoints_for_tests import save_once
+import torch
+from checkpoints_for_tests import bits, save_once
 from corruption import flip
+from safetensors.torch import load_file
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.retention import write_mirrored
@@ -74,8 +76,12 @@ def test_compare_and_export(far, capsys, tmp_path):
     assert report(capsys, "diff", here, f"{far}/checkpoints/step-00000002")[0] == 0
     assert report(capsys, "diff", here, f"{far}/checkpoints/step-00000001")[0] == 6
     assert report(capsys, "export", far, str(tmp_path / "model"))[0] == 0
-    model = tmp_path / "run/checkpoints/step-00000002/model/model.safetensors"
-    assert (tmp_path / "model" / "model.safetensors").stat().st_size == model.stat().st_size
+    saved, exported = (
+        load_file(tmp_path / model / "model.safetensors")
+        for model in ("run/checkpoints/step-00000002/model", "model")
+    )
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(bits(saved[name]), bits(exported[name])) for name in saved)
 
 
 @pytest.mark.parametrize(

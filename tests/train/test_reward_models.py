@@ -31,6 +31,7 @@ from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.models.value_head import value_class
 from burnish.records import Completion, Prompt, Rollout
+from burnish.tracking.rollouts import read_rollouts, rollout_files
 from burnish.train.reward_models import load_judge
 
 CPU = torch.device("cpu")
@@ -250,8 +251,8 @@ def test_a_run_without_functions_learns_from_a_model(work: Path) -> None:
     argv = ["rl.yaml", "reward.functions=[]", "reward.models=[{path: judge}]"]
     run = done(work, "rl", *argv, "steps=2", "name=judged")
     assert {"reward/parts/judge", "val/reward"} <= metrics(run)[-1].keys()
-    (*_, newest) = sorted((run / "rollouts").glob("*.jsonl"))
-    for row in map(json.loads, newest.read_text().splitlines()):
+    (*_, (_, newest)) = rollout_files(run / "rollouts", "validation")
+    for row in read_rollouts(newest):
         text = row["prompt"] + row["completion"]
         ids = torch.tensor([AutoTokenizer.from_pretrained(path)(text)["input_ids"]])
         with torch.no_grad():
