@@ -54,6 +54,7 @@ OPTIONAL = (
     "burnish.files.cache",
     "burnish.files.backends",
     "burnish.tracking.console",
+    "burnish.tracking.logs",
     "burnish.tracking.rollouts",
     "burnish.tracking.services",
     "burnish.train.evaluate",

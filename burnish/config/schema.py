@@ -529,6 +529,8 @@ class TrackingConfig(Section):
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[TrackerName | FunctionName] = ["tensorboard"]
     """Where the numbers go beside the console and metrics.jsonl; several at once. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
+    log_format: Literal["text", "json"] = "text"
+    """How the lines of logs/rank-N.log are written. Each has the rank, the step and the phase."""
     console_every: int = Field(1, ge=1)
     """Steps between lines on the console. The first and the last step and every validation have theirs in any case."""
     report: bool = True

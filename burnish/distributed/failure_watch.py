@@ -7,8 +7,8 @@ a busy, debugged or suspended rank is never taken for dead. The launcher then re
 resumes.
 
 Messages are JSON objects, one a line. A rank introduces itself with a token from the store, which keeps
-strangers out. When it leaves, it sends `{"reason": null}` or its error's text. The relay sends every
-rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
+strangers out. When it leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
+The relay sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import Store
 
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, StoppedError
+from burnish.tracking import logs
 
 _GRACE_SECONDS = 5.0
 # A rank that hears of a failure has this long to leave; then its process is ended.
@@ -43,7 +44,8 @@ _MACHINERY = ("torch", "contextlib", "threading", "burnish.distributed", "burnis
 # Frames of these modules do not tell what a rank was doing.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Seconds of silence before the other machine is asked, seconds between questions, questions.
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
+# Characters of a message, and of each line of a log in it.
 
 
 class FailureWatch:
@@ -84,7 +86,9 @@ class FailureWatch:
             self.report(error)
             if failure is not None and not isinstance(error, BurnishError):
                 work = _work(traceback.walk_tb(error.__traceback__))
-                raise failure.error(self._rank, work) from error
+                told = self._error(failure, work)
+                logs.add(str(told))
+                raise told from error
             raise
 
     def failure(self, wait_seconds: float) -> Failure | None:
@@ -98,7 +102,9 @@ class FailureWatch:
         if not isinstance(error, StoppedError):
             self._reported = True
             ours = isinstance(error, BurnishError)
-            self._send({"reason": str(error) if ours else f"{type(error).__name__}: {error}"})
+            reason = str(error) if ours else f"{type(error).__name__}: {error}"
+            lines = [line[:_LONGEST_SHOWN] for line in logs.last_lines()]
+            self._send({"reason": reason, "lines": lines})
 
     def leave(self) -> None:
         """Say goodbye, unless this rank reported a failure, and disconnect."""
@@ -141,7 +147,13 @@ class FailureWatch:
         if not self._left.wait(_GRACE_SECONDS):
             frame = sys._current_frames().get(self._main)
             stack = [] if frame is None else list(traceback.walk_stack(frame))
-            _end_process(failure.error(self._rank, _work(reversed(stack))))
+            _end_process(self._error(failure, _work(reversed(stack))))
+
+    def _error(self, failure: Failure, work: str) -> BurnishError:
+        """Return the failure's error. One rank that is left shows the last lines of the lost rank's log."""
+        shows = self._rank == (1 if failure.rank == 0 else 0)
+        lines = (failure.lines or logs.last_lines(failure.rank)) if shows else ()
+        return replace(failure, lines=lines).error(self._rank, work)
 
     def _next(self) -> Failure | None:
         """Return the relay's failure, or None when the run ends well. Silence means that rank 0 died."""
@@ -164,36 +176,40 @@ def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
 def _end_process(error: BurnishError) -> None:
     """End the process at once; the main thread cannot be reached."""
     text = f"\nburnish: {error}\n  this rank did not stop by itself; the stacks of its threads:\n"
-    with suppress(OSError):  # standard error may be closed
-        os.write(2, text.encode())
-        faulthandler.dump_traceback(2)
+    for descriptor in filter(None, (2, logs.descriptor())):
+        with suppress(OSError):  # standard error may be closed
+            os.write(descriptor, text.encode())
+            faulthandler.dump_traceback(descriptor)
     os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first rank that failed: its machine, its process, and the text of its error ("" if killed)."""
+    """The first rank that failed: its machine, its process, the text of its error ("" if killed), and the last lines of its log."""
 
     rank: int
     host: str
     pid: int
     reason: str = ""
+    lines: Sequence[str] = ()
 
     def error(self, rank: int, work: str) -> BurnishError:
         """Return the error for `rank` to raise, which was in `work`."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         meanwhile = f"while rank {rank} was in {work}"
+        shown = ["", "the last lines of its log:", *self.lines] if self.lines else [""]
+        lines = "\n        ".join(shown)
         if self.reason:
             error = BurnishError(
                 f"{who} failed {meanwhile}",
-                have=self.reason,
+                have=self.reason + lines,
                 do=f"see the traceback of rank {self.rank}",
             )
             error.told_elsewhere = True
             return error
         return BurnishError(
             f"{who} died {meanwhile}",
-            have="its connection closed without a word",
+            have="its connection closed without a word" + lines,
             do=f"look on {self.host} for what ended it: a signal, the out-of-memory killer, a crash",
         )
 
@@ -252,7 +268,8 @@ class _Relay(threading.Thread):
                     else:
                         said_goodbye = True
                         if message["reason"] is not None:
-                            self._fail(replace(peer, reason=str(message["reason"]) or "no text"))
+                            said = str(message["reason"]) or "no text"
+                            self._fail(replace(peer, reason=said, lines=message["lines"]))
             if peer is None:
                 return
             self._ranks.pop(peer.rank, None)

@@ -4,7 +4,7 @@
 runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
-  git.diff
+  git.diff  logs/rank-0.log
 ```
 """
 
@@ -55,6 +55,8 @@ class RunDirectory:
         self.tensorboard = root / "tensorboard"
         self.rollouts = root / "rollouts"
         """Directory of the rollouts of steps and validations."""
+        self.logs = root / "logs"
+        """Directory of one log per rank."""
         self.checkpoints = root / CHECKPOINTS
         """Directory of the committed steps."""
         self.report = root / "report.html"

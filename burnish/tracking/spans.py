@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 
 class Spans:
@@ -40,6 +40,10 @@ class Spans:
         self._taken_at = clock()
         self.current: str | None = None
         """The outermost span that is open, or the last one that raised."""
+        self.step: int | None = None
+        """The step under way, counted from 1."""
+        self.around: list[Callable[[str], AbstractContextManager[object]]] = []
+        """What each span runs inside as well; gets its path, such as rollout/generate."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -53,8 +57,11 @@ class Spans:
             self._reset_peak()
         start = self._clock()
         try:
-            yield
-            self._settle()
+            with ExitStack() as stack:
+                for each in self.around:
+                    stack.enter_context(each(path))
+                yield
+                self._settle()
         finally:
             self._seconds[path] = self._seconds.get(path, 0.0) + self._clock() - start
             self._open.pop()

@@ -113,6 +113,9 @@ def open_run(
             require_own_directory(directory, RunIdentity(trainer, config))
             if layout.is_main:
                 _claim(session)
+        logs = import_module("burnish.tracking.logs")
+        path = directory.logs / f"rank-{layout.rank}.log"
+        stack.enter_context(logs.rank_log(path, layout.rank, spans, config.tracking.log_format))
         if config.tracking.allocations:
             memory = import_module("burnish.train.out_of_memory")
             stack.enter_context(memory.recording_allocations(device))

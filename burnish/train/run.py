@@ -147,6 +147,7 @@ class Run:
         with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
             for step in range(done, total):
                 self._session.stopper.check_all()
+                self._session.spans.step = step + 1
                 yield step
                 bar.advance()
 
@@ -192,6 +193,7 @@ class Run:
     def _begin(self) -> None:
         """Open the observers, and log or validate what is left of the step that the run goes on from."""
         session, position = self._session, self.position
+        session.spans.step = position.step
         logged: dict[str, float] = {}
         with agree(self._layout), self._writing():
             if self._layout.is_main:

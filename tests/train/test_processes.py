@@ -101,6 +101,34 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(work):
     assert len(list((work / "runs/one_signal/checkpoints").glob("step-*"))) == 1
 
 
+FAILING = """
+import os
+
+calls = []
+
+def loss(logprobs, micro_batch, algorithm):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) > 8:
+        raise ZeroDivisionError("as planned")
+    return -micro_batch.advantages * logprobs
+"""
+
+
+def test_the_error_of_a_rank_is_printed_once_and_its_last_lines_by_rank_0(work):
+    (work / "failing.py").write_text(FAILING)
+    argv = ["rl", "rl.yaml", "name=raised", "steps=50", "algorithm.policy_loss=failing.py:loss"]
+    started = ranks(work, argv, 2)
+    assert [each.wait() for each in started] == [1, 1]
+    of_rank_0, of_rank_1 = (each.output for each in started)
+    assert of_rank_1.count("ZeroDivisionError: as planned") == 1
+    assert "ZeroDivisionError: as planned\n" in of_rank_0
+    assert "failing.py" not in of_rank_0, "the traceback is rank 1's"
+    assert re.search(r"^ +\S+ \S+ debug rank 1 step \d+ update burnish: begins$", of_rank_0, re.M)
+    log = (work / "runs/raised/logs/rank-1.log").read_text()
+    assert "failing.py" in log
+    assert log.rstrip().endswith("ZeroDivisionError: as planned")
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_soon(work, victim):
     argv = ["sft", "sft.yaml", f"name=killed_{victim}", "steps=5000"]
@@ -108,5 +136,13 @@ def test_a_killed_rank_ends_the_others_soon(work, victim):
     assert started[0].reached(2), started[0].output
     started[victim].send(signal.SIGKILL)
     assert started[1 - victim].wait() == 1  # a collective's time-out would be ten minutes
-    assert f"rank {victim}" in started[1 - victim].output.partition("error: ")[2]
+    said = started[1 - victim].output.partition("error: ")[2]
+    assert f"rank {victim}" in said
+    last = (work / f"runs/killed_{victim}/logs/rank-{victim}.log").read_text().splitlines()[-1]
+    assert f" {last}\n" in said
+    ours = (work / f"runs/killed_{victim}/logs/rank-{1 - victim}.log").read_text()
+    assert re.search(
+        rf"critical rank {1 - victim} step \d+ \S+ burnish: rank {victim} .* died", ours
+    )
+    assert "Traceback" in ours
     assert started[victim].wait() == -signal.SIGKILL

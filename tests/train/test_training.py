@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 
@@ -52,9 +53,28 @@ def test_what_a_run_leaves_behind(work):
             "environment.json",
             "status.json",
             "checkpoints",
+            "logs",
         }
         assert names == wanted | ({"rollouts"} if kind == "rl" else set())
         assert list((run / "tensorboard").iterdir())
+
+
+def test_a_disk_without_room_for_logs_costs_a_warning(work):
+    directory = work / "runs/full/logs"
+    directory.mkdir(parents=True)
+    (directory / "rank-0.log").symlink_to("/dev/full")
+    code, output = burnish(work, "sft", "sft.yaml", "name=full", "steps=2")
+    assert code == 0, output
+    assert output.count("rank-0.log") == 1
+
+
+def test_a_resumed_run_goes_on_in_its_log(work):
+    for steps in (1, 2):
+        run = done(work, "sft", "sft.yaml", "name=logged", f"steps={steps}")
+    (file,) = (run / "logs").iterdir()
+    updates = re.findall(r"rank 0 step (\d) update burnish: begins", file.read_text())
+    assert updates == ["1", "2"]
+    assert "done: the model is" in file.read_text()
 
 
 @pytest.mark.parametrize(

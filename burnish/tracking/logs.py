@@ -1,0 +1,189 @@
+"""One log file per rank, `logs/rank-N.log`: what Burnish and libraries log and warn, each phase, and the error that ends the run.
+
+Each line names rank, step and phase. A file of 10 MB is renamed to `rank-N.log.1`, at most four times.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Literal
+
+from burnish.errors import StoppedError
+from burnish.tracking.spans import Spans
+
+_BYTES, _FILES = 10_000_000, 4
+_LAST_LINES, _LAST_BYTES = 8, 1 << 14
+_CRASH, _CRASH_LINES = "Fatal Python error", 12
+# How faulthandler's stacks begin, and how many lines of them are shown.
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
+# Control characters, which would move a terminal's cursor or begin a line of their own.
+
+log = logging.getLogger("burnish")
+
+
+class RankLog(RotatingFileHandler):
+    """Write records to one rank's file, made with the first. What cannot be written is lost, with one warning."""
+
+    def __init__(self, path: Path, rank: int, spans: Spans, form: Literal["text", "json"]) -> None:
+        super().__init__(
+            path,
+            maxBytes=_BYTES,
+            backupCount=_FILES,
+            encoding="utf-8",
+            errors="backslashreplace",
+            delay=True,
+        )
+        self.addFilter(lambda record: record.levelno >= logging.INFO or _is_ours(record))
+        self._rank, self._spans, self._form = rank, spans, form
+        self._is_lost, self._catches_faults = False, not faulthandler.is_enabled()
+        self.last: Sequence[str] = ()
+        """The last lines before the error that ended the run."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as a line; further lines of its message are indented."""
+        text = record.getMessage()
+        stack = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+        level, step, phase = record.levelname.lower(), self._spans.step, self._spans.current
+        if self._form == "json":
+            when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+            place = {"rank": self._rank, "step": step, "phase": phase, "logger": record.name}
+            error = {"error": stack} if stack else {}
+            return json.dumps({"time": when, "level": level, **place, "message": text, **error})
+        when = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        shown = "-" if step is None else step
+        where = f"rank {self._rank} step {shown} {phase or '-'} {record.name}"
+        lines = f"{text}\n{stack}".rstrip().split("\n")
+        said = "\n    ".join(line.translate(_ESCAPED) for line in lines)
+        return f"{when} {level} {where}: {said}"
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn once that the file cannot be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_lost:
+            self._is_lost = True
+            log.warning("%s: %s. Training goes on without this log", self.baseFilename, error)
+
+    def _open(self) -> io.TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        stream = super()._open()
+        if self._catches_faults:  # again after a rotation
+            faulthandler.enable(stream)
+        return stream
+
+    def take(self, error: BaseException) -> None:
+        """Write the error that ends the run."""
+        self.last = tail(Path(self.baseFilename))
+        ordinary = isinstance(error, StoppedError)
+        level = logging.INFO if ordinary else logging.CRITICAL
+        stack = None if ordinary else (type(error), error, error.__traceback__)
+        said = str(error) if ordinary else "the run ends with an error"
+        self.handle(log.makeRecord(log.name, level, __file__, 0, said, (), stack))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._catches_faults and self.stream is not None:
+            faulthandler.disable()
+        with suppress(OSError):  # the disk is full
+            super().close()
+
+
+_latest: RankLog | None = None
+
+
+@contextmanager
+def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"]) -> Iterator[None]:
+    """Log to `path` inside the block. Handlers that exist get no more than before."""
+    global _latest
+    handler = _latest = RankLog(path, rank, spans, form)
+    root, level, shown = logging.getLogger(), log.level, log.getEffectiveLevel()
+    # Libraries with handlers of their own, such as transformers, pass nothing to the root.
+    named = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    loggers = [root, *(each for each in named if not each.propagate)]
+
+    def was_shown(record: logging.LogRecord) -> bool:
+        return record.levelno >= shown or not _is_ours(record)
+
+    def begins(path: str) -> AbstractContextManager[None]:
+        if "/" not in path:
+            log.debug("begins")
+        return nullcontext()
+
+    with ExitStack() as undo:
+        undo.callback(handler.close)
+        if not root.handlers and logging.lastResort is not None:
+            # Python uses it only where there is no handler.
+            root.addHandler(logging.lastResort)
+            undo.callback(root.removeHandler, logging.lastResort)
+        for other in (*root.handlers, *log.handlers):
+            other.addFilter(was_shown)
+            undo.callback(other.removeFilter, was_shown)
+        for each in loggers:
+            each.addHandler(handler)
+            undo.callback(each.removeHandler, handler)
+        log.setLevel(logging.DEBUG)
+        undo.callback(log.setLevel, level)
+        before = warnings.showwarning
+        logging.captureWarnings(True)
+        if warnings.showwarning is not before:
+            undo.callback(logging.captureWarnings, False)
+        spans.around.append(begins)
+        undo.callback(spans.around.remove, begins)
+        try:
+            yield
+        except BaseException as error:
+            handler.take(error)
+            raise
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] == log.name
+
+
+def add(text: str) -> None:
+    """Write an error to this process's log, even if that is closed."""
+    if _latest is not None:
+        is_open = _latest.stream is not None
+        _latest.handle(log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, (), None))
+        if not is_open:
+            _latest.close()
+
+
+def last_lines(rank: int | None = None) -> Sequence[str]:
+    """Return the last lines of this process's log before its error, or of another rank's as far as this machine has it."""
+    if _latest is None:
+        return ()
+    path = Path(_latest.baseFilename)
+    return _latest.last if rank is None else tail(path.with_name(f"rank-{rank}.log"))
+
+
+def descriptor() -> int | None:
+    """Return the descriptor of this process's log, if it is open."""
+    stream = None if _latest is None else _latest.stream
+    return None if stream is None else stream.fileno()
+
+
+def tail(path: Path) -> Sequence[str]:
+    """Return a file's last lines, from where Python crashed if it did; nothing where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, io.SEEK_END) - _LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ()
+    crashes = [number for number, line in enumerate(lines) if line.startswith(_CRASH)]
+    if crashes:
+        return lines[max(0, crashes[-1] - _LAST_LINES) :][: _LAST_LINES + _CRASH_LINES]
+    return lines[-_LAST_LINES:]
