@@ -65,6 +65,7 @@ OPTIONAL = (
     "burnish.train.localize",
     "burnish.train.out_of_memory",
     "burnish.train.reward_models",
+    "burnish.view",
 )
 """What `import burnish.train.rl` must not reach."""
 OTHER_MEANINGS = {"git", "gemma"}

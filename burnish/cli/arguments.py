@@ -23,6 +23,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish eval  [CONFIG|RUN_DIR] [key=value ...]  measure on held-out data
   burnish chat  MODEL|RUN [key=value ...]         ask a model in the terminal
   burnish runs  [DIR] | compare A B               list runs, or show two beside each other
+  burnish view  [DIR]                             look at runs and rollouts in a browser
   burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
   burnish check [CONFIG] [--processes N]          compare a layout with one plain process
   burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
@@ -67,6 +68,11 @@ _COMMANDS = {
         "runs:runs",
         "RUNS --json",
         "List the runs in a directory, or with compare A B show the settings and curves of two beside each other.",
+    ),
+    "view": (
+        "view:view",
+        "RUNS_DIR --port --host --no-open",
+        "Serve a page that shows runs and rollouts, also while they grow. It changes no run.",
     ),
     "plan": (
         "plan:run_plan",
@@ -188,6 +194,12 @@ _POSITIONAL = {
         ),
     ),
     "RUNS": ("given", _argument("[DIR], by default runs, or compare A B", nargs="*")),
+    "RUNS_DIR": (
+        "root",
+        _argument(
+            "a run, or a directory or URL of runs; by default runs", nargs="?", default="runs"
+        ),
+    ),
     "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
     "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
     "RUN_DIR": ("run", _argument("as runs/my-run", type=Path)),
@@ -236,6 +248,12 @@ _OPTIONS = {
     "--assets": _argument("directory of config.json and tokenizer, if SOURCE has none", type=Path),
     "--unsafe-pickle": _flag("unpickle (DCP, Megatron, verl), in a process of its own"),
     "--without-sandbox": _flag("unpickle where the kernel has no Landlock as well"),
+    "--port": _argument("where it listens; 0: any that is free", type=int, default=7007),
+    "--host": _argument(
+        "an address of this machine; others than itself reach it with the token in the address that is printed",
+        default="127.0.0.1",
+    ),
+    "--no-open": _argument("open no browser", action="store_false", dest="open"),
     "--reason": _argument("shown by ls", default="by hand"),
 }
 

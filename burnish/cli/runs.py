@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from burnish.cli.output import print_text
-from burnish.config.document import recorded
-from burnish.errors import BurnishError, MissingError, UsageError, table
-from burnish.files.lease import LEASE, is_held
+from burnish.errors import MissingError, UsageError, table
 from burnish.tracking.console import duration
-from burnish.tracking.rundir import STATE, STEPS, RunDirectory
-from burnish.tracking.trackers import read_metrics
-from burnish.train.own_directory import recorded_config
+from burnish.tracking.rundir import RunDirectory
+from burnish.view.curves import Curves
+from burnish.view.runs import beside, describe, find_runs, settings_of
 
 _BEST = {"val/reward": max, "val/loss": min}
 _SHOWN = ("reward/mean", "train/loss", *_BEST)
@@ -30,7 +27,7 @@ def runs(given: Namespace) -> None:
     """Print the runs in a directory, newest last; with `compare A B` the settings and curves that two have."""
     command, *names = given.given or ["runs"]
     if command == "compare" and len(names) == 2:
-        tables = {"settings": _settings(*names), "curves": _curves(names)}
+        tables = {"settings": _settings(names), "curves": _curves(names)}
     elif not names:
         tables = {"runs": _listed(Path(command))}
     else:
@@ -51,56 +48,45 @@ def _cell(value: Any) -> str:
 
 
 def _listed(root: Path) -> Rows:
-    found = sorted(root.glob("**/environment.json"), key=lambda path: path.stat().st_mtime)
+    found = find_runs(root)
     if not found:
         raise MissingError(f"there are no runs in {root}", want="a directory of runs", do="give it")
-    return [_described(RunDirectory(path.parent)) for path in found]
+    return [_described(RunDirectory(path)) for path in found]
 
 
 def _described(run: RunDirectory) -> dict[str, Any]:
-    try:
-        rows, status = read_metrics(run.metrics), run.read_status()
-        total = status.get(STEPS) or recorded(run.config).steps
-    except BurnishError as error:
-        return {"run": str(run.root), "state": error.problem}
-    step = int(rows[-1]["step"]) if rows else 0
-    state = status.get(STATE, "ended")
-    if state == "running":  # and was killed, if nobody holds the lease
-        state = "ended"
-    if is_held(run.checkpoints / LEASE):
-        state = "running"
-    values = {name: _finite(rows, name) for name in _SHOWN}
-    told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in values.items() if v}
+    facts = describe(run, _read(run), _SHOWN)
+    if facts.error is not None:
+        return {"run": str(run.root), "state": facts.error.problem}
+    told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in facts.values.items() if v}
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
-    place = {"run": str(run.root), "state": state, "step": step, "of": total, "started": age}
-    return place | {name: told.get(name) for name in _SHOWN}
+    place = {"run": str(run.root), "state": facts.state, "step": facts.step, "of": facts.of}
+    return place | {"started": age} | {name: told.get(name) for name in _SHOWN}
 
 
-def _settings(*names: str) -> Rows:
+def _read(run: RunDirectory) -> Curves:
+    curves = Curves(run.metrics)
+    curves.refresh()
+    return curves
+
+
+def _settings(names: Sequence[str]) -> Rows:
     """Return the settings in which two runs differ."""
-    both = [dict(_flat(recorded(recorded_config(Path(n))).model_dump(mode="json"))) for n in names]
-    rows = [[key, *(json.dumps(each.get(key)) for each in both)] for key in both[0] | both[1]]
-    heads = ("setting", *names)
-    return [dict(zip(heads, row, strict=True)) for row in rows if row[1] != row[2]]
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield key[1:], value
-        return
-    for name, each in value.items():
-        yield from _flat(each, f"{key}.{name}")
-
-
-def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    both = beside([settings_of(Path(name)) for name in names])
+    return [
+        {"setting": key, **dict(zip(names, map(json.dumps, values), strict=True))}
+        for key, values in both.items()
+        if values[0] != values[1]
+    ]
 
 
 def _curves(names: Sequence[str]) -> Rows:
-    logged = {name: read_metrics(RunDirectory(Path(name)).metrics) for name in names}
+    logged = {name: _read(RunDirectory(Path(name))).by_name for name in names}
     found: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
-        values = {run: _finite(rows, metric) for run, rows in logged.items()}
+        values = {
+            run: curves[metric].finite() for run, curves in logged.items() if metric in curves
+        }
         every = [value for each in values.values() for value in each]
         for run, each in values.items():
             if each:

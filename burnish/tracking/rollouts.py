@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -173,6 +173,12 @@ def _named(directory: Path) -> Iterator[tuple[re.Match[str], Path]]:
             yield match, path
 
 
+def named_rollouts(directory: Path) -> Iterator[tuple[Kind, int, bool, Path]]:
+    """Yield kind, step, whether it has the rest, and path of each of a directory's files."""
+    for match, path in _named(directory):
+        yield ("step" if match[1] == "step" else "validation"), int(match[2]), bool(match[3]), path
+
+
 def discard_rollouts_after(directory: Path, step: int) -> None:
     """Remove later steps' files: a run that resumes from `step` makes them again."""
     for match, path in _named(directory):
@@ -198,7 +204,7 @@ def thin_rollouts(directory: Path, keep: int) -> None:
         excess -= size
 
 
-def blocks(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
     """Return the offset and the text of each compressed block from `start` on. Raises `CorruptError`."""
     with path.open("rb") as file:
         file.seek(start)
@@ -229,7 +235,7 @@ def parse_rollout(line: bytes, place: str) -> Row:
     """Return a line's row. Raises `CorruptError`, which names `place`, unless it is a rollout."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptError(f"{place} has a line that is not JSON", have=error) from error
     if not isinstance(row, dict) or not row.keys() >= _REQUIRED:
         raise CorruptError(

@@ -476,16 +476,19 @@ def _kept(path: Path, resume_step: int | None) -> bytes:
 
 def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Return whole lines and their objects. Raises `CorruptError` for a line without metrics."""
-    rows = []
-    for line in filter(bytes.strip, path.read_bytes().split(b"\n")[:-1]):
-        try:
-            row = json.loads(line)
-            rows.append((line, {**row, "step": int(row["step"])}))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(
-                f"{path} has a line that is not a step's metrics",
-                have=line[:80].decode("utf-8", "replace"),
-                want='a JSON object with "step"',
-                do="remove the line, or move the file away",
-            ) from error
-    return rows
+    lines = filter(bytes.strip, path.read_bytes().split(b"\n")[:-1])
+    return [(line, parse_metrics(line, path)) for line in lines]
+
+
+def parse_metrics(line: bytes, path: Path) -> dict[str, Any]:
+    """Return a line's object, whose step is an integer. Raises `CorruptError`, which names the file."""
+    try:
+        row = json.loads(line)
+        return {**row, "step": int(row["step"])}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CorruptError(
+            f"{path} has a line that is not a step's metrics",
+            have=line[:80].decode("utf-8", "replace"),
+            want='a JSON object with "step"',
+            do="remove the line, or move the file away",
+        ) from error

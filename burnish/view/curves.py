@@ -1,0 +1,119 @@
+"""Read metrics.jsonl as it grows: a curve for each name."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from burnish.errors import CorruptError
+from burnish.tracking.trackers import json_number, parse_metrics
+
+_TAIL = 200
+# Bytes at the end of what was read that tell whether the file was written anew.
+
+
+class Curve:
+    """The values of one metric, by ascending step."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+
+    def finite(self) -> list[float]:
+        """Return the values that are finite."""
+        return list(filter(math.isfinite, self.values))
+
+    def at(self, step: int) -> float | None:
+        """Return the finite value of a step."""
+        place = bisect_left(self.steps, step)
+        is_there = self.steps[place : place + 1] == array("q", [step])
+        return self.values[place] if is_there and math.isfinite(self.values[place]) else None
+
+    def drop_from(self, step: int) -> None:
+        """Drop this step and all after it."""
+        kept = bisect_left(self.steps, step)
+        del self.steps[kept:], self.values[kept:]
+
+    def points(self, most: int, first: int, last: int) -> dict[str, list[Any]]:
+        """Return last steps, means, lowest and highest values of at most `most` buckets, as JSON has them."""
+        start, stop = bisect_left(self.steps, first), bisect_right(self.steps, last)
+        count = max(0, stop - start)
+        buckets = min(count, most)
+        ends = [start + count * number // buckets for number in range(buckets + 1)] if count else []
+        found: dict[str, list[Any]] = {"steps": [], "values": [], "low": [], "high": []}
+        for begin, end in pairwise(ends):
+            values = list(filter(math.isfinite, self.values[begin:end])) or [self.values[begin]]
+            mean = math.fsum(values) / len(values) if len(values) > 1 else values[0]
+            found["steps"].append(self.steps[end - 1])
+            for name, value in (("values", mean), ("low", min(values)), ("high", max(values))):
+                found[name].append(json_number(float(f"{value:.7g}")))
+        return found
+
+
+class Curves:
+    """The curves of a file. Threads may share it."""
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """Read the whole file, or its last bytes only."""
+        self.path = path
+        self._last_bytes = last_bytes
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.by_name: dict[str, Curve] = {}
+        self.last_step = 0
+        self.problem: CorruptError | None = None
+        """What is wrong with a line that was passed over."""
+        self._place, self._tail, self._inode = 0, b"", 0
+
+    def refresh(self) -> None:
+        """Read the whole lines that are new, or everything if the file was written anew. Without a file there are no curves."""
+        with self._lock:
+            try:
+                file = self.path.open("rb")
+            except FileNotFoundError:
+                self._forget()
+                return
+            with file:
+                state = os.fstat(file.fileno())
+                file.seek(self._place - len(self._tail))
+                if self._inode != state.st_ino or file.read(len(self._tail)) != self._tail:
+                    self._forget()
+                    self._inode = state.st_ino
+                    self._place = max(0, state.st_size - (self._last_bytes or state.st_size))
+                    file.seek(self._place)
+                    if self._place:
+                        self._place += len(file.readline())
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            for line in filter(bytes.strip, whole.split(b"\n")):
+                self._add(line)
+            self._place += len(whole)
+            self._tail = (self._tail + whole)[-_TAIL:]
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = parse_metrics(line, self.path)
+        except CorruptError as error:
+            self.problem = error
+            return
+        step = row.pop("step")
+        if step <= self.last_step:  # made again
+            for curve in self.by_name.values():
+                curve.drop_from(step)
+        self.last_step = step
+        for name, value in row.items():
+            try:
+                number = float(value)
+            except (ValueError, TypeError, OverflowError):  # no metric
+                continue
+            curve = self.by_name.get(name) or self.by_name.setdefault(name, Curve())
+            curve.steps.append(step)
+            curve.values.append(number)

@@ -1,0 +1,100 @@
+"""Copy what is shown of runs behind a URL to this machine, again and again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Self
+
+from burnish.errors import BurnishError, MissingError
+from burnish.files.cache import cache_root
+from burnish.files.hub import HubPlace
+from burnish.files.remote import Remote, RetryPolicy
+from burnish.tracking.rundir import write_atomically
+
+_WANTED = re.compile(
+    r"(?:.+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|logs/[^/]+|rollouts/[^/]+\.jsonl\.gz)"
+)
+_SECONDS = 15.0
+_LIMIT = 1 << 31
+_POLICY = RetryPolicy(tries=4, seconds=20.0)
+
+_log = logging.getLogger("burnish")
+
+
+class RunCopies:
+    """What is shown of the runs below a URL, copied to `root` inside the block.
+
+    Entering copies all but rollouts. A thread copies these, newest first, and looks for changes every 15 seconds.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.root = (cache_root() / "view" / sha256(url.encode()).hexdigest()[:24]).absolute()
+        self._known = self.root / ".versions.json"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._versions: Callable[[], dict[str, str]]
+        self._content: Callable[[str], bytes]
+        hub = HubPlace.of(url, "dataset") if url.startswith("hf://") else None
+        if hub is not None:
+            place = hub.at_commit()
+            below = f"{place.path}/" if place.path else ""
+            self._versions = lambda: {
+                name.removeprefix(below): str(size)
+                for name, size in place.files().items()
+                if name.startswith(below)
+            }
+            self._content = lambda name: place.file(name).read_bytes()
+        else:
+            remote = Remote(url, _POLICY)
+            self._versions = lambda: {
+                each.name: f"{each.size} {each.version}" for each in remote.files()
+            }
+            self._content = lambda name: remote.read(name, _LIMIT)
+
+    def __enter__(self) -> Self:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._copy(rollouts=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        pause = 0.0
+        while not self._stop.wait(pause):
+            pause = _SECONDS
+            try:
+                self._copy(rollouts=True)
+            except (BurnishError, OSError) as error:
+                _log.warning("%s", error)
+
+    def _copy(self, *, rollouts: bool) -> None:
+        """Copy the files that changed, first the small ones, and remove those that are gone."""
+        found = {
+            n: v for n, v in self._versions().items() if _WANTED.fullmatch(n) and ".." not in n
+        }
+        have = json.loads(self._known.read_text()) if self._known.exists() else {}
+        for name in have.keys() - found.keys():
+            (self.root / name).unlink(missing_ok=True)
+            del have[name]
+        small = sorted(name for name in found if "rollouts/" not in name)
+        large = sorted((found.keys() - set(small)) if rollouts else (), reverse=True)
+        for name in (*small, *large):
+            if have.get(name) == found[name]:
+                continue
+            if self._stop.is_set():
+                break
+            try:
+                content = self._content(name)
+            except MissingError:  # it was removed meanwhile
+                continue
+            write_atomically(self.root / name, content)
+            have[name] = found[name]
+            write_atomically(self._known, json.dumps(have))
