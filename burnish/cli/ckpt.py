@@ -152,7 +152,8 @@ def _steps_directory(path: P) -> P:
     if isinstance(path, RemotePath):
         names = Remote(str(path)).names()
     else:
-        names = [entry.name for entry in _LOCAL.entries(path) if entry.kind == "directory"]
+        entries = _LOCAL.entries(path) if Path(path).is_dir() else ()
+        names = [entry.name for entry in entries if entry.kind == "directory"]
     if CHECKPOINTS in names:
         return path / CHECKPOINTS
     is_its_name = path.name == CHECKPOINTS and (names or (isinstance(path, Path) and path.is_dir()))
@@ -161,9 +162,9 @@ def _steps_directory(path: P) -> P:
     problem, have = f"there are no checkpoints at {path}", None
     if isinstance(path, Path):
         near = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if near == path:
+        if near == path or not near.is_dir():
             problem = f"{path} holds no checkpoints"
-            have = "a directory" if path.is_dir() else "a file"
+            have = "a directory" if near.is_dir() else f"{near}, which is a file"
         else:
             problem = f"there is no {path}"
             names = sorted((each.name for each in near.iterdir()), reverse=True)

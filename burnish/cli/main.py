@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 any other error, 2 usage or configuration, 3 corrupt check
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import re
@@ -41,6 +42,8 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     die_with_agent(os.environ)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is written as \\uXXXX
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         _set_up_logging()

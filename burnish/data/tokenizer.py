@@ -140,6 +140,7 @@ def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
+        tokenizer.decode(tokenizer(_PROBE)["input_ids"])
     except (
         Exception
     ) as error:  # the tokenizers library raises bare Exception for a file it cannot parse

@@ -187,6 +187,10 @@ def _parse(
         raise _corrupt(path, "has metadata that is not text by name", metadata)
     if len(table) > MAX_TENSORS:
         raise _corrupt(path, "has too many tensors", len(table), f"{MAX_TENSORS} at most")
+    try:
+        "".join(table).encode()
+    except UnicodeEncodeError as error:
+        raise _corrupt(path, "has a tensor whose name is no text", error) from error
     return {name: _entry(path, name, value, start) for name, value in table.items()}, metadata
 
 

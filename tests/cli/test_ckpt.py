@@ -188,6 +188,16 @@ def test_a_directory_or_a_file_in_the_wrong_place_hides_no_other_damage(
     assert as_json(capsys, "show", run)[1]["step"] == 1
 
 
+def test_a_file_in_the_place_of_all_checkpoints_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").touch()
+    for place in (tmp_path / "checkpoints", tmp_path / "checkpoints/step-00000001"):
+        code, found = as_json(capsys, "ls", place)
+        assert code == 5
+        assert str(tmp_path / "checkpoints") in found["error"]["have"]
+
+
 def test_verify_mentions_an_empty_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (step_of(run, 1) / "model/more/yet").mkdir(parents=True)
     code, found = as_json(capsys, "verify", step_of(run, 1))

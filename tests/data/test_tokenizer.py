@@ -155,6 +155,14 @@ def test_a_broken_tokenizer_file_is_named(tmp_path, text):
         load_tokenizer(path)
 
 
+def test_a_tokenizer_that_fails_at_its_first_text_is_named(tmp_path):
+    path = save_char_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": "x"}))
+    with pytest.raises(MissingError):
+        load_tokenizer(path)
+
+
 def test_code_in_the_directory_is_not_run_unasked(tmp_path):
     path = save_char_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from door.directories import model_directory, run_directory, tokenizer
+from door.mutations import WORDS, displace, mutated, nasty
 from door.training_inputs import rewards, rows, template
 
 from burnish.cli.main import main
@@ -33,6 +36,14 @@ CODES = range(7)
 """Exit codes of a command that no signal stops."""
 MOST_CHARACTERS = 20_000
 """Of a message: a hostile file must not fill the screen."""
+_READERS = [
+    *(["config", name] for name in ("check", "show", "explain", "translate")),
+    *(["ckpt", name] for name in ("ls", "show", "verify", "diff")),
+    *([name] for name in ("plan", "eval", "chat", "runs")),
+]
+"""Commands that write nothing."""
+_PARTIAL = re.compile(r"(^|/)\.(inflight|portion)-|\.[0-9a-f]{32}$")
+"""Names of what is being written."""
 
 
 class Hung(BaseException):
@@ -51,20 +62,33 @@ def complaint(make: Callable[[random.Random], list[str]], seed: int) -> str | No
             wrong = [f"exit code {code}"] if code not in CODES else []
             wrong += ["a traceback"] if "Traceback" in said else []
             wrong += [f"{len(said)} characters"] if len(said) > MOST_CHARACTERS and code else []
-            wrong += ["files were left"] if code and _listing() != before else []
+            wrong += [f"left: {name}" for name in _left(argv, code, before)]
         finally:
             os.chdir(here)
     shown = " ".join(word[:200] for word in argv)
     return f"{', '.join(wrong)}: seed {seed}: {shown}\n{said[-3000:]}" if wrong else None
 
 
-def _listing() -> list[tuple[str, int]]:
-    """Every file and directory below this one with its size; a half-written file of a refused command would show.
+def _left(argv: list[str], code: int | None, before: set[tuple[str, int]]) -> list[str]:
+    """What a command has changed that it should not have.
+
+    A run that goes on and the removal of steps may end halfway, with whole files alone. Every other command writes all or nothing.
+    """
+    changed = [name for name, _ in before ^ _listing()]
+    if "--dry-run" in argv or argv[:2] in _READERS or argv[:1] in _READERS:
+        return sorted(changed)
+    if argv[0] in ("sft", "rl") or argv[:2] == ["ckpt", "gc"]:
+        return sorted(name for name in changed if _PARTIAL.search(name) and Path(name).exists())
+    return sorted(changed) if code else []
+
+
+def _listing() -> set[tuple[str, int]]:
+    """Every file and directory below this one, a file with its size.
 
     Left out: bytecode, which importing a reward function leaves.
     """
     found = (path for path in Path().rglob("*") if "__pycache__" not in path.parts)
-    return sorted((str(path), path.lstat().st_size) for path in found)
+    return {(str(path), 0 if path.is_dir() else path.lstat().st_size) for path in found}
 
 
 def _ended(argv: list[str]) -> tuple[int | None, str]:
@@ -78,6 +102,7 @@ def _ended(argv: list[str]) -> tuple[int | None, str]:
     code, level = None, logging.getLogger("burnish").level
     handler = signal.signal(signal.SIGALRM, stop)
     others = signal.setitimer(signal.ITIMER_REAL, DEADLINE_SECONDS)
+    given = sys.stdin
     try:
         with (
             contextlib.suppress(Hung),
@@ -89,6 +114,7 @@ def _ended(argv: list[str]) -> tuple[int | None, str]:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *others)  # pytest-timeout's
         logging.getLogger("burnish").setLevel(level)
+        sys.stdin = given
     said = []
     for stream in (output, errors):
         stream.flush()
@@ -117,58 +143,12 @@ _SOUND: dict[str, Any] = {
     "evaluation": {"every": 2},
     "checkpoint": {"save_every": 1, "keep_every": 2},
 }
-_WORDS = [
-    "", "~", "null", "true", "no", "-", "--", "=", ":", "a: b", "[", "{", "]", "[]", "{}", "[[]]", "{a: 1}", "*a", "&a 1", "<<",
-    "!!int abc", "!!float x", "!!bool x", "!!null x", "!!binary ///", "!!set {a}", "!!omap [a: 1]", "!!timestamp x", "!x 1",
-    "!!python/name:os.system", "0", "-1", "1e400", "-.inf", ".nan", "1" * 5000, "9223372036854775807", "9223372036854775808",
-    "4000000000000000000", "0x1f", "1_000", "x" * 300, "x" * 5000, "../../x", "/dev/null/x", "/dev/zero", "~/x", "s3://", "hf://x",
-    "file:///", "gs://b/../c", "a@b:c/d@e", "a/b@", "é", "\u202e", "😀", "\\", "'", '"', "%s {x} $HOME", "a\tb", "a\nb: c", "grpo",
-    "\x00y", "\ud800", "numeric", "x.py:y", ":", "a:b:c", "exact_match",
-]  # fmt: skip
 _TEXTS = [
     "[" * 3000, "{a: " * 3000, "- " * 3000, "? " * 2000, "a: &a [*a]", "a: &a {<<: *a}", "\t", "\x00", "\ufeffa: 1", "%YAML 9.9\n---\n",
     "---\n---\n", "a: |\n" + " x\n" * 9000, "a: '" + "x" * 150_000, "#" * 190_000, "x" * 300_000, ": ", "? ", "!!map", "...", "a: 1\na: 2",
     "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"k{n}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)),
     "".join(f"k{n}: {n}\n" for n in range(4000)),
 ]  # fmt: skip
-
-
-def nasty(rng: random.Random, depth: int = 0) -> Any:
-    """A value where another was."""
-    kind = rng.randrange(8 if depth < 4 else 6)
-    if kind < 3:
-        return rng.choice(_WORDS)
-    if kind == 3:
-        return rng.choice(
-            [None, True, False, 0, -1, 1, 2**63 - 1, 2**62, -(2**63), 10**17, 1.5, 1e308, 5e-324]
-        )
-    if kind == 4:
-        return rng.choice(list(_SOUND.values()))
-    if kind == 5:
-        return rng.randrange(-5, 100)
-    if kind == 6:
-        return [nasty(rng, depth + 1) for _ in range(rng.randrange(4))]
-    return {rng.choice(_WORDS): nasty(rng, depth + 1) for _ in range(rng.randrange(4))}
-
-
-def _mutated(rng: random.Random, value: Any) -> Any:
-    """The value with one thing in it changed, at any depth."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key, changed = rng.choice(list(value)), dict(value)
-        kind = rng.random()
-        if kind < 0.08:
-            del changed[key]
-        elif kind < 0.16:
-            changed[key[:-1] + rng.choice("xs_.[")] = changed.pop(key)
-        elif kind < 0.24:
-            changed[_name(rng)] = nasty(rng)
-        else:
-            changed[key] = _mutated(rng, value[key])
-        return changed
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        place = rng.randrange(len(value))
-        return [*value[:place], _mutated(rng, value[place]), *value[place + 1 :]]
-    return nasty(rng)
 
 
 def _name(rng: random.Random) -> str:
@@ -181,7 +161,7 @@ def _name(rng: random.Random) -> str:
         *foreign.renamed,
         *foreign.different,
         *foreign.absent,
-        *_WORDS,
+        *WORDS,
     ]
     name = rng.choice(names)
     return name + rng.choice(["", "", "", "s", ".x", "[0]", ".", "="])
@@ -224,7 +204,7 @@ def _text(rng: random.Random) -> str:
         return rng.choice(_TEXTS)
     settings = _SOUND
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 5])):
-        settings = _mutated(rng, settings)
+        settings = mutated(rng, settings, _name)
     lines = (
         [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
         if isinstance(settings, dict)
@@ -233,7 +213,7 @@ def _text(rng: random.Random) -> str:
     text = "\n".join(lines)
     if kind < 0.3:  # something in the place of something else
         place = rng.randrange(len(text) + 1)
-        text = text[:place] + rng.choice(_WORDS + _TEXTS[:9]) + text[place + rng.randrange(9) :]
+        text = text[:place] + rng.choice(WORDS + _TEXTS[:9]) + text[place + rng.randrange(9) :]
     return text
 
 
@@ -241,10 +221,8 @@ def _file(rng: random.Random) -> str:
     """Make something in the place of a configuration, and return its name."""
     kind = rng.randrange(20)
     path = Path("c.yaml")
-    if kind == 0:
-        os.mkfifo(path)
-    elif kind == 1:
-        path.symlink_to("c.yaml")
+    if kind < 2:
+        displace(rng, path)
     elif kind == 2:
         path.mkdir()
         (path / "config.yaml").write_text(_text(rng), encoding="utf-8", errors="surrogatepass")
@@ -319,10 +297,13 @@ class Generator:
 
 
 GENERATORS: dict[str, Generator] = {
-    "configuration": Generator(configuration, 200, 2000),
+    "configuration": Generator(configuration, 150, 2000),
     "rows": Generator(rows, 30, 400),
     "template": Generator(template, 12, 150),
     "rewards": Generator(rewards, 8, 80),
+    "model_directory": Generator(model_directory, 16, 300),
+    "tokenizer": Generator(tokenizer, 8, 150),
+    "run_directory": Generator(run_directory, 30, 600),
 }
 
 
@@ -334,9 +315,6 @@ def complaints(name: str, seeds: range) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(
-        *complaints(
-            sys.argv[1], range(int(sys.argv[2]), int((sys.argv[3:] or [int(sys.argv[2]) + 1])[0]))
-        ),
-        sep="\n\n",
-    )
+    name, first, *end = sys.argv[1:]
+    for found in complaints(name, range(int(first), int(end[0]) if end else int(first) + 1)):
+        print(found, end="\n\n", flush=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
 
+from door.mutations import bad_template, displace, mutated, spliced
 from tokenizers_for_tests import CHATML, CHATML_MARKED, save_char_tokenizer
 from training_files import FRESH
 
@@ -22,16 +22,6 @@ _ROWS: list[dict[str, Any]] = [
     {"instruction": "Add.", "input": "1+1", "output": "2"},
     {"text": "1+1=2", "answer": "2"},
 ]
-_VALUES: list[Any] = [
-    None, True, 0, -1, 1.5, 1e308, 2**63, 2**64, 10**30, "", " ", "x", "\0", "\ud800", "é", "😀", "\u202e", "007", "2024-01-01",
-    "x" * 5000, "x" * 300_000, "<|im_end|>", "<|im_start|>assistant\n", "{{ 1 }}", [], {}, [[]], [None], [{}], ["x"], {"a": {"b": []}},
-    {"role": "user"}, [{"role": "nobody", "content": "x"}], [{"role": "user", "content": 5}], [{"from": "x", "value": 1}],
-    [{"role": "assistant", "content": "x"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "[1, 2", "{}", _CALL,
-]  # fmt: skip
-_PIECES = [
-    b"\0", b"\xff", b"\xed\xa0\x80", b"\\ud800", b"\\", b'"', b",", b"{", b"}", b"[", b"]", b"\r", b"\n", b"\xef\xbb\xbf", b"NaN", b"-Infinity",
-    b"9" * 5000, b"[" * 5000, b'{"a":' * 300, b"1e999", b"// x", b"'", b'"prompt": 1,', b'"messages": [],', b"\n\n\n", b"\n[]\n", b"\n7\n", b"\n{}\n",
-]  # fmt: skip
 _SETTINGS = [
     "data.string_prompts=user", "data.overlong=error", "data.max_length=4", "data.max_prompt_length=1", "data.system_prompt=x",
     "data.chat_template_kwargs={enable_thinking: false}", "data.chat_template_kwargs={x: 1}", "data.prompt_column=text",
@@ -43,19 +33,11 @@ _SETTINGS = [
 def rows(rng: random.Random) -> list[str]:
     """A data file with something in it that nobody should write."""
     path = Path(rng.choice(["a.jsonl"] * 8 + ["a.json", "a.parquet", "a.csv"]))
-    kind = rng.randrange(20)
-    if kind == 0:
-        os.mkfifo(path)
-    elif kind == 1:
-        path.symlink_to(path)
-    elif kind == 2:
-        path.mkdir()
-    elif kind == 3:
-        path.write_bytes(
-            rng.choice(
-                [b"", b"\n \n", b"[]", b"{}", rng.randbytes(500), b"PAR1" + rng.randbytes(50)]
-            )
-        )
+    kind = rng.random()
+    if kind < 0.2:
+        displace(rng, path)
+    elif kind < 0.25:
+        path.write_bytes(rng.choice([b"\n \n", b"PAR1" + rng.randbytes(50)]))
     else:
         path.write_bytes(_rows_text(rng))
     command = rng.choice(["sft", "rl", "rl"])
@@ -68,44 +50,15 @@ def _rows_text(rng: random.Random) -> bytes:
     found: list[Any] = [sound for _ in range(rng.randrange(1, 5))]
     for _ in range(rng.choice([0, 1, 1, 2])):
         place = rng.randrange(len(found))
-        found[place] = _changed(rng, found[place])
+        found[place] = mutated(rng, found[place])
     lines = [json.dumps(row).encode() for row in found]
     text = b"[" + b",".join(lines) + b"]" if rng.random() < 0.1 else b"\n".join(lines)
-    if rng.random() < 0.4:
-        place = rng.randrange(len(text))
-        text = text[:place] + rng.choice(_PIECES) + text[place + rng.randrange(5) :]
-    return text
-
-
-def _changed(rng: random.Random, value: Any) -> Any:
-    """The value with one thing in it changed, at any depth."""
-    if isinstance(value, dict) and value and rng.random() < 0.8:
-        key = rng.choice(list(value))
-        if rng.random() < 0.2:
-            return {name: each for name, each in value.items() if name != key}
-        return value | {key: _changed(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        place = rng.randrange(len(value))
-        return [*value[:place], _changed(rng, value[place]), *value[place + 1 :]]
-    return rng.choice(_VALUES)
-
-
-_FRAGMENTS = [
-    "{{ 1 // 0 }}", "{{ 10 ** 400 * 1.0 }}", "{{ messages[9].x.y }}", "{{ nothing.x }}", "{{ messages | first | last | sum }}", "{% if %}",
-    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "{{ range(10 ** 9) }}", "{{ raise_exception('no') }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}",
-    "{% generation %}", "{% endgeneration %}", "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}", "{{ 'x' * 1000000 }}",
-    "{{ messages | tojson }}", "{{ tools | length }}", "{{ strftime_now('%Y') }}", "{% set messages = [] %}", "{{", "}}", "{%", "{#", "\0", "é",
-    "{{ messages[0]['content'] | int + 'x' }}", "{{ add_generation_prompt }}", "{{ bos_token }}", "{{ eos_token + 1 }}", "{% break %}", "",
-]  # fmt: skip
+    return spliced(rng, text) if rng.random() < 0.4 else text
 
 
 def template(rng: random.Random) -> list[str]:
     """A chat template with something in it that fails, does not end, or writes nonsense."""
-    text = rng.choice([CHATML, CHATML_MARKED])
-    for _ in range(rng.choice([1, 1, 2])):
-        place = rng.choice([0, len(text), rng.randrange(len(text))])
-        text = text[:place] + rng.choice(_FRAGMENTS) + text[place + rng.choice([0, 0, 0, 1, 20]) :]
+    text = bad_template(rng, rng.choice([CHATML, CHATML_MARKED]))
     row = rng.choice([_ROWS[1], _ROWS[2], _ROWS[3], _ROWS[4]])
     Path("a.jsonl").write_text(json.dumps(row))
     words = ["data.train=[a.jsonl]"]
@@ -134,13 +87,9 @@ def rewards(rng: random.Random) -> list[str]:
     """A file of a reward function that fails in a way of its own."""
     head, kind = rng.choice(_HEADS), rng.choice(["def", "def", "async def", "class"])
     parameters, body = rng.choice(_PARAMETERS[:4] * 3 + _PARAMETERS), rng.choice(_BODIES)
-    place = rng.randrange(20)
-    if place == 0:
-        os.mkfifo("r.py")
-    elif place == 1:
-        Path("r.py").mkdir()
-    else:
-        Path("r.py").write_text(f"{head}{kind} f({parameters}):\n    {body}\n")
+    Path("r.py").write_text(f"{head}{kind} f({parameters}):\n    {body}\n")
+    if rng.random() < 0.1:
+        displace(rng, Path("r.py"))
     Path("a.jsonl").write_text(json.dumps(rng.choice(_ROWS[:3])))
     function = rng.choice(
         ["r.py:f"] * 8 + ["r.py:g", "r:f", "r.py:", ":f", "regex", "json:dumps", "os:_exit"]

@@ -138,6 +138,7 @@ def test_absent_file(tmp_path):
         (b'{"x": %s' % json.dumps(ONE).encode(), b"\0" * 8, "JSON"),
         (b'{"x": %s} {}' % json.dumps(ONE).encode(), b"\0" * 8, "JSON"),
         (b'{"\xff": 1}', b"", "JSON"),
+        ({"\ud800": ONE}, b"\0" * 8, "name"),
         (b"[" * 100_000, b"", "JSON"),
     ],
 )

@@ -167,10 +167,11 @@ def test_a_state_file_of_another_program_beside_it_changes_nothing(
         started(tmp_path / "other", adapter)
 
 
+@pytest.mark.parametrize("place", ["Qwen/Qwen3-0.6B", None, "", 7, ["x"]])
 def test_where_it_cannot_be_known_that_is_said(
-    base: Path, adapter: Path, caplog: pytest.LogCaptureFixture
+    base: Path, adapter: Path, place: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changed(adapter, base_model_name_or_path="Qwen/Qwen3-0.6B")
+    changed(adapter, base_model_name_or_path=place)
     with caplog.at_level(logging.WARNING):
         started(base, adapter)
     assert "does not say which model it belongs to" in caplog.text

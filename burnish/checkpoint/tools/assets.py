@@ -55,6 +55,13 @@ def read_assets(directory: Path) -> dict[str, bytes]:
         )
     found = {}
     for name, path in names.items():
+        if not path.is_file():
+            raise MissingError(
+                f"{path} is no file",
+                have="a link to nothing, a directory or a device",
+                want="a file of the model",
+                do="get it again, or remove it where the model does not need it",
+            )
         try:
             # A hub's cache is made of links, so the name is followed.
             found[name] = read_whole(LocalStorage(), path.resolve(), _LIMIT)
@@ -74,7 +81,7 @@ def with_dtype(data: bytes, dtype: torch.dtype, what: str) -> bytes:
     config: dict[str, Any] = _named(parse_object(data, what), name)
     if not any(key in config for key in _DTYPE_KEYS):
         config["dtype"] = name
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _named(value: Any, name: str) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +95,11 @@ def save_foreign(
     """
     storage = storage or LocalStorage()
     require_outside_steps(root, storage)
-    with naming_failures(f"{root} cannot be used"):
-        make_dirs_durably(storage, root, above=3)
-    with naming_failures(f"{root} cannot be used"), Lease(root / LEASE) as lease:
+    with (
+        naming_failures(f"{root} cannot be used"),
+        _making(storage, root),
+        Lease(root / LEASE) as lease,
+    ):
         check_new(root, step, storage)
         scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
         try:
@@ -106,6 +109,22 @@ def save_foreign(
             storage.remove(scratch)  # what is mapped stays until it is let go
         saver = Saver(root, Layout(), Disks.one(1), storage, token=lease.token)
         return saver.save(step, _contents(foreign, weights, step)).path
+
+
+@contextmanager
+def _making(storage: LocalStorage, root: Path) -> Iterator[None]:
+    """Make a directory, and remove what was made if the block fails. A holder of its lease finds its token gone."""
+    absent = [each for each in (root, *root.parents) if storage.kind(each) is None]
+    make_dirs_durably(storage, root, above=3)
+    try:
+        yield
+    except BaseException:
+        if absent:
+            storage.remove(root)
+        with suppress(OSError):  # somebody uses them by now
+            for each in absent[1:]:
+                each.rmdir()
+        raise
 
 
 def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:

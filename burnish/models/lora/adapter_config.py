@@ -151,7 +151,9 @@ def _base_digest(directory: Path) -> str | None:
         pass
     described = directory / ADAPTER_CONFIG
     base = parse_json(described.read_bytes(), str(described)).get(_BASE_PATH)
-    if not base or not (Path(base).expanduser() / "config.json").is_file():
+    if not base or not isinstance(base, str):
+        return None
+    if not (Path(base).expanduser() / "config.json").is_file():
         return None
     return model_digest(Path(base).expanduser())
 

@@ -180,6 +180,8 @@ def spoil(source, how):
     elif how == "a tensor":
         weight_map = {"weights.that.went": weights.name}
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    elif how == "a link to nothing":
+        (source / "tokenizer.json").symlink_to("nothing")
     elif how == "huge":
         with (source / "tokenizer.json").open("wb") as file:
             file.truncate((64 << 20) + 1)
@@ -195,6 +197,7 @@ def spoil(source, how):
         ("twice", CorruptError, "model-0000"),
         ("a part", MissingError, "model-00002-of-00002.safetensors"),
         ("a tensor", MissingError, "weights.that.went"),
+        ("a link to nothing", MissingError, "tokenizer.json"),
         ("huge", IncompatibleError, "tokenizer.json"),
     ],
 )
@@ -203,4 +206,23 @@ def test_what_cannot_be_imported_is_said_and_leaves_nothing(tmp_path, how, error
     spoil(source, how)
     with pytest.raises(error):
         imported(source, tmp_path / "checkpoints")
-    assert {path.name for path in tmp_path.glob("checkpoints/*")} <= {".lease"}
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_cannot_be_imported_leaves_a_run_as_it_was(tmp_path):
+    root = imported(save_tiny(tmp_path / "source"), tmp_path / "run/checkpoints", 3).path.parent
+    spoil(tmp_path / "source", "configuration is none")
+    with pytest.raises(CorruptError):
+        imported(tmp_path / "source", root)
+    with pytest.raises(CorruptError):
+        imported(tmp_path / "source", tmp_path / "run/more/checkpoints")
+    assert {path.name for path in root.iterdir()} == {".lease", "step-00000003"}
+    assert list((tmp_path / "run").iterdir()) == [root]
+
+
+def test_a_half_of_a_character_in_the_configuration_is_kept(tmp_path):
+    source = save_tiny(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"note": "\ud800"}
+    (source / "config.json").write_text(json.dumps(config))
+    step = imported(source, tmp_path / "checkpoints")
+    assert json.loads((step.path / "model/config.json").read_text())["note"] == "\ud800"
