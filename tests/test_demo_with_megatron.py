@@ -47,7 +47,7 @@ LAYOUTS = {"TP 2": "engine.tensor_parallel=2", "PP 2": "engine.pipeline_parallel
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory like the repository's, with the demo's tokenizer and sums."""
+    """A directory like the repository's, with the demo's tokenizer and digits."""
     root = tmp_path_factory.mktemp("demo")
     (root / "examples").symlink_to(ROOT / "examples")
     task = runpy.run_path(str(ROOT / "examples/demo/task.py"))
@@ -131,7 +131,7 @@ def of_torch(demo: Path) -> dict[str, list[float]]:
 def test_it_learns_as_with_the_torch_engine(
     demo: Path, of_torch: dict[str, list[float]], layout: str
 ) -> None:
-    """The same answers, until rounding makes another one of 1536; from there on the same curve."""
+    """The same answers, until rounding makes another one of 2048; from there on the same curve."""
     name = layout.replace(" ", "")
     found = learned(demo, name, "engine.kind=megatron", LAYOUTS[layout], world=2)
     first, last = (sum(found["reward"][part]) / 5 for part in (slice(5), slice(-5, None)))

@@ -1,10 +1,11 @@
-"""The demo's world, made from nothing: a tokenizer of characters, sums to learn, and the sums held out."""
+"""The demo's world, made from nothing: a tokenizer of characters, four different digits to sort, and choices of them to hold out."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer
@@ -13,10 +14,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-CHARACTERS = "0123456789+="
-HELD_OUT = 128
-RARELY = 30
-"""Training examples of each answer at least; 0+0+0 alone makes 0, and what nobody ever answers cannot be reinforced."""
+CHARACTERS = "0123456789="
+DIGITS = 4
+HELD_OUT = 30
+"""How many of the 210 choices of digits are never trained on, in any of their 24 orders."""
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -32,17 +33,22 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_data(directory: Path, seed: int = 0) -> None:
-    """Every sum of three digits, shuffled: the last `HELD_OUT` are never trained on, and the others of rare answers several times."""
-    sums = list(itertools.product(range(10), repeat=3))
-    random.Random(seed).shuffle(sums)
-    rows = []
-    for a, b, c in sums:
-        answer = str(a + b + c)
-        rows.append({"prompt": f"{a}+{b}+{c}=", "completion": answer, "answer": answer})
-    train, held_out = rows[:-HELD_OUT], rows[-HELD_OUT:]
-    for answer in sorted({row["answer"] for row in train}, key=int):
-        same = [row for row in train if row["answer"] == answer]
-        train += (same * RARELY)[: max(0, RARELY - len(same))]
-    for name, part in (("train", train), ("validation", held_out)):
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        (directory / f"{name}.jsonl").write_text(lines)
+    """Write every order of each choice of digits, shuffled: `HELD_OUT` choices to validation, the others to train."""
+    rng = random.Random(seed)
+    choices = ["".join(choice) for choice in itertools.combinations(CHARACTERS[:10], DIGITS)]
+    held_out = set(rng.sample(choices, HELD_OUT))
+    orders = ["".join(order) for order in itertools.permutations(CHARACTERS[:10], DIGITS)]
+    rng.shuffle(orders)
+    train = [digits for digits in orders if "".join(sorted(digits)) not in held_out]
+    others = [digits for digits in orders if "".join(sorted(digits)) in held_out]
+    _write(directory / "train.jsonl", train)
+    _write(directory / "validation.jsonl", others)
+
+
+def _write(path: Path, orders: Sequence[str]) -> None:
+    answers = {digits: "".join(sorted(digits)) for digits in orders}
+    rows = (
+        {"prompt": f"{digits}=", "completion": answer, "answer": answer}
+        for digits, answer in answers.items()
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
