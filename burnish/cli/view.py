@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import secrets
 import socket
 import sys
 import threading
 import webbrowser
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from burnish.cli.output import print_text
@@ -24,77 +25,60 @@ def view(given: Namespace) -> None:
         import uvicorn
 
         from burnish.view.answers import Answers
-        from burnish.view.server import make_app, make_token
+        from burnish.view.server import make_app
     except ModuleNotFoundError as error:
-        raise MissingError(
+        problem, have = (
             "burnish view needs a server that is not installed",
-            have=f"no module {error.name}",
-            do=install("view"),
-        ) from error
-    with ExitStack() as stack:
-        listener = stack.enter_context(_listen(given.host, given.port))
+            f"no module {error.name}",
+        )
+        raise MissingError(problem, have=have, do=install("view")) from error
+    with ExitStack() as stack, suppress(KeyboardInterrupt):
+        listener = stack.enter_context(_listening(given.host, given.port))
         host, port = listener.getsockname()[:2]
-        is_local = ipaddress.ip_address(host).is_loopback
-        token = None if is_local else make_token()
+        token = None if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(24)
+        root, url = Path(given.root), None
         if is_url(given.root):
             from burnish.view.remote_runs import RunCopies
 
-            copies = stack.enter_context(RunCopies(given.root))
-            answers = Answers(copies.root, given.root)
-        else:
-            root = Path(given.root)
-            if not root.is_dir():
-                raise MissingError(
-                    f"there is no directory {root}",
-                    have=neighbours(root),
-                    do="give that of your runs",
-                )
-            answers = Answers(root)
+            url = given.root
+            root = stack.enter_context(RunCopies(url)).root
+        elif not root.is_dir():
+            do = "give the directory of your runs"
+            raise MissingError(f"there is no directory {root}", have=neighbours(root), do=do)
+        answers = Answers(root, url)
         stack.callback(answers.close)
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        shown = f"[{shown}]" if ":" in shown else shown
-        url = f"http://{shown}:{port}/{f'?token={token}' if token else ''}"
-        print_text(url)
-        if (
-            given.open
-            and sys.stdout.isatty()
-            and (
-                os.environ.get("DISPLAY")
-                or os.environ.get("WAYLAND_DISPLAY")
-                or sys.platform == "darwin"
-            )
-        ):
-            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        name = f"[{name}]" if ":" in name else name
+        address = f"http://{name}:{port}/{f'?token={token}' if token else ''}"
+        print_text(address)
+        screens = ("DISPLAY", "WAYLAND_DISPLAY")
+        has_screen = sys.platform == "darwin" or any(os.environ.get(each) for each in screens)
+        if given.open and has_screen and sys.stdout.isatty():
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(
             make_app(answers, token),
-            log_level="warning",
-            access_log=False,
+            log_level="critical",
             lifespan="off",
+            ws="none",
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=0,
         )
-        try:
-            uvicorn.Server(config).run([listener])
-        except KeyboardInterrupt:
-            return
+        uvicorn.Server(config).run([listener])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises `UsageError`."""
     try:
+        if not 0 <= port < 1 << 16:
+            raise OSError(errno.EINVAL, f"there is no port {port}")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"port {port} is in use",
-                have="another program, perhaps another burnish view",
-                do="give --port another number, or 0 for one that is free",
-            ) from error
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
         raise UsageError(
-            f"{host}:{port} cannot be listened at",
-            have=error,
-            want="an address of this machine, and a port from 1024 to 65535",
-            do="correct --host or --port",
+            f"port {port} is in use" if is_taken else f"{host}:{port} cannot be listened at",
+            have="another program, perhaps another burnish view" if is_taken else error,
+            want="an address of this machine, and a free port from 1024 to 65535",
+            do="give --port another number, or 0 for any that is free",
         ) from error

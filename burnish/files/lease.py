@@ -114,12 +114,15 @@ class Lease:
 
     def _lock(self, descriptor: int) -> None:
         deadline = time.monotonic() + self._patience
+        was_held = False
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 text = os.pread(descriptor, _LIMIT, 0)
-                if _is_dead(_parse(text)) and time.monotonic() < deadline:
+                # Who looks whether it is held holds it for a moment.
+                if not was_held or (_is_dead(_parse(text)) and time.monotonic() < deadline):
+                    was_held = True
                     time.sleep(_LOOK_SECONDS)
                     continue
                 holder = text.decode(errors="replace").strip()

@@ -23,8 +23,6 @@ from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirec
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
-VALIDATIONS = ("val/reward", "val/loss")
-"""What tells how good a run is, of reinforcement learning and of examples."""
 _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}
 # Directories of a run that hold no other run.
 _MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)

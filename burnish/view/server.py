@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
-import secrets
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -29,25 +28,21 @@ from burnish.view.answers import Answer, Answers, Query
 PAGE = Path(__file__).parent / "page"
 """The page's files."""
 _LIVE_SECONDS = 1.0
+_OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?")
+_FRESH = {"Cache-Control": "no-cache"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
 }
 
 _log = logging.getLogger("burnish")
 
 
-def make_token() -> str:
-    """Return a token that nobody can guess."""
-    return secrets.token_urlsafe(24)
-
-
-def make_app(answers: Answers, token: str | None = None) -> Starlette:
-    """Return the application. With a token it answers those who know it, else those who ask this machine by its own name."""
+def make_app(answers: Answers, token: str | None = None) -> ASGIApp:
+    """Return the application. With a token it answers those who know it, else those who call this machine by its own name."""
     asked: dict[str, Callable[[Query], Answer]] = {
         "runs": answers.runs,
         "metrics": answers.metrics,
@@ -61,52 +56,50 @@ def make_app(answers: Answers, token: str | None = None) -> Starlette:
         "environment": answers.environment,
     }
 
+    def answer(request: Request) -> Response:
+        # Keeps empty values: a run's id may be one.
+        query = Query(parse_qs(request.url.query, keep_blank_values=True))
+        return _json(asked[request.url.path.removeprefix("/api/")](query))
+
     def live(request: Request) -> Response:
-        headers = {"Cache-Control": "no-store"}
-        return StreamingResponse(_events(answers), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(_events(answers), 200, _FRESH, "text/event-stream")
 
     def page(request: Request) -> Response:
         path = PAGE / request.path_params.get("name", "index.html")
         if path.parent != PAGE or not path.is_file():
             raise HTTPException(404, f"the page has no {path.name}")
-        return FileResponse(path, headers={"Cache-Control": "no-cache"})
+        return FileResponse(path, 200, _FRESH)
 
-    return Starlette(
+    app = Starlette(
         routes=[
-            Route("/", page, methods=["GET"]),
-            Route("/api/live", live, methods=["GET"]),
-            *(
-                Route(f"/api/{path}", _endpoint(call), methods=["GET"])
-                for path, call in asked.items()
-            ),
-            Route("/static/{name}", page, methods=["GET"]),
+            Route("/", page),
+            Route("/static/{name}", page),
+            Route("/api/live", live),
+            *(Route(f"/api/{path}", answer) for path in asked),
         ],
-        middleware=[Middleware(_Guard, token=token)],
-        exception_handlers={HTTPException: _refused},
+        exception_handlers=dict.fromkeys(
+            (HTTPException, BurnishError, OSError, Exception), _failed
+        ),
     )
+    return _Guard(app, token)
 
 
-def _endpoint(call: Callable[[Query], Answer]) -> Callable[[Request], Response]:
-    def endpoint(request: Request) -> Response:
-        # Keeps empty values, of which a run's id may be one.
-        query = Query(parse_qs(request.url.query, keep_blank_values=True, max_num_fields=200))
-        try:
-            return _json(call(query))
-        except BurnishError as error:
-            return _json({"error": error.parts()}, 404 if isinstance(error, MissingError) else 400)
-        except Exception as error:  # noqa: BLE001 - one answer fails, and the server goes on
-            _log.exception("%s could not be answered", request.url.path)
-            kind = type(error).__name__
-            parts = BurnishError(
-                f"this could not be answered: {kind}", do="see the log of burnish view"
-            ).parts()
-            return _json({"error": parts}, 500)
-
-    return endpoint
+def _failed(request: Request, error: Exception) -> Response:
+    """Return what is told of an error; it is one answer that fails, and the server goes on."""
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, BurnishError(error.detail))
+    if isinstance(error, BurnishError):
+        return _error(404 if isinstance(error, MissingError) else 400, error)
+    if isinstance(error, OSError):
+        return _error(404, BurnishError(f"{error.filename} cannot be read", have=error.strerror))
+    _log.error("%s cannot be answered", request.url.path, exc_info=error)
+    name = type(error).__name__
+    do = "see what burnish view printed"
+    return _error(500, BurnishError(f"this cannot be answered: {name}", do=do))
 
 
-def _refused(request: Request, error: HTTPException) -> Response:
-    return _json({"error": BurnishError(error.detail).parts()}, error.status_code)
+def _error(status: int, error: BurnishError) -> Response:
+    return _json({"error": error.parts()}, status)
 
 
 def _json(answer: Answer, status: int = 200) -> Response:
@@ -116,8 +109,7 @@ def _json(answer: Answer, status: int = 200) -> Response:
         text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False)
     # Half of a character, which UTF-8 cannot have, becomes its escape.
     body = text.encode("utf-8", "backslashreplace")
-    headers = {"Cache-Control": "no-store"}
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, _FRESH, "application/json")
 
 
 def _finite(value: Any) -> Any:
@@ -133,65 +125,49 @@ def _finite(value: Any) -> Any:
 
 async def _events(answers: Answers) -> AsyncIterator[str]:
     """Yield an event for each run whose metrics grow."""
-    known = await run_in_threadpool(answers.steps)
-    yield ": connected\n\n"
+    known = await run_in_threadpool(answers.sizes)
+    yield ":\n\n"
     while True:
         await asyncio.sleep(_LIVE_SECONDS)
-        now = await run_in_threadpool(answers.steps)
-        for run in [run for run, state in now.items() if known.get(run) != state]:
+        now = await run_in_threadpool(answers.sizes)
+        for run in [run for run, size in now.items() if known.get(run) != size]:
             step = await run_in_threadpool(answers.last_step, run)
             yield f"data: {json.dumps({'run': run, 'step': step})}\n\n"
         known = now
-        yield ":\n\n"  # tells a server that its client has gone
 
 
 class _Guard:
-    """Refuses who does not know the token, or without one, who comes by another name than this machine's own."""
+    """Turns away who does not know the token, or without one, who calls this machine by another name than its own."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        app = self._refusal(Request(scope)) or self._app
+        app = self._turned_away(Request(scope)) or self._app
         await app(scope, receive, send_guarded)
 
-    def _refusal(self, request: Request) -> ASGIApp | None:
-        """Return the answer to a request that goes no further."""
+    def _turned_away(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
-            return _error(405, "only GET and HEAD are answered")
+            return _error(405, BurnishError("only GET and HEAD are answered"))
         if self._token is None:
-            # A page elsewhere may have its own name point here; then the name is not this machine's.
-            if request.url.hostname in ("localhost", "127.0.0.1", "::1"):
-                return None
-            return _error(403, "this name is not this machine's own")
-        if self._is_token(request.query_params.get("token")):
-            response = RedirectResponse(request.url.remove_query_params("token").path or "/", 303)
-            response.set_cookie(
-                self._cookie(request), self._token, httponly=True, samesite="strict"
-            )
-            return response
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_token(given) or self._is_token(request.cookies.get(self._cookie(request))):
+            # A page elsewhere may let its own name point here. It cannot choose the name that a browser sends.
+            is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
+            return None if is_own else _error(403, BurnishError("this machine has another name"))
+        cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
+        if self._knows(request.query_params.get("token")):
+            found = RedirectResponse(request.url.path, 303)
+            found.set_cookie(cookie, self._token, httponly=True, samesite="strict")
+            return found
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._knows(bearer) or self._knows(request.cookies.get(cookie)):
             return None
-        return _error(
-            401, "the token is missing or wrong: use the address that burnish view printed"
-        )
+        do = "open the address that burnish view printed"
+        return _error(401, BurnishError("the token is missing or wrong", do=do))
 
-    def _is_token(self, given: str | None) -> bool:
+    def _knows(self, given: str | None) -> bool:
         return hmac.compare_digest((given or "").encode(), (self._token or "").encode())
-
-    def _cookie(self, request: Request) -> str:
-        return f"burnish-view-{request.url.port or 80}"  # all ports of a machine share cookies
-
-
-def _error(status: int, problem: str) -> Response:
-    return _json({"error": BurnishError(problem).parts()}, status)

@@ -59,14 +59,15 @@ class Viewer:
 
 
 @contextmanager
-def viewer(root: Path, token: str | None = None) -> Iterator[Viewer]:
-    answers = Answers(root)
+def viewer(root: Path, token: str | None = None, url: str | None = None) -> Iterator[Viewer]:
+    answers = Answers(root, url)
     config = uvicorn.Config(
         make_app(answers, token),
         port=0,
-        log_level="error",
+        log_level="critical",
         lifespan="off",
-        timeout_graceful_shutdown=1,
+        ws="none",
+        timeout_graceful_shutdown=0,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

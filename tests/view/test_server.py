@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
+import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from view.rollout_files import row, write
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
 from view.served import Viewer, viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
+from burnish.files.lease import LEASE, Lease
+from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.trackers import JsonlTracker
+from burnish.view.server import PAGE
 
 PATHS = (
     "runs", "metrics", "rollouts", "rollouts/facets", "timeline", "checkpoints", "log", "config", "environment",
@@ -29,7 +40,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
 
 def test_runs_are_listed_newest_first(served: Viewer) -> None:
     found = served.get("runs")["runs"]
-    assert [(row["run"], row["state"], row["kind"], row["step"], row["of"]) for row in found] == [
+    assert [
+        (each["run"], each["state"], each["kind"], each["step"], each["of"]) for each in found
+    ] == [
         ("hostile", "finished", "rl", 1, 1),
         ("sweep/small", "finished", "rl", 60, 60),
     ]
@@ -43,16 +56,341 @@ def test_every_path_answers(served: Viewer) -> None:
         served.get(path, run="nowhere", status=200 if path == "runs" else 404)
 
 
+def test_a_directory_that_is_a_run(served: Viewer) -> None:
+    with viewer(served.answers.root / "hostile") as found:
+        (run,) = found.get("runs")["runs"]
+        assert (run["run"], run["name"]) == ("", "hostile")
+        assert found.get("metrics", run="")[""]["last_step"] == 1
+        assert len(found.get("rollouts")["rows"]) == len(HOSTILE)
+
+
 def test_hostile_texts_come_back_as_they_are(served: Viewer) -> None:
-    rows = [row for page in served.pages(run="hostile", limit=5) for row in page["rows"]]
-    assert [row["completion"] for row in rows] == [text[:300] for text in HOSTILE]
-    assert [row["reward"] for row in rows][:4] == ["NaN", "Infinity", "-Infinity", 0.0]
-    for row, text in zip(rows, HOSTILE, strict=True):
-        whole = served.get("rollout", run="hostile", id=row["id"])
+    rows = [each for page in served.pages(run="hostile", limit=5) for each in page["rows"]]
+    assert [each["completion"] for each in rows] == [text[:300] for text in HOSTILE]
+    assert [each["reward"] for each in rows][:4] == ["NaN", "Infinity", "-Infinity", 0.0]
+    for each, text in zip(rows, HOSTILE, strict=True):
+        whole = served.get("rollout", run="hostile", id=each["id"])
         assert whole["completion"] == text
         assert whole["tokens"] is None or whole["tokens"]["texts"] == list(HOSTILE[:4])
-    reply = served.ask("/api/rollouts?run=hostile")
-    assert reply.headers["content-type"] == "application/json"
-    assert reply.headers["x-content-type-options"] == "nosniff"
-    assert "default-src 'none'" in reply.headers["content-security-policy"]
-    assert json.loads(reply.body)
+    assert HOSTILE[0] in served.get("metrics", run="hostile")["hostile"]["names"]
+
+
+def test_every_answer_is_guarded(served: Viewer) -> None:
+    for path in (
+        "/",
+        "/api/runs",
+        "/api/nothing",
+        "/api/rollouts?run=nowhere",
+        "/static/nothing.js",
+    ):
+        headers = served.ask(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
+        assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_only_reading_is_answered(served: Viewer) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert served.ask("/api/runs", method).status == 405
+    reply = served.ask("/api/runs", "HEAD")
+    assert (reply.status, reply.body) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::1]x", "10.0.0.1", ""]
+)
+def test_another_name_for_this_machine_is_refused(served: Viewer, host: str) -> None:
+    assert served.ask("/api/runs", headers={"Host": host}).status == 403
+    assert served.ask("/api/runs", headers={"Host": f"localhost:{served.port}"}).status == 200
+
+
+def test_a_token_is_needed_where_there_is_one(served: Viewer) -> None:
+    with viewer(served.answers.root, token="secret") as found:
+        assert [found.ask(path).status for path in ("/", "/api/runs", "/static/main.js")] == [
+            401
+        ] * 3
+        assert found.ask("/?token=secre").status == 401
+        assert found.ask("/api/runs", headers={"Authorization": "Bearer wrong"}).status == 401
+        assert found.ask("/api/runs", headers={"Authorization": "Bearer secret"}).status == 200
+        opened = found.ask("/?token=secret")
+        assert (opened.status, opened.headers["location"]) == (303, "/")
+        cookie = opened.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "samesite=strict" in cookie.lower()
+        given = {"Cookie": cookie.partition(";")[0], "Host": f"any.example:{found.port}"}
+        assert found.ask("/api/runs", headers=given).status == 200
+
+
+def test_nothing_outside_of_the_directory_is_read(tmp_path: Path) -> None:
+    root, outside = tmp_path / "runs", make_hostile_run(tmp_path / "outside")
+    inside = make_run(root / "inside", steps=2)
+    (root / "link").symlink_to(outside)
+    (root / "loop").symlink_to(root / "loop")
+    (root / "file").write_text("")
+    for name in (
+        "config.yaml",
+        "status.json",
+        "metrics.jsonl",
+        "git.diff",
+        "logs",
+        "rollouts",
+        "checkpoints",
+    ):
+        run = make_run(root / f"with-{name}", steps=2)
+        place = run / name
+        if place.is_dir():
+            place.rmdir()
+        place.unlink(missing_ok=True)
+        place.symlink_to(
+            outside if name in ("logs", "rollouts", "checkpoints") else outside / "config.yaml"
+        )
+    (inside / "logs").mkdir()
+    (inside / "logs" / "rank-0.log").symlink_to(outside / "config.yaml")
+    with viewer(root) as found:
+        for run in (
+            "..",
+            "../outside",
+            str(outside),
+            "link",
+            "loop",
+            "inside/..",
+            "inside/../inside",
+            "file",
+            "x\0",
+            "x" * 5000,
+            "inside/checkpoints",
+        ):
+            found.get("environment", run=run, status=404)
+        listed = {each["run"]: each for each in found.get("runs")["runs"]}
+        assert "link" not in listed
+        refused = [name for name, each in listed.items() if each["error"]]
+        assert sorted(refused) == ["with-config.yaml", "with-metrics.jsonl", "with-status.json"]
+        for path, name in (
+            ("config", "config.yaml"), ("environment", "status.json"), ("metrics", "metrics.jsonl"),
+            ("environment", "git.diff"), ("log", "logs"), ("rollouts", "rollouts"), ("checkpoints", "checkpoints"),
+        ):  # fmt: skip
+            found.get(path, run=f"with-{name}", status=400)
+        found.get("log", run="inside", status=400)
+        for path in (
+            "/static/../server.py",
+            "/static/..%2fserver.py",
+            "/static/%2e%2e/server.py",
+            "/static//etc/passwd",
+            "/static/",
+        ):
+            assert found.ask(path).status == 404
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "a", steps=2)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with viewer(tmp_path / "runs") as found:
+        assert found.get("runs")["runs"][0]["error"]
+        found.get("metrics", run="a", status=400)
+
+
+def test_the_page_is_served(served: Viewer) -> None:
+    if not (PAGE / "index.html").exists():
+        pytest.skip("the page is not there yet")
+    assert b"<html" in served.ask("/").body
+    for path in PAGE.iterdir():
+        assert served.ask(f"/static/{path.name}").body == path.read_bytes()
+    assert served.ask("/static/main.js").headers["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("rollouts", "kind", "x"), ("rollouts", "sort", "x"), ("rollouts", "step", "1.5"), ("rollouts", "prompt", 2**70),
+        ("rollouts", "min_reward", "nan"), ("rollouts", "limit", "many"), ("rollouts", "cursor", "x"), ("metrics", "points", "x"),
+        ("timeline", "step", "1e3"), ("log", "rank", "x"), ("log", "before", "x"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_named(served: Viewer, path: str, name: str, value: Any) -> None:
+    error = served.get(path, run="sweep/small", **{name: value}, status=400)["error"]
+    assert error["problem"].startswith(name)
+
+
+def test_curves(served: Viewer) -> None:
+    run = "sweep/small"
+    told = served.get("metrics", run=run)[run]
+    assert told["last_step"] == 60
+    assert told["names"][:2] == ["reward/mean", "response_length/mean"]
+    curve = served.get("metrics", run=run, names="reward/mean,nothing")[run]
+    assert curve.keys() == {"reward/mean"}
+    whole = curve["reward/mean"]
+    assert whole["steps"] == list(range(1, 61))
+    assert whole["values"] == whole["low"] == whole["high"]
+    short = served.get("metrics", run=run, names="reward/mean", points=4, **{"from": 21, "to": 40})[
+        run
+    ]["reward/mean"]
+    assert short["steps"] == [25, 30, 35, 40]
+    values = whole["values"][20:25]
+    assert short["values"][0] == pytest.approx(sum(values) / 5, rel=1e-5)
+    assert (short["low"][0], short["high"][0]) == (min(values), max(values))
+    both = served.get("metrics", run=[run, "hostile"], names="reward/mean")
+    assert both["hostile"]["reward/mean"]["values"] == [0.5]
+
+
+def test_the_phases_of_a_step(served: Viewer) -> None:
+    found = served.get("timeline", run="sweep/small", step=7)
+    assert found["steps"] == list(range(1, 61))
+    (rank,) = found["ranks"]
+    spans = {each["name"]: each for each in rank["spans"]}
+    assert spans.keys() == {"rollout", "rollout/generate", "update"}
+    assert spans["rollout/generate"]["depth"] == 1
+    assert spans["rollout/generate"]["start"] == spans["rollout"]["start"] == 0
+    assert spans["update"]["start"] == spans["rollout"]["seconds"]
+    assert served.get("timeline", run="sweep/small", step=99)["ranks"] == []
+
+
+def test_the_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=2)
+    (run / "logs").mkdir()
+    lines = [f"line {number} \x1b[31m<b>é" for number in range(100)]
+    for name, some in (
+        ("rank-0.log.2", lines[:30]),
+        ("rank-0.log.1", lines[30:60]),
+        ("rank-0.log", lines[60:]),
+    ):
+        (run / "logs" / name).write_text("\n".join(some) + "\n")
+    (run / "logs" / "rank-11.log").write_bytes(b"\xff\n")
+    (run / "logs" / "other").write_text("x")
+    with viewer(tmp_path) as found:
+        assert found.get("log", run="a", rank=11) == {
+            "ranks": [0, 11],
+            "lines": ["\ufffd"],
+            "before": None,
+        }
+        read: list[str] = []
+        before = ""
+        while before is not None:
+            answer = found.get("log", run="a", lines=7, before=before)
+            read, before = answer["lines"] + read, answer["before"]
+        assert read == lines
+        assert found.get("log", run="a", rank=5)["lines"] == []
+
+
+def test_configurations_beside_each_other(served: Viewer) -> None:
+    found = served.get("config", run=["sweep/small", "hostile"])
+    assert found["text"]["hostile"].startswith("name: hostile")
+    settings = {each["setting"]: each["values"] for each in found["settings"]}
+    assert settings["steps"] == [60, 1]
+    assert found["different"] == ["name", "steps"]
+    path = served.answers.root / "hostile" / "config.yaml"
+    text = path.read_text()
+    path.write_text(text + "setting_of_old: 1\n")  # of another version
+    different = served.get("config", run=["sweep/small", "hostile"])["different"]
+    path.write_text("]")
+    served.get("config", run="hostile", status=400)
+    path.write_text(text)
+    assert "setting_of_old" in different
+
+
+def test_where_a_run_ran(served: Viewer) -> None:
+    found = served.get("environment", run="hostile")
+    assert (found["environment"]["trainer"], found["status"]["state"], found["diff"]) == (
+        "rl",
+        "finished",
+        None,
+    )
+    (served.answers.root / "hostile" / "git.diff").write_bytes(b"+ \xff\n")
+    assert served.get("environment", run="hostile")["diff"] == "+ \ufffd\n"
+
+
+def next_event(reply: http.client.HTTPResponse) -> Any:
+    while not (line := reply.readline()).startswith(b"data: "):
+        assert line
+    return json.loads(line[6:])
+
+
+def test_a_run_that_grows(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "a", steps=3))
+    run.write_status(9, "running")
+    tracker = JsonlTracker(run.metrics, resume_step=3)
+    write(run.rollouts, 3, [row()])
+    with viewer(tmp_path) as found, Lease(run.checkpoints / LEASE):
+        assert found.get("runs")["runs"][0]["state"] == "running"
+        assert found.get("metrics", run="a")["a"]["last_step"] == 3
+        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=30)
+        connection.request("GET", "/api/live")
+        reply = connection.getresponse()
+        assert reply.readline() == b":\n"
+        tracker.log(4, {"reward/mean": 0.75, "later": 1.0})
+        assert next_event(reply) == {"run": "a", "step": 4}
+        assert found.get("runs")["runs"][0]["reward"] == 0.75
+        write(run.rollouts, 4, [row(completion="new")])
+        assert found.get("metrics", run="a", names="later")["a"]["later"]["steps"] == [4]
+        while found.get("rollouts", run="a")["rows"][0]["completion"] != "new":
+            time.sleep(0.1)
+        tracker.close()
+        tracker = JsonlTracker(
+            run.metrics, resume_step=2
+        )  # a start that goes on from an older step
+        tracker.log(3, {"reward/mean": 0.25})
+        with run.metrics.open("a") as file:
+            file.write('{"step": 4, "reward/me')
+        assert next_event(reply)["step"] == 3
+        curves = found.get("metrics", run="a", names="reward/mean,later")["a"]
+        assert curves["reward/mean"]["steps"] == [1, 2, 3]
+        assert curves["reward/mean"]["values"][-1] == 0.25
+        assert curves.get("later", {"steps": []})["steps"] == []
+        with run.metrics.open("a") as file:
+            file.write(
+                'an": 1}\n{broken\n{"step": 5, "text": "x", "nothing": null, "reward/mean": "NaN"}\n'
+            )
+        told = found.get("metrics", run="a")["a"]
+        assert told["last_step"] == 5
+        assert "metrics.jsonl" in told["problem"]
+        assert found.get("metrics", run="a", names="reward/mean")["a"]["reward/mean"]["values"][
+            -2:
+        ] == [1.0, "NaN"]
+        reply.close()
+        connection.close()
+        tracker.close()
+    with viewer(tmp_path) as found:
+        assert found.get("runs")["runs"][0]["error"]
+
+
+def test_a_run_that_is_removed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=2, prompts=1)
+    with viewer(tmp_path) as found:
+        assert found.get("rollouts", run="a")["rows"]
+        run.rename(tmp_path / ".gone")
+        for path in PATHS[1:]:
+            found.get(path, run="a", status=404)
+
+
+def test_checkpoints_are_listed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=2)
+    (run / "checkpoints" / "step-00000002").mkdir()
+    (run / "checkpoints" / "pins.json").write_text("[]")
+    with viewer(tmp_path) as found:
+        told = found.get("checkpoints", run="a")
+    ((step,), latest) = (told["steps"], told["latest"])
+    assert (step["step"], step["health"].partition(":")[0], latest) == (2, "damaged", None)
+    assert told["problem"]
+
+
+def test_where_the_index_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    for name in ("beside", "elsewhere"):
+        make_run(tmp_path / "runs" / name, steps=1, prompts=1, tokens=3)
+    (tmp_path / "runs" / "elsewhere" / ".index.sqlite").mkdir()
+    with viewer(tmp_path / "runs") as found:
+        for name in ("beside", "elsewhere"):
+            assert found.get("rollouts", run=name)["rows"]
+        assert (tmp_path / "runs" / "beside" / ".index.sqlite").is_file()
+        assert len(list((tmp_path / "cache" / "view").glob("*.sqlite"))) == 1
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "file"))
+    with viewer(tmp_path / "runs") as found:
+        found.get("rollouts", run="elsewhere", status=400)
+
+
+def test_a_listener_that_hangs_up_leaves_nothing(served: Viewer) -> None:
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    assert served.get("runs")
