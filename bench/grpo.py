@@ -140,7 +140,7 @@ class Ours:
         config = self.config
         marks = [self.clock()]
         sampler = GroupSampler(config, self.collector, self.dataset, self.loader)
-        groups, _ = sampler.sample(self.step_number)
+        groups = sampler.sample(self.step_number).groups
         marks.append(self.clock())
         update = PolicyUpdate(self.engine, None, None, self.flops, config)
         batches = update.minibatches(groups, update.assign_credit(groups))

@@ -306,7 +306,7 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
         ),
         "runs": (
             kill_runs,
-            f"{chosen.kills} kills each of SFT and RL on 1 and 2 processes, and in a Megatron pipeline",
+            f"{chosen.kills} kills each of SFT and RL on 1 and 2 processes, of RL that draws ahead, and in a Megatron pipeline",
         ),
     }
     for name, (campaign, what) in others.items():

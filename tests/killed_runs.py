@@ -13,12 +13,18 @@ from training_files import done, ranks
 from burnish.checkpoint.steps import committed
 from burnish.checkpoint.tools.verify import verify
 
+AHEAD = [
+    *("rl", "rl.yaml", "rollout.ahead=2", "algorithm.mismatch_cap=2", "algorithm.advantage=gae"),
+    "algorithm.dynamic_sampling.enabled=true",
+]
+"""A run that draws ahead, with a critic."""
 KINDS = {
     "sft": ["sft", "sft.yaml"],
     "rl": ["rl", "rl.yaml"],
+    "ahead": AHEAD,
     "pipeline": ["sft", "sft.yaml", "engine.kind=megatron", "engine.pipeline_parallel=2"],
 }
-RUNS = [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("pipeline", 2)]
+RUNS = [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("ahead", 2), ("pipeline", 2)]
 """Kinds, and on how many processes."""
 SAVING = ["checkpoint.save_every=1", "checkpoint.background=true"]
 

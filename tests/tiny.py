@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from burnish.models.value_head import value_class
 
 VOCAB = 97
 
@@ -77,4 +80,22 @@ def save_tiny(
 ) -> Path:
     """A tiny model as a Hugging Face directory."""
     tiny_model(family, **changes).to(dtype).save_pretrained(directory)
+    return directory
+
+
+def save_classifier(
+    directory: Path, family: str = "qwen3", kind: str = "Sequence", labels: int = 1
+) -> Path:
+    """Write a reward model and its tokenizer."""
+    config = tiny_config(family, vocab_size=len(char_tokenizer()), pad_token_id=None)
+    config.num_labels = labels
+    config.architectures = [f"XFor{kind}Classification"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(len(family))
+        model = value_class(config)._from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    save_char_tokenizer(directory)
     return directory

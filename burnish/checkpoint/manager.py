@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from burnish.checkpoint.layout import Disks
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
 from burnish.checkpoint.steps import (
@@ -305,7 +306,8 @@ class Checkpoints:
                 with agree(self._layout), naming_failures(f"{path} cannot be read"):
                     if self._layout.is_main:
                         _say(step, skipped)
-                        for damage in verify_files(step, small_files(step), side.source):
+                        assets = [n for n in small_files(step) if not n.startswith(AHEAD)]
+                        for damage in verify_files(step, assets, side.source):
                             _log.warning("the run goes on without it, but %s", damage)
                 load(step, CheckpointSource(step, self._layout, side.source, arena))
             except CorruptError as error:

@@ -26,6 +26,8 @@ MIN_BLOCK_BYTES, BLOCK_BYTES, MAX_BLOCK_BYTES = 64 << 10, 4 << 20, 64 << 20
 """Smallest, usual and largest size of the blocks that files are cut into. A reader refuses only larger ones."""
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
+AHEAD = "ahead/"
+"""Where the files of batches lie that are drawn and not trained on."""
 IMPORTED = "imported"
 """Key of state.json in a step of weights that something else trained: where they are from."""
 ADAPTER_STATE = "adapter"

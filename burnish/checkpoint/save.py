@@ -111,6 +111,8 @@ class Contents:
     """By role; `MAIN` is the run's own. The same roles on every rank."""
     state: Mapping[str, Any]
     """The position of the run, as plain JSON."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Rank 0: further files, by path below the step."""
     healthy: bool = True
     """False when losses or weights are not finite; one rank's False counts for all."""
     check_finite: bool = False
@@ -563,7 +565,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             want=f"{STATE_LIMIT} bytes at most",
             do="keep out of it what grows with the run",
         )
-    small = {STATE: state}
+    small = {STATE: state, **contents.files}
     for role, model in contents.models.items():
         for name, data in Assets.written_by(model.write_assets).files.items():
             small[f"{prefix_of(role)}{MODEL}/{name}"] = data

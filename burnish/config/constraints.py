@@ -512,6 +512,19 @@ _WIDE_CLIP = 0.1
 """A clip range for the ratios of tokens. Ratios of whole sequences hardly ever leave it."""
 
 
+def _of_ahead(config: RunConfig) -> Iterator[str]:
+    """Yield remarks on completions that older weights draw."""
+    algorithm, ahead, steps = config.algorithm, config.rollout.ahead, config.steps
+    is_corrected = algorithm.mismatch_cap is not None or algorithm.mismatch_reject != "none"
+    if ahead and algorithm.old_logprobs == "recompute" and not is_corrected:
+        yield (
+            f"rollout.ahead {ahead} trains on completions of older weights, and nothing corrects for their age; "
+            "algorithm.mismatch_cap=2 does"
+        )
+    if ahead and steps is not None and ahead >= steps:
+        yield f"rollout.ahead {ahead} with steps {steps} draws every completion with the first weights"
+
+
 def notices(config: RunConfig, command: Command) -> Iterator[str]:
     """Yield remarks on a sound configuration, one line each."""
     algorithm, evaluation = config.algorithm, config.evaluation
@@ -527,6 +540,7 @@ def notices(config: RunConfig, command: Command) -> Iterator[str]:
             f"algorithm.policy_loss {loss} is its paper's objective with algorithm.aggregation {own}; "
             f"here it is {algorithm.aggregation}"
         )
+    yield from _of_ahead(config) if command == "rl" else ()
     if loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _WIDE_CLIP:
         yield (
             f"algorithm.policy_loss gspo with clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g} "

@@ -284,6 +284,8 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
+    ahead: MayChange[int] = Field(0, ge=0)
+    """Number of steps by which completions are drawn before they are trained on. Batch t is drawn with the weights after step t - 1 - ahead, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may go on with another number; it first trains on what it has drawn."""
     slots: MayChange[Literal["auto"] | Annotated[int, Field(ge=1)]] = "auto"
     """Most sequences generated at one time, per device. auto: 512, or half of that and so on, as the free memory has room."""
 

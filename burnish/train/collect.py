@@ -1,15 +1,20 @@
-"""From prompts to scored rollouts. Every rank generates and scores its share; all ranks get all rollouts."""
+"""From prompts to scored rollouts. Every rank generates and scores its share; all ranks get all rollouts.
+
+Which weights draw a step's batch follows from `rollout.ahead` alone, never from time.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from burnish.algorithms.dapo import overlong_penalty, select_groups
+from burnish.boxes.shards import Publication
 from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader
@@ -19,9 +24,10 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
-from burnish.rewards.overview import Complaints
+from burnish.rewards.overview import Complaints, rollout_stats
 from burnish.rollout.base import Generator, Sampling
 from burnish.tracking.progress import Progress
+from burnish.tracking.stats import Max, Mean, Stats
 from burnish.train.signals import Stopper, StopRequested
 
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
@@ -115,6 +121,27 @@ class Collector:
         return [[next(scored) for _ in group] for group in completions]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnBatch:
+    """The scored groups of a step, drawn and not yet trained on. The same on every rank."""
+
+    step: int
+    """The step that trains on it, 0-based."""
+    groups: Groups
+    left_out: Groups = field(default_factory=list)
+    """Groups that dynamic sampling replaced."""
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Return the rollouts to train on, groups end to end."""
+        return [rollout for group in self.groups for rollout in group]
+
+    @property
+    def generated(self) -> list[Rollout]:
+        """Return all rollouts, those left out first."""
+        return [rollout for group in self.left_out for rollout in group] + self.rollouts
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
     """Takes the groups of a step from the data."""
@@ -124,8 +151,8 @@ class GroupSampler:
     dataset: PromptDataset
     loader: Loader
 
-    def sample(self, step: int) -> tuple[Groups, Groups]:
-        """Return the scored groups of a step, and those left out. Collective; the same on every rank.
+    def sample(self, step: int) -> DrawnBatch:
+        """Draw the batch of a step with the generator's current weights. Collective.
 
         Dynamic sampling replaces groups of equal rewards by groups of the next prompts, in a bounded number of rounds. It compares
         rewards before the penalty for length.
@@ -157,7 +184,58 @@ class GroupSampler:
                 wanted, refills = selection.refill, refills + 1
         found = [[shaped(rollout) for rollout in group] for group in groups]
         left_out = [group for i, group in enumerate(found) if i not in selection.keep]
-        return [found[index] for index in selection.keep], left_out
+        return DrawnBatch(step, [found[index] for index in selection.keep], left_out)
+
+
+class RolloutQueue:
+    """Lies between the loop and the generator, and holds the batches that are drawn ahead. All methods but `pending` are collective.
+
+    Batch t is drawn with the weights after t - `rollout.ahead` steps, or with the first. So a step draws batches up to its own
+    number + `ahead`, then trains on its own, then publishes.
+    """
+
+    def __init__(self, sampler: GroupSampler, total_steps: int) -> None:
+        self._sampler = sampler
+        self._ahead = sampler.config.rollout.ahead
+        self._waiting = sampler.config.critic.warmup_steps
+        self._total_steps = total_steps
+        self._pending: deque[DrawnBatch] = deque()
+
+    def publish(self, weights: Publication, version: int) -> None:
+        """Give the generator new weights, with which it draws from now on."""
+        self._sampler.collector.generator.load_weights(weights, version)
+
+    def take(self, step: int) -> DrawnBatch:
+        """Draw what is due before `step`, and return its batch. Steps are taken in order."""
+        last = min(step + self._ahead, self._total_steps - 1)
+        for number in range(step + len(self._pending), last + 1):
+            self._pending.append(self._sampler.sample(number))
+        return self._pending.popleft()
+
+    def pending(self) -> tuple[DrawnBatch, ...]:
+        """Return the batches drawn and not taken, which the next steps take."""
+        return tuple(self._pending)
+
+    def restore(self, pending: Sequence[DrawnBatch]) -> None:
+        """Go on with batches that were drawn before the run was resumed, perhaps with another `ahead`."""
+        self._pending = deque(pending)
+
+    def stats(self, batch: DrawnBatch) -> Stats:
+        """Return the statistics of a batch that was taken.
+
+        Of completions drawn ahead also `rollout/staleness/mean` and `/max`: by how many steps of learning the weights that drew
+        them are older than those that learn from them.
+        """
+        learned = max(0, batch.step - self._waiting)
+        lags = [
+            learned - max(0, rollout.completion.weights_version - self._waiting)
+            for rollout in batch.rollouts
+        ]
+        stats = rollout_stats(batch.generated)
+        if lags and (self._ahead or any(lags)):
+            stats["rollout/staleness/mean"] = Mean(sum(lags), len(lags))
+            stats["rollout/staleness/max"] = Max(max(lags))
+        return stats
 
 
 def _with_greedy_rewards(

@@ -1,7 +1,8 @@
 """Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
 
 One step: generate a group of completions for each prompt, score them, turn rewards into advantages, update critic and policy,
-and publish the weights to the generator. Every process runs the same function. Left out: generation ahead of training, turns.
+and publish the weights to the generator. With `rollout.ahead` completions are older than the step. Every process runs the same
+function. Left out: generation beside training, turns.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.stats import Max, Stats
-from burnish.train.collect import GroupSampler, Judge
+from burnish.train.collect import GroupSampler, Judge, RolloutQueue
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import Session, open_run
 from burnish.train.policy_update import CRITIC, PolicyUpdate, policy_stats
@@ -69,9 +69,10 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             if config.engine.park:
                 collector = replace(collector, parks=engines)
             waiting = config.critic.warmup_steps
+            queue = RolloutQueue(GroupSampler(config, collector, dataset, loader), total)
+            queue.restore(run.pending)
             version = weights_version(run.position.step, waiting)
-            collector.generator.load_weights(update.engine.published(), version)
-            sampler = GroupSampler(config, collector, dataset, loader)
+            queue.publish(update.engine.published(), version)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             kl = config.algorithm.kl
             kl_coef = kl.coef if run.position.kl_coef is None else run.position.kl_coef
@@ -81,14 +82,14 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 validate = evaluation.prompt_validation(foundation, collector, held_out)
             bar.advance()
         policy, critic = update.engine, update.critic
-        with run.training(validate):
+        with run.training(validate, queue.pending):
             for step in run.steps():
                 learning = step >= waiting
                 with spans("rollout"):
-                    groups, left_out = sampler.sample(step)
+                    drawn = queue.take(step)
                 with spans("advantages"):
-                    credit = update.assign_credit(groups, kl_coef)
-                    batches = update.minibatches(groups, credit)
+                    credit = update.assign_credit(drawn.groups, kl_coef)
+                    batches = update.minibatches(drawn.groups, credit)
                     if learning:
                         batches = update.with_logprobs(batches, step)
                 session.stopper.check_all()
@@ -105,18 +106,16 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                             stats = stats.merge(policy_stats(learned))
                 if learning:
                     with spans("publish"):
-                        collector.generator.load_weights(policy.published(), step + 1)
-                rollouts = [rollout for group in groups for rollout in group]
-                generated = [rollout for group in left_out for rollout in group] + rollouts
+                        queue.publish(policy.published(), step + 1)
                 if kl.target is not None:
                     stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
-                    kl_coef = adapted(kl_coef, credit.kl, len(rollouts), kl)
+                    kl_coef = adapted(kl_coef, credit.kl, len(drawn.rollouts), kl)
                 run.finish(
-                    stats.merge(rollout_stats(generated)),
+                    stats.merge(queue.stats(drawn)),
                     cursor=loader.cursor,
                     batches=batches,
                     kl_coef=None if kl.target is None else kl_coef,
-                    rollouts=rollouts,
+                    rollouts=drawn.rollouts,
                     advantages=credit.means,
                     by_token=credit.by_name(),
                 )

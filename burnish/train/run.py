@@ -19,6 +19,7 @@ from torch import Tensor
 
 from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed, step_name
@@ -34,6 +35,8 @@ from burnish.tracking.progress import Bar
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import Observers, json_numbers, logged_values, numbers
+from burnish.train.ahead import ahead_files, read_ahead
+from burnish.train.collect import DrawnBatch
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
@@ -78,6 +81,7 @@ class Run:
         self._learners, self._inputs, self._total_steps = learners, inputs, total_steps
         self._observers: Observers | None = None
         self._validate: Validation | None = None
+        self._drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._finite_loss = True
@@ -89,6 +93,8 @@ class Run:
         session.intact.require(*main.foundation.places(fresh=False))
         self.position = Position(roles=self._counts_beside_main())
         """How far the run is."""
+        self.pending: Sequence[DrawnBatch] = ()
+        """Batches drawn and not trained on at this position."""
         resumed = session.checkpoints.resume(self._load, main.engine.arena)
         if resumed is None:
             places = main.foundation.places(fresh=True)
@@ -121,13 +127,16 @@ class Run:
         )
 
     @contextmanager
-    def training(self, validate: Validation | None) -> Iterator[None]:
+    def training(
+        self, validate: Validation | None, drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple
+    ) -> Iterator[None]:
         """Train inside the block: validate before the first step if configured, and commit at the end. Collective.
 
+        `drawn_ahead` returns the batches for later steps, which a save holds.
         A signal ends the block with a commit, and raises `StoppedError`. After a kill between a save and its log line, that line is
         logged first.
         """
-        self._validate = validate
+        self._validate, self._drawn_ahead = validate, drawn_ahead
         try:
             self._begin()
             yield
@@ -167,7 +176,7 @@ class Run:
         `batches` are those of its updates, `rollouts` what they were made of, with the mean advantage and numbers by token of each.
         """
         self._hear_of_saving(wait=False)
-        main = self._learners[MAIN].engine
+        main, pending = self._learners[MAIN].engine, self._drawn_ahead()
         self.position = Position(
             step=self.position.step + 1,
             cursor=cursor,
@@ -177,7 +186,9 @@ class Run:
             measured_later=self.position.measured_later,
             roles=self._counts_beside_main(),
             kl_coef=kl_coef,
+            ahead=len(pending),
         )
+        self.pending = pending
         if rollouts is not None:
             step = self.position.step
             self._tell(lambda each: each.rollouts_scored(step, rollouts, advantages, by_token))
@@ -324,6 +335,7 @@ class Run:
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
             state=state_of(self.position, main, self._inputs, self._digest),
+            files=ahead_files(self.pending) if self._layout.is_main else {},
             healthy=self._finite_loss,
             check_finite=True,
             split=self._config.checkpoint.model_dtype == "bf16",
@@ -332,6 +344,7 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Fill models and position from a committed step, once all of it fits."""
+        pending = read_ahead(step, source.files(AHEAD))
         self.position = take_up(
             step,
             source,
@@ -340,7 +353,7 @@ class Run:
             self._digest,
             may_be_fresh=self._config.checkpoint.fresh_optimizer,
         )
-        self._saved_step = self.position.step
+        self.pending, self._saved_step = pending, self.position.step
 
     def _counts_beside_main(self) -> dict[str, Updates]:
         """Return the update counts of the models beside the run's own."""

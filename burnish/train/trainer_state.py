@@ -62,6 +62,8 @@ class Position:
     """`optimizer_steps` and `skipped_in_a_row` of each further model that is trained, by its role."""
     kl_coef: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] | None = None
     """The weight of KL in the reward for the next step, where it adapts."""
+    ahead: Count = 0
+    """Batches drawn and not trained on (`burnish.train.ahead`)."""
 
     def counts(self, role: str) -> Updates:
         """Return the updates of a role's model. Raises `IncompatibleError` for an unknown role."""
@@ -81,7 +83,7 @@ class Position:
 
 
 _POSITION = TypeAdapter(Position)
-_WRITTEN_LATER = {"roles", "measured_later", "kl_coef"}
+_WRITTEN_LATER = {"roles", "measured_later", "kl_coef", "ahead"}
 # Fields that older steps lack.
 
 

@@ -79,3 +79,18 @@ def test_what_a_command_does_not_use() -> None:
 
 def test_what_a_command_does_not_use_are_settings() -> None:
     assert [name for names in _UNUSED.values() for name in names if name not in known_keys()] == []
+
+
+def test_drawing_ahead_without_a_correction() -> None:
+    (line,) = said("rollout.ahead=2")
+    assert "algorithm.mismatch_cap" in line
+    for corrected in ("mismatch_cap=2", "mismatch_reject=token", "old_logprobs=rollout"):
+        assert said("rollout.ahead=2", f"algorithm.{corrected}") == []
+    assert list(notices(load_config(None, ["rollout.ahead=2"]).config, "eval")) == []
+
+
+def test_drawing_all_at_once() -> None:
+    corrected = ["rollout.ahead=2", "algorithm.mismatch_cap=2"]
+    assert said(*corrected, "steps=3") == []
+    (line,) = said(*corrected, "steps=2")
+    assert "rollout.ahead" in line

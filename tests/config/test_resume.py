@@ -37,6 +37,7 @@ def with_(*overrides: str) -> RunConfig:
         "data.validation=[a]",
         "batch.tokens_per_device=99",
         "rollout.slots=3",
+        "rollout.ahead=3",
         "model.lora.publish=adapter",
         "reward.workers=9",
         "reward.concurrency=9",

@@ -19,7 +19,7 @@ from training_files import At, Command, burnish, done, make_files, outcome
 
 from burnish.checkpoint.steps import committed
 
-RUNS = [("sft", 2), ("rl", 1), ("pipeline", 2)]
+RUNS = [("sft", 2), ("rl", 1), ("ahead", 2), ("pipeline", 2)]
 """Kinds that are killed at random, and on how many processes."""
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from killed_runs import AHEAD
 from training_files import At, Command, burnish, done, make_files, outcome
 
 from burnish.checkpoint.steps import committed
@@ -23,8 +24,9 @@ KINDS = {
         "algorithm.kl.coef=0.1",
         "algorithm.dynamic_sampling.enabled=true",
     ],
+    "rl_ahead": [*AHEAD, "batch.minibatches=2", "rollout.n=2", "critic.warmup_steps=1"],
 }
-KILLS = {"sft": 2, "rl": 3, "rl_everything": 3}
+KILLS = {"sft": 2, "rl": 3, "rl_everything": 3, "rl_ahead": 3}
 """At random moments."""
 SAVING = "checkpoint.save_every=1"
 ENGINE = "burnish.engines.torch.torch_engine:TorchEngine"
@@ -61,7 +63,10 @@ def test_the_runs_have_something_to_lose(work, in_peace):
 
 @pytest.mark.parametrize(
     "kind",
-    [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("sft", "rl")), "rl_everything"],
+    [
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("sft", "rl", "rl_everything")),
+        "rl_ahead",
+    ],
 )
 def test_killed_at_random_moments(work, in_peace, kind):
     moments, codes = random.Random(kind), set()

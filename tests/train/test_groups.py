@@ -67,7 +67,8 @@ def collected(
     told: Sequence[Sequence[tuple[float, int]]], config: RunConfig
 ) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
     loader = Loader(len(told), 0, shuffle=False)
-    return GroupSampler(config, Script(told), PROMPTS[: len(told)], loader).sample(step=0)
+    batch = GroupSampler(config, Script(told), PROMPTS[: len(told)], loader).sample(step=0)
+    return batch.groups, batch.left_out
 
 
 def rewards(groups: Sequence[Sequence[Rollout]]) -> dict[int, list[float]]:
@@ -117,8 +118,8 @@ def test_dynamic_sampling_compares_the_part_that_it_is_told(
         reward={"functions": functions},
     )
     loader = Loader(len(told), 0, shuffle=False)
-    chosen, _ = GroupSampler(config, InParts(told), PROMPTS, loader).sample(step=0)
-    assert list(rewards(chosen)) == kept
+    batch = GroupSampler(config, InParts(told), PROMPTS, loader).sample(step=0)
+    assert list(rewards(batch.groups)) == kept
 
 
 def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_those() -> None:
@@ -154,7 +155,7 @@ def test_the_last_prompts_of_an_epoch_are_a_smaller_step() -> None:
     told = [[(1, 2), (0, 3)]] * 3
     loader = Loader(3, 0, shuffle=False, by_epoch=True)
     sampler = GroupSampler(configured(), Script(told), PROMPTS[:3], loader)
-    found = [rewards(sampler.sample(step)[0]) for step in range(3)]
+    found = [rewards(sampler.sample(step).groups) for step in range(3)]
     assert [list(each) for each in found] == [[0, 1], [2], [0, 1]]
 
 

@@ -86,6 +86,13 @@ def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, rep
         assert_same(run, wanted)
 
 
+@pytest.mark.nightly
+def test_it_draws_ahead_as_the_torch_engine_does(work):
+    argv = [*RL, "rollout.ahead=1", "algorithm.mismatch_cap=2"]
+    run = done(work, *argv, MEGATRON, LAYOUTS["PP 2"], "name=ahead", world=2)
+    assert_same(run, done(work, *argv, "name=ahead_torch"))
+
+
 @pytest.mark.parametrize("begins", ["megatron", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_engines_go_on_from_each_other(work, of_torch, begins):
     engines = [[MEGATRON, LAYOUTS["PP 2"]], ["engine.tensor_parallel=2"]]

@@ -14,8 +14,8 @@ import torch
 from corruption import flip
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from tiny import save_classifier
+from tokenizers_for_tests import char_tokenizer
 from training_files import burnish, done, metrics
 from transformers import (
     AutoModelForSequenceClassification,
@@ -29,30 +29,12 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
-from burnish.models.value_head import value_class
 from burnish.records import Completion, Prompt, Rollout
 from burnish.tracking.rollouts import read_rollouts, rollout_files
 from burnish.train.reward_models import load_judge
 
 CPU = torch.device("cpu")
 ANSWERS = ("42", "", "forty-two, I think", "42")
-
-
-def save_classifier(
-    directory: Path, family: str = "qwen3", kind: str = "Sequence", labels: int = 1
-) -> Path:
-    config = tiny_config(family, vocab_size=len(char_tokenizer()), pad_token_id=None)
-    config.num_labels = labels
-    config.architectures = [f"XFor{kind}Classification"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(len(family))
-        model = value_class(config)._from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(directory)
-    save_char_tokenizer(directory)
-    return directory
 
 
 def rollouts() -> list[Rollout]:

@@ -37,6 +37,7 @@ def test_what_was_written_is_read():
         ("roles", {"critic": 1}), ("roles", {"critic": {"optimizer_steps": 1}}),
         ("roles", {"critic": {"optimizer_steps": 1, "skipped_in_a_row": -1}}),
         ("config_digest", 1), ("weights_version", "7"), ("weights_version", -1),
+        ("ahead", -1), ("ahead", "1"), ("ahead", None),
     ],
 )  # fmt: skip
 def test_anything_else_is_refused_by_name(name, value):

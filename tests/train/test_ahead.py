@@ -1,0 +1,389 @@
+"""Batches that are drawn before their steps: which weights draw them, where they wait, and that nothing interrupted changes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from corruption import flip
+from hypothesis import given
+from hypothesis import strategies as st
+from same_runs import assert_same
+from tiny import save_classifier
+from training_files import FRESH, RL, At, burnish, done, outcome, ranks, rollouts
+
+from burnish.api import run_command
+from burnish.boxes.shards import Publication
+from burnish.checkpoint.manifest import Commit, Manifest
+from burnish.checkpoint.steps import Committed, committed
+from burnish.checkpoint.tools.verify import verify
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError, IncompatibleError
+from burnish.records import Completion, Prompt, Rollout
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.train.ahead import ahead_files, read_ahead
+from burnish.train.collect import DrawnBatch, RolloutQueue
+
+NOTHING = Publication([])
+MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+class Behind(BuiltinGenerator):
+    """A generator that draws with the weights before the last `lag` that it was given: the oracle of a loop that knows nothing of `ahead`."""
+
+    lag: ClassVar[int]
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        copied = [replace(shard, tensor=shard.tensor.clone()) for shard in weights.changing]
+        given = (*vars(self).get("given", ()), (Publication(copied), version))[-self.lag - 1 :]
+        vars(self)["given"] = given
+        super().load_weights(*given[0])
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "corrected": (2, {"algorithm": {"mismatch_cap": 2.0, "mismatch_reject": "token"}}),
+    "rollout": (3, {"algorithm": {"old_logprobs": "rollout"}}),
+    "everything": (
+        2,
+        {
+            "batch": {**RL["batch"], "minibatches": 2},
+            "algorithm": {"dynamic_sampling": {"enabled": True}, "kl": {"coef": 0.1}},
+            "rollout": {**RL["rollout"], "n": 2},
+        },
+    ),
+    "critic": (
+        2,
+        {
+            "algorithm": {"advantage": "gae", "kl": {"coef": 0.1, "place": "reward"}},
+            "critic": {"warmup_steps": 2},
+            "engine": {**RL["engine"], "park": True},
+        },
+    ),
+    "remax": (1, {"algorithm": {"advantage": "remax"}}),
+    "replayed": (
+        1,
+        {
+            "model": {**RL["model"], "fresh": MIXTURE},
+            "algorithm": {"router_replay": "rollout"},
+            "batch": {**RL["batch"], "minibatches": 2},
+        },
+    ),
+    "judged": (1, {"reward": {"models": [{"path": "judge"}]}}),
+    "at_once": (9, {}),
+}
+"""How far ahead, and settings."""
+KINDS = ("mean", "max")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
+    work: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The run is that of a loop without `ahead` whose generator lags: to the bit, in all that it writes."""
+    monkeypatch.chdir(work)
+    if case == "judged":
+        save_classifier(work / "judge")
+    lag, settings = CASES[case]
+    waiting = settings.get("critic", {}).get("warmup_steps", 0)
+    quiet = {"before": False, "every": 0}
+    common = {**RL, **settings, "evaluation": quiet}
+    rollout = {**common["rollout"], "ahead": lag}
+    run_command("rl", RunConfig.model_validate({**common, "name": case, "rollout": rollout}))
+    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Behind)
+    monkeypatch.setattr(Behind, "lag", lag, raising=False)
+    run_command("rl", RunConfig.model_validate({**common, "name": f"{case}_behind"}))
+    found, wanted = (outcome(work / "runs" / name) for name in (case, f"{case}_behind"))
+    for each in (found, wanted):  # where nothing is stale, a loop without `ahead` says nothing
+        rows = json.loads(each.pop("metrics"))
+        lags = [row.pop(f"rollout/staleness/{kind}", 0.0) for row in rows for kind in KINDS]
+        each |= {"rows": rows, "lags": lags}
+    assert found == wanted
+    assert max(found["lags"]) == min(lag, RL["steps"] - 1 - waiting)
+
+
+class Scripted:
+    """Stands for `GroupSampler` and its generator: a batch says which weights drew it, and is the next that was not drawn."""
+
+    def __init__(self, ahead: int, cursor: int = 0) -> None:
+        rollout, critic = SimpleNamespace(ahead=ahead), SimpleNamespace(warmup_steps=0)
+        self.config = SimpleNamespace(rollout=rollout, critic=critic)
+        self.collector = SimpleNamespace(generator=self)
+        self.cursor = cursor
+        self.version = -1
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        self.version = version
+
+    def sample(self, step: int) -> DrawnBatch:
+        assert step == self.cursor  # prompts in the order of the data
+        self.cursor += 1
+        return DrawnBatch(step, [[rollout_of(np.arange(1), self.version)]])
+
+
+def versions(total: int, starts: Sequence[tuple[int, int]]) -> list[int]:
+    """The weights that drew each step's batch, in a run of several starts: how many steps until it is killed, and `ahead`."""
+    found: list[int] = []
+    pending: tuple[DrawnBatch, ...] = ()
+    for steps, ahead in starts:
+        step = len(found)
+        queue = RolloutQueue(Scripted(ahead, step + len(pending)), total)  # type: ignore[arg-type]
+        queue.restore(pending)
+        queue.publish(NOTHING, step)
+        for number in range(step, min(step + steps, total)):
+            batch = queue.take(number)
+            (made,) = batch.rollouts
+            found.append(made.completion.weights_version)
+            queue.publish(NOTHING, number + 1)
+            pending = queue.pending()
+            assert [each.step for each in pending] == [number + 1 + i for i in range(len(pending))]
+            stats = queue.stats(batch).values_by_name()
+            assert stats.get("rollout/staleness/max", 0.0) == number - found[-1]
+        if step + steps < total:  # killed in the next step, after it drew
+            queue.take(step + steps)
+    return found
+
+
+STARTS = st.lists(st.integers(1, 4), max_size=4)
+
+
+@given(st.integers(1, 12), st.integers(0, 5), STARTS)
+def test_the_schedule_is_a_function_of_the_settings(
+    total: int, ahead: int, starts: list[int]
+) -> None:
+    script = [*((steps, ahead) for steps in starts), (total, ahead)]
+    assert versions(total, script) == [max(0, step - ahead) for step in range(total)]
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4))
+def test_with_another_ahead_a_run_first_trains_on_what_is_drawn(
+    total: int, starts: list[tuple[int, int]]
+) -> None:
+    """No batch is staler than the largest `ahead` so far, and each is drawn as early as its start may draw it."""
+    found = versions(total, [*starts, (total, 0)])
+    drawn, step = 0, 0
+    for steps, ahead in [*starts, (total, 0)]:
+        for number in range(step, min(step + steps, total)):
+            for due in range(drawn, min(number + ahead, total - 1) + 1):
+                assert found[due] == number
+                drawn = due + 1
+        step += steps
+    assert found == sorted(found)
+
+
+def rollout_of(tokens: Any, version: int = 0, **changes: Any) -> Rollout:
+    logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 7
+    made = Completion(np.array(tokens, np.int64), logprobs, logprobs / 3, "stop", version)
+    prompt = Prompt(7, np.array([3, 1, 2]), "a", [{"role": "user"}], 5, "sums", {"a": 1})
+    return replace(Rollout(prompt, 0, made, "x"), **changes)
+
+
+def step_of(number: int, ahead: int) -> Committed:
+    commit = Commit("0.1", "ab", number, "", 0, healthy=True)
+    manifest = Manifest("ab", number, 1, {})
+    return Committed(Path(f"step-{number:08d}"), commit, manifest, {"ahead": ahead})
+
+
+NUMBERS = st.floats(allow_nan=True)
+TEXTS = st.text(st.characters(exclude_categories=[]), max_size=4)
+
+
+@st.composite
+def groups_of(draw: st.DrawFn, routed: bool) -> list[list[Rollout]]:
+    groups = []
+    for index in range(draw(st.integers(0, 3))):
+        ids = np.arange(draw(st.integers(1, 4)), dtype=np.int64)
+        answer = draw(st.none() | TEXTS)
+        prompt = Prompt(index, ids, draw(TEXTS), None, answer, draw(TEXTS), {})
+        group = []
+        for sample in range(draw(st.integers(1, 3))):
+            tokens = np.array(draw(st.lists(st.integers(0, 1 << 20), max_size=4)), np.int64)
+            numbers = st.floats(width=32)
+            both = [np.array([draw(numbers) for _ in tokens], dtype=np.float32) for _ in range(2)]
+            rows = len(ids) + len(tokens) - 1
+            experts = np.arange(rows * 6, dtype=np.uint8).reshape(rows, 3, 2)
+            reason = draw(st.sampled_from(["stop", "length"]))
+            version = draw(st.integers(0, 9))
+            made = Completion(tokens, *both, reason, version, experts if routed and rows else None)
+            parts = draw(st.dictionaries(TEXTS, NUMBERS, max_size=2))
+            greedy = draw(st.none() | NUMBERS)
+            error = draw(st.none() | TEXTS)
+            rest = (draw(TEXTS), draw(NUMBERS), parts, greedy, error)
+            group.append(Rollout(prompt, sample, made, *rest))
+        groups.append(group)
+    return groups
+
+
+def plain(value: Any) -> Any:
+    """A record as values that compare, NaN with NaN."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, DrawnBatch | Rollout | Completion | Prompt):
+        return [plain(getattr(value, each.name)) for each in fields(value)]
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return repr(value)
+
+
+@given(st.data(), st.booleans())
+def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
+    batches = [
+        DrawnBatch(number, data.draw(groups_of(routed)), data.draw(groups_of(routed)))
+        for number in range(4, 4 + data.draw(st.integers(0, 2)))
+    ]
+    read = read_ahead(step_of(4, len(batches)), ahead_files(batches))
+    assert plain(list(read)) == plain(batches)
+    torch.from_numpy(
+        np.concatenate([np.zeros(0), *(r.completion.logprobs for b in read for r in b.rollouts)])
+    )
+
+
+def damages() -> Iterator[tuple[str, dict[str, bytes]]]:
+    files = ahead_files([DrawnBatch(4, [[rollout_of([1, 2])]], [[rollout_of([])]])])
+    lines, tensors = sorted(files)
+    text = files[lines].decode()
+    for old, new in (
+        ('"tokens": 2', '"tokens": 3'),
+        ('"tokens": 2', '"tokens": -2'),
+        ('"tokens": 2', '"tokens": 2.0'),
+        ('"stop_reason": "stop"', '"stop_reason": "tired"'),
+        ('"reward": 0.0', '"reward": "many"'),
+        ('"reward": 0.0', '"reward": 0'),
+        ('"reward_parts": {}', '"reward_parts": {"a": null}'),
+        ('"kept": true', '"kept": 1'),
+        ('"kept": true', '"kept": true, "more": 1'),
+        ('"index": 7', '"index": 7, "index": 8'),
+        ('{"index"', '["index"'),
+    ):
+        assert old in text
+        yield new, files | {lines: text.replace(old, new, 1).encode()}
+    for old, new in (("I32", "F32"), ("I32", "I64"), ("token_ids", "token_idz")):
+        yield new, files | {tensors: files[tensors].replace(old.encode(), new.encode(), 1)}
+    yield "cut", files | {tensors: files[tensors][:-1]}
+    yield "half", {lines: files[lines]}
+    yield "more", files | {"ahead/notes.txt": b""}
+    yield "later", {name.replace("5", "6"): data for name, data in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("what", "files"), list(damages()), ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_anything_else_is_refused(what: str, files: dict[str, bytes]) -> None:
+    with pytest.raises(BurnishError):
+        read_ahead(step_of(4, 1), files)
+
+
+def test_files_and_state_have_to_agree() -> None:
+    with pytest.raises(IncompatibleError):
+        read_ahead(step_of(4, 1), {})
+    with pytest.raises(IncompatibleError):
+        read_ahead(step_of(4, 0), ahead_files([DrawnBatch(4, [[rollout_of([1])]])]))
+    assert read_ahead(step_of(4, 0), {}) == ()
+
+
+AHEAD = ["rl", "rl.yaml", "rollout.ahead=2", "checkpoint.save_every=1", "checkpoint.keep_last=9"]
+TAKE = "burnish.train.collect:RolloutQueue.take"
+
+
+def drawn_by(run: Path) -> list[int]:
+    """The version that drew each step's batch."""
+    found = [{row["weights_version"] for row in rollouts(run, step)} for step in range(1, 7)]
+    assert all(len(each) == 1 for each in found)
+    return [version for each in found for version in each]
+
+
+@pytest.fixture(scope="module")
+def in_peace(work: Path) -> Path:
+    return done(work, *AHEAD, "name=peace")
+
+
+def test_killed_after_every_step(work: Path, in_peace: Path) -> None:
+    assert drawn_by(in_peace) == [0, 0, 0, 1, 2, 3]
+    argv = [*AHEAD, "name=killed"]
+    for step in range(6):
+        at = (
+            At(TAKE, 2, signal.SIGKILL)
+            if step < 5
+            else At("burnish.train.run:Run._complete", 1, signal.SIGKILL)
+        )
+        code, output = burnish(work, *argv, at=at)
+        assert code == -signal.SIGKILL, output
+        assert committed(work / "runs/killed/checkpoints")[-1].step == step + 1
+    assert outcome(done(work, *argv)) == outcome(in_peace)
+
+
+@pytest.mark.parametrize(
+    ("later", "wanted"), [(0, [0, 0, 0, 1, 2, 5]), (1, [0, 0, 0, 1, 2, 4]), (4, [0, 0, 0, 1, 2, 3])]
+)
+def test_it_goes_on_with_another_number(
+    work: Path, in_peace: Path, later: int, wanted: list[int]
+) -> None:
+    argv = [*AHEAD, f"name=changed_{later}"]
+    code, output = burnish(work, *argv, at=At(TAKE, 4, signal.SIGTERM))
+    assert code == 128 + signal.SIGTERM, output
+    stopped = committed(work / f"runs/changed_{later}/checkpoints")[-1]
+    files = [f"ahead/batch-{n:08d}.{kind}" for n in (4, 5) for kind in ("jsonl", "safetensors")]
+    assert [name for name in sorted(stopped.manifest.files) if name.startswith("ahead/")] == files
+    run = done(work, *argv, f"rollout.ahead={later}")
+    assert drawn_by(run) == wanted
+    rows = [
+        [(r["prompt_index"], r["sample"]) for r in rollouts(each, 5)] for each in (run, in_peace)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_step_with_batches_is_checked_set_aside_exported_and_shown(
+    work: Path, in_peace: Path
+) -> None:
+    peace = outcome(in_peace)
+    argv = [*AHEAD, "name=damaged"]
+    burnish(work, *argv, at=At(TAKE, 5, signal.SIGTERM))
+    steps = work / "runs/damaged/checkpoints"
+    code, said = burnish(work, "ckpt", "show", str(steps / "step-00000004"), "--json")
+    assert code == 0, said
+    shown = json.loads(said)
+    assert shown["sets"]["ahead/batch"]["tensors"] == 8
+    assert shown["state"]["ahead"] == 2
+    code, said = burnish(work, "ckpt", "export", str(steps / "step-00000004"), "exported")
+    assert code == 0, said
+    assert not (work / "exported/ahead").exists()
+    for number, name in ((4, "batch-00000005.jsonl"), (3, "batch-00000004.safetensors")):
+        step = steps / f"step-{number:08d}"
+        assert list(verify(step)) == []
+        flip(step / "ahead" / name)
+        (problem,) = verify(step)
+        assert name in str(problem)
+        code, _ = burnish(work, "ckpt", "verify", str(step))
+        assert code == 3
+    assert outcome(done(work, *argv)) == peace
+    aside = sorted(path.name for path in (steps / "quarantine").iterdir())
+    assert aside == ["step-00000003", "step-00000004"]
+
+
+def test_two_processes_and_one_share_batches(work: Path, in_peace: Path) -> None:
+    """What two drew ahead one trains on, and the other way round."""
+    for first, second in ((2, 1), (1, 2)):
+        argv = [*AHEAD, f"name=shared_{first}"]
+        started = ranks(work, argv, first, at=At(TAKE, 4, signal.SIGTERM))
+        assert [each.wait() for each in started] == [128 + signal.SIGTERM] * first
+        assert_same(done(work, *argv, world=second), in_peace)
+
+
+def test_another_machine_gets_the_batches_from_the_mirror(work: Path, in_peace: Path) -> None:
+    argv = [*AHEAD, "name=moved", f"checkpoint.mirror=file://{work}/far"]
+    code, said = burnish(work, *argv, at=At(TAKE, 4, signal.SIGTERM))
+    assert code == 128 + signal.SIGTERM, said
+    shutil.rmtree(work / "runs/moved")
+    found, peace = outcome(done(work, *argv)), outcome(in_peace)
+    late = {name for name in peace if name.startswith("rollouts/")} - found.keys()
+    assert found == {name: x for name, x in peace.items() if name not in late}
+    assert len(late) < len(list((in_peace / "rollouts").iterdir()))
