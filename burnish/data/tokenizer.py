@@ -93,7 +93,10 @@ def render(
     """
     try:
         with _deadline():
-            return tokenizer.apply_chat_template(list(messages), **options)
+            rendered = tokenizer.apply_chat_template(list(messages), **options)
+        if isinstance(rendered, str):
+            rendered.encode()  # half of a surrogate pair is no text
+        return rendered
     except jinja2.TemplateError:
         raise
     except TimeoutError as error:
@@ -172,7 +175,12 @@ def _read_template(path: str) -> str:
         raise MissingError(
             f"no chat template {path}", want="a Jinja file", do="correct model.chat_template"
         )
-    return file.read_text(encoding="utf-8")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not a text file", have=error, want="a Jinja file in UTF-8", do="correct it"
+        ) from error
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -157,7 +157,8 @@ def save_model_assets(
     if not has_value_head(config):
         if architecture := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
             config.architectures = [architecture]
-        generation_config(config).save_pretrained(directory)
+        # `save_pretrained` refuses what many a published model has, as a temperature without do_sample.
+        generation_config(config).to_json_file(directory / "generation_config.json")
     for stale in ("quantization_config", *(() if has_own_code(hf_config) else ("auto_map",))):
         if hasattr(config, stale):
             delattr(config, stale)

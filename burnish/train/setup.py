@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,7 +23,7 @@ from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part, compute_dtype
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import IncompatibleError, UsageError, refusing
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     generation_config,
@@ -159,7 +160,7 @@ def lay_foundation(
         lora = import_module("burnish.models.lora.adapter")
         adapter = lora.adapter_record(config.model, hf_config, origin)
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
-    return Foundation(
+    foundation = Foundation(
         config,
         hf_config,
         tokenizer,
@@ -172,6 +173,21 @@ def lay_foundation(
         device,
         card,
     )
+    if given is not None:  # it is trained
+        _require_assets(foundation)
+    return foundation
+
+
+def _require_assets(foundation: Foundation) -> None:
+    """Write the files beside weights once, so that a library refuses them before anything is trained."""
+    with (
+        refusing(
+            "the files beside the model's weights cannot be written as they were read",
+            do="correct config.json, generation_config.json or the tokenizer's files",
+        ),
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        foundation.write_assets(Path(directory))
 
 
 def prove(

@@ -119,11 +119,13 @@ def test_a_template_from_a_file_replaces_the_tokenizers(tmp_path):
         ("{% for m in messages %}\n{{ m['role' }}\n{% endfor %}", r"chat\.jinja, line 2"),
         ("{{ messages['nothing'].more }}", "chat.jinja"),
         ("{{ raise_exception('no') }}", "chat.jinja"),
+        ("{{ '\\ud800' }}", "chat.jinja"),
+        ("\udcff", "chat.jinja"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused(tmp_path, text, message):
     template = tmp_path / "chat.jinja"
-    template.write_text(text)
+    template.write_text(text, errors="surrogateescape")
     with pytest.raises(UsageError, match=message):
         load_tokenizer(save_char_tokenizer(tmp_path / "tok"), str(template))
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from tiny import save_tiny
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from tokenizers_for_tests import CHATML, char_tokenizer, save_char_tokenizer
 
-from burnish.config.schema import LoraConfig, RunConfig
-from burnish.errors import BurnishError
+from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
+from burnish.errors import BurnishError, UsageError
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta
 from burnish.train.setup import Foundation, lay_foundation
@@ -98,6 +98,19 @@ def test_broken_files(good: Path, tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "m" / name).write_text(text)
     with pytest.raises(BurnishError, match=name):
         laid({"path": str(tmp_path / "m")})
+
+
+def test_what_could_not_be_saved_is_refused_before_training(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "m")
+    (tmp_path / "m/chat_template.jinja").unlink()
+    file = tmp_path / "m/tokenizer_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"chat_template": CHATML + "{# \ud800 #}"})
+    )
+    model = ModelConfig(path=str(tmp_path / "m"))
+    lay_foundation(RunConfig(model=model))
+    with pytest.raises(UsageError):
+        lay_foundation(RunConfig(model=model), given=model)
 
 
 @pytest.mark.parametrize(
