@@ -152,14 +152,16 @@ def load_rows(
         table, digest = _read(
             kind, files, xxhash.xxh3_128_hexdigest(repr(states).encode()), progress
         )
-    except (datasets.exceptions.DatasetGenerationError, ValueError, RecursionError) as error:
-        raise _explained(error, kind, files, setting) from error
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(
             f"could not convert {_listed(names)} to Arrow: {error}",
             want=f"a cache directory that can be written, {datasets.config.HF_DATASETS_CACHE}",
             do="make room there, or set HF_DATASETS_CACHE to another directory",
         ) from error
+    except Exception as error:  # of Arrow, or of the archive that `datasets` takes the file for
+        raise _explained(error, kind, files, setting) from error
     if len(table) == 0:
         raise _empty(names, setting)
     texts = [n for n, f in table.features.items() if _is_changed(f)] if kind == "json" else []
@@ -284,9 +286,8 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
             if not digest or states != str(_states(_arrow_files(directory))):
                 shutil.rmtree(directory, ignore_errors=True)
                 seal.truncate(0)
-                for file in files if kind == "json" else ():
-                    if any(_DEEP in c or _NULL.search(b"\n" + c) for c in _chunks(file)):
-                        _require_readable(file)
+                for file in files:
+                    _require_rows(file, kind)
                 with progress.phase("converting"):
                     builder.download_and_prepare()
                 digest = _content(_arrow_files(directory), progress)
@@ -345,6 +346,24 @@ def _require_readable(file: Path) -> None:
     """Raise `UsageError` naming the first broken line of a JSON file."""
     for _ in _json_rows(file, strict=True):
         pass
+
+
+def _require_rows(file: Path, kind: str) -> None:
+    """Refuse what would crash Arrow, and what `datasets` would read for minutes as an archive: zeros of a power failure."""
+    with file.open("rb") as stream:
+        beginning = stream.read(3)
+    if kind == "parquet" and beginning != b"PAR":
+        raise UsageError(
+            f"{file} is no Parquet file",
+            have=f"{beginning!r} at its beginning",
+            want="PAR1",
+            do="write it again, or give it the suffix of what it is",
+        )
+    if kind == "json" and (
+        beginning.startswith(b"\0")
+        or any(_DEEP in c or _NULL.search(b"\n" + c) for c in _chunks(file))
+    ):
+        _require_readable(file)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -101,12 +101,10 @@ def files_here(path: str) -> list[Path]:
     """Return the files of an entry of `data` that is on this machine."""
     plain = Path(path).expanduser()
     if plain.is_dir():
-        return [each for each in plain.iterdir() if is_data(each.name)]
-    return (
-        [plain]
-        if plain.exists()
-        else [Path(each) for each in glob.glob(str(plain), recursive=True)]
-    )
+        return [each for each in plain.iterdir() if is_data(each.name) and each.exists()]
+    if plain.exists():
+        return [plain]
+    return [each for name in glob.glob(str(plain), recursive=True) if (each := Path(name)).exists()]
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:

@@ -257,6 +257,19 @@ def test_a_broken_parquet_file_is_named(write):
         load_rows([write("bad.parquet", "PAR1 nonsense")])
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    "content",
+    [bytes(1 << 20), bytes(600) + b'{"a": 1}', b"PK\5\6" + bytes(18), b"\x1f\x8b\x08" + bytes(30)],
+    ids=["zeros", "zeros first", "empty archive", "broken archive"],
+)
+def test_what_is_no_rows_at_all_is_refused(tmp_path, name, content):
+    """Zeros, as a power failure leaves them, look like an archive to `datasets`."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError):
+        load_rows([str(tmp_path / name)])
+
+
 def test_an_empty_file_beside_a_full_one_is_passed_over(write):
     rows = load_rows([write("a.jsonl", ""), write("b.jsonl", '{"x": 1}\n')])
     assert len(rows) == 1

@@ -30,8 +30,8 @@ from burnish.cli.main import main
 from burnish.config.keys import known_keys
 from burnish.config.suggestions import foreign_names
 
-DEADLINE_SECONDS = 60
-"""Only what hangs takes that long, whatever else the machine does."""
+DEADLINE_SECONDS, PATIENCE_SECONDS = 60, 300
+"""Of the processor's time, and of waiting. Only what hangs takes that long, whatever else the machine does."""
 CODES = range(7)
 """Exit codes of a command that no signal stops."""
 MOST_CHARACTERS = 20_000
@@ -100,8 +100,9 @@ def _ended(argv: list[str]) -> tuple[int | None, str]:
     output = io.TextIOWrapper(io.BytesIO(), "utf-8")
     errors = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
     code, level = None, logging.getLogger("burnish").level
-    handler = signal.signal(signal.SIGALRM, stop)
-    others = signal.setitimer(signal.ITIMER_REAL, DEADLINE_SECONDS)
+    handlers = [signal.signal(each, stop) for each in (signal.SIGALRM, signal.SIGPROF)]
+    others = signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, DEADLINE_SECONDS)
     given = sys.stdin
     try:
         with (
@@ -111,7 +112,9 @@ def _ended(argv: list[str]) -> tuple[int | None, str]:
         ):
             code = main(argv)
     finally:
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for each, handler in zip((signal.SIGALRM, signal.SIGPROF), handlers, strict=True):
+            signal.signal(each, handler)
         signal.setitimer(signal.ITIMER_REAL, *others)  # pytest-timeout's
         logging.getLogger("burnish").setLevel(level)
         sys.stdin = given

@@ -5,6 +5,7 @@ All that makes hostile inputs draws from here, so a new kind of damage reaches e
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -47,6 +48,11 @@ _TEMPLATES = [
     "{{ messages | tojson }}", "{{ tools | length }}", "{{ strftime_now('%Y') }}", "{% set messages = [] %}", "{{", "}}", "{%", "{#", "\0", "é",
     "{{ messages[0]['content'] | int + 'x' }}", "{{ add_generation_prompt }}", "{{ bos_token }}", "{{ eos_token + 1 }}", "{% break %}", "",
 ]  # fmt: skip
+_CONTENTS = [
+    b"", b"", b"\n", b"[]", b"{}", b"null", b"PAR1", b"PK\5\6" + bytes(18), b"\x1f\x8b\x08", gzip.compress(b'{"a": 1}'), b"BZh9", bytes(600),
+    b"\xfd7zXZ\0", b"\x80\x04.", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+]  # fmt: skip
+"""How a file begins that is something else: an archive, a pickle, a pointer of Git LFS."""
 _SPARSE = 1 << 28
 """Bytes of a file that holds zeros alone."""
 
@@ -131,7 +137,7 @@ def displace(rng: random.Random, path: Path) -> None:
         path.touch()
         os.truncate(path, _SPARSE)
     else:
-        path.write_bytes(rng.choice([b"", b"\n", b"[]", b"{}", b"null", rng.randbytes(500)]))
+        path.write_bytes(rng.choice(_CONTENTS) + rng.choice([b"", rng.randbytes(500)]))
 
 
 def damage(rng: random.Random, directory: Path) -> None:
