@@ -30,7 +30,7 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
 from burnish.train.commits import beginning, hub_entries, pin
-from burnish.train.newest_steps import at_newest_steps
+from burnish.train.newest_steps import at_newest_steps, is_model
 from burnish.train.own_directory import make_way, recorded_config, require_own_directory
 from burnish.train.preflight import require_inputs
 from burnish.train.summary import summary
@@ -98,11 +98,18 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
 def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
-    `config` may be a run's directory, whose newest model is measured. `reward` is as in `rl`.
+    `config` may be a run's directory, whose newest model is measured, or a model: a directory or an
+    id of the hub. `reward` is as in `rl`.
     """
-    run = Path(config) if isinstance(config, str | os.PathLike) and Path(config).is_dir() else None
-    given = config if run is None else recorded_config(run)
-    return run_command("eval", load_settings(given, _with_reward(settings, reward)), run)
+    run = None
+    if isinstance(config, str | os.PathLike):
+        place = os.fspath(config)
+        if is_model(place):
+            config = {"model": {"path": place}}
+        elif Path(place).is_dir():
+            run = Path(place)
+            config = recorded_config(run)
+    return run_command("eval", load_settings(config, _with_reward(settings, reward)), run)
 
 
 def run_command(

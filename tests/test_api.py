@@ -86,6 +86,10 @@ def test_sft_then_evaluation_of_its_model(place: Path) -> None:
     AutoModelForCausalLM.from_pretrained(result.model)
     measured = burnish.evaluate(result.directory)
     assert measured["val/loss"] == pytest.approx(result.metrics[0]["val/loss"], abs=1)
+    settings = {"data.validation": ["validation.jsonl"], "engine": {"precision": "fp32"}}
+    for model in (result.model, result.model.parent):
+        alone = burnish.evaluate(model, **settings)  # in bf16
+        assert alone == pytest.approx(measured, rel=1e-3)
 
 
 def test_a_reward_needs_a_name_that_other_processes_can_import(place: Path) -> None:

@@ -20,7 +20,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish init  sft|rl [MODEL] [DATA]             write a configuration to begin with
   burnish sft   [CONFIG] [key=value ...]          learn from examples
   burnish rl    [CONFIG] [key=value ...]          learn from a reward
-  burnish eval  [CONFIG|RUN_DIR] [key=value ...]  measure on held-out data
+  burnish eval  RUN|MODEL|CONFIG [key=value ...]  measure on held-out data
   burnish chat  MODEL|RUN [key=value ...]         ask a model in the terminal
   burnish runs  [DIR] | compare A B               list runs, or show two beside each other
   burnish view  [DIR]                             look at runs and rollouts in a browser
@@ -58,7 +58,11 @@ _COMMANDS = {
     ),
     "sft": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from examples."),
     "rl": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from a reward."),
-    "eval": ("run:run", "CONFIG|RUN_DIR key=value --dry-run --json", "Measure on held-out data."),
+    "eval": (
+        "run:run",
+        "CONFIG|RUN_DIR|MODEL key=value --dry-run --json",
+        "Measure on held-out data: a configuration's model, the newest of a run, or a model by itself.",
+    ),
     "chat": (
         "chat:chat",
         "MODEL|RUN key=value",
@@ -171,6 +175,10 @@ _POSITIONAL = {
     "CONFIG|RUN_DIR": (
         "config",
         _argument("a YAML file, or the directory of a run; none: as above", nargs="?"),
+    ),
+    "CONFIG|RUN_DIR|MODEL": (
+        "config",
+        _argument("a YAML file, or the directory of a run or model, or a model's id", nargs="?"),
     ),
     "key=value": (
         "overrides",

@@ -17,6 +17,7 @@ from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.errors import MissingError, UsageError, table
 from burnish.tracking.trackers import json_numbers
+from burnish.train.newest_steps import is_model
 from burnish.train.own_directory import recorded_config
 from burnish.train.summary import summary
 
@@ -24,22 +25,25 @@ from burnish.train.summary import summary
 def run(given: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only say what it would do.
 
-    The configuration is a file; for eval it may be a run's directory, whose newest checkpoint is evaluated. A dry run is for
-    `devices` (`burnish plan`), by default this machine's, and refuses what does not fit. An evaluation prints a table, or JSON.
+    The configuration is a file; for eval it may be a run's directory, whose newest checkpoint is evaluated, or a model. A dry
+    run is for `devices` (`burnish plan`), by default this machine's, and refuses what does not fit. An evaluation prints a table,
+    or JSON.
     """
     command: Command = given.command
-    file = given.config
-    run_dir = Path(file) if file and command == "eval" and os.path.isdir(file) else None
-    if run_dir is not None:
+    file, overrides, run_dir = given.config, given.overrides, None
+    if file and command == "eval" and is_model(file):
+        file, overrides = None, [f"model.path={json.dumps(file)}", *overrides]
+    elif file and command == "eval" and os.path.isdir(file):
+        run_dir = Path(file)
         file = recorded_config(run_dir)
     elif command == "eval" and file and not os.path.exists(file):
         raise MissingError(
-            f"there is no run and no configuration file {file}",
+            f"there is no run, no model and no configuration file {file}",
             have=f"nothing at {Path(file).absolute()}",
-            want="a run's directory, or a YAML file",
-            do="give runs/NAME or CONFIG first, then key=value overrides",
+            want="a run's directory, a model's directory or id, or a YAML file",
+            do="give runs/NAME, MODEL or CONFIG first, then key=value overrides",
         )
-    config = load_config(file, given.overrides).config
+    config = load_config(file, overrides).config
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
     if devices is not None and not given.dry_run:

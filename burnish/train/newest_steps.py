@@ -10,6 +10,7 @@ from burnish.checkpoint.steps import newest, step_number
 from burnish.config.document import recorded
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError
+from burnish.files.hub import HubPlace
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 from burnish.train.commits import hub_entries
 
@@ -38,6 +39,17 @@ def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> R
         is_critic = section is values["critic"] and own.is_dir()
         section[key] = str(own if is_critic else step / "model")
     return RunConfig.model_validate(values)
+
+
+def is_model(place: str) -> bool:
+    """Whether what is to be evaluated is a model: a Hugging Face directory, a run's step, or an id of the hub; not a run."""
+    path = Path(place).expanduser()
+    if not path.is_dir():
+        is_run = path.parent.is_dir() or path.parent == Path(RunConfig().output_dir)
+        return HubPlace.of(place, "model") is not None and not is_run
+    is_steps = path.name in (CHECKPOINTS, LATEST) or step_number(path.name) is not None
+    is_run = RunDirectory(path).config.is_file()
+    return not is_run and (is_steps or (path / "config.json").is_file())
 
 
 def _steps_root(given: str) -> Path | None:

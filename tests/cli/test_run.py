@@ -325,8 +325,25 @@ def test_evaluating_a_runs_directory(
     assert "2 per prompt" in text
     assert main(["eval", str(directory), "--dry-run", "--json"]) == 2
     assert "--json" in capsys.readouterr().err
-    assert main(["eval", "tiny", "--dry-run"]) == 5
-    assert "tiny" in capsys.readouterr().err
+    (work / "data").mkdir()
+    assert main(["eval", "data", "--dry-run"]) == 5
+    assert "data" in capsys.readouterr().err
+
+
+def test_data_behind_a_link_to_nothing(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "gone.jsonl").symlink_to("nowhere")
+    for path in ("gone.jsonl", "gone*.jsonl"):
+        assert main(["sft", "c.yaml", f"data.train={path}", "data.validation=[]", "--dry-run"]) == 5
+        assert "data.train" in capsys.readouterr().err
+
+
+def test_evaluating_a_model(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "tiny", "--dry-run"]) == 2
+    assert "data.validation" in capsys.readouterr().err
+    assert main(["eval", "tiny", "data.validation=train.jsonl", "--dry-run"]) == 0
+    assert "burnish eval tiny data.validation=train.jsonl" in capsys.readouterr().out
+    assert main(["eval", "nobody/tiny", "data.validation=train.jsonl", "--dry-run"]) == 5
+    assert "model.path: " in capsys.readouterr().err
 
 
 def test_each_command_starts_its_trainer(

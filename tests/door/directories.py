@@ -79,7 +79,7 @@ def model_directory(rng: random.Random) -> list[str]:
             ["rl", "model.fresh=model/config.json", "model.tokenizer=tokenizer", "critic.path=model", "algorithm.advantage=gae", *_RL, *dry],
             ["sft", "model.path=model", "model.lora.rank=2", *dry],
             ["sft", "name=new", "model.path=model", *_SETTINGS, "steps=1"],
-            ["eval", "model.path=model", *_SETTINGS],
+            ["eval", rng.choice(["model", "model.path=model"]), *_SETTINGS],
             ["plan", "model.path=model", "--devices", "1xCPU-8G"],
             ["ckpt", "import", "model", "runs/new"],
             ["ckpt", "diff", "model", "runs/run"],
