@@ -42,7 +42,7 @@ ALIKE = 0.95
 """Share of steps at which a t-test at 5 % sees no difference between trainers that have none."""
 _DRAWS = 200_000
 STEPS = 100
-"""By then nine of ten sampled answers are right."""
+"""By then most sampled answers are right."""
 
 Curve = npt.NDArray[np.float64]
 """Mean reward of each step, shape [steps]."""
