@@ -135,7 +135,7 @@ def test_it_learns_as_with_the_torch_engine(
     name = layout.replace(" ", "")
     found = learned(demo, name, "engine.kind=megatron", LAYOUTS[layout], world=2)
     first, last = (sum(found["reward"][part]) / 5 for part in (slice(5), slice(-5, None)))
-    assert last > first + 0.08
+    assert last > first + 0.04
     assert found["validation"][-1] > found["validation"][0] + 0.08
     for name, tolerance in {"reward": 0.02, "entropy": 0.02, "validation": 0.05}.items():
         assert found[name] == pytest.approx(of_torch[name], abs=tolerance), name
