@@ -30,6 +30,8 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 # Control characters, which would move a terminal's cursor or begin a line of their own.
 
 log = logging.getLogger("burnish")
+_ended = logging.getLogger("burnish.ended")
+# Keeps this process's latest log as its handler, for an error that is known once the run has left it.
 
 
 class RankLog(RotatingFileHandler):
@@ -100,14 +102,11 @@ class RankLog(RotatingFileHandler):
             super().close()
 
 
-_latest: RankLog | None = None
-
-
 @contextmanager
 def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"]) -> Iterator[None]:
     """Log to `path` inside the block. Handlers that exist get no more than before."""
-    global _latest
-    handler = _latest = RankLog(path, rank, spans, form)
+    handler = RankLog(path, rank, spans, form)
+    _ended.handlers = [handler]
     root, level, shown = logging.getLogger(), log.level, log.getEffectiveLevel()
     # Libraries with handlers of their own, such as transformers, pass nothing to the root.
     named = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
@@ -152,26 +151,31 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return record.name.partition(".")[0] == log.name
 
 
+def _latest() -> RankLog | None:
+    return next((each for each in _ended.handlers if isinstance(each, RankLog)), None)
+
+
 def add(text: str) -> None:
     """Write an error to this process's log, even if that is closed."""
-    if _latest is not None:
-        is_open = _latest.stream is not None
-        _latest.handle(log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, (), None))
+    if (handler := _latest()) is not None:
+        is_open = handler.stream is not None
+        handler.handle(log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, (), None))
         if not is_open:
-            _latest.close()
+            handler.close()
 
 
 def last_lines(rank: int | None = None) -> Sequence[str]:
     """Return the last lines of this process's log before its error, or of another rank's as far as this machine has it."""
-    if _latest is None:
+    if (handler := _latest()) is None:
         return ()
-    path = Path(_latest.baseFilename)
-    return _latest.last if rank is None else tail(path.with_name(f"rank-{rank}.log"))
+    path = Path(handler.baseFilename)
+    return handler.last if rank is None else tail(path.with_name(f"rank-{rank}.log"))
 
 
 def descriptor() -> int | None:
     """Return the descriptor of this process's log, if it is open."""
-    stream = None if _latest is None else _latest.stream
+    handler = _latest()
+    stream = None if handler is None else handler.stream
     return None if stream is None else stream.fileno()
 
 
