@@ -56,6 +56,7 @@ OPTIONAL = (
     "burnish.tracking.console",
     "burnish.tracking.logs",
     "burnish.tracking.rollouts",
+    "burnish.tracking.profiles",
     "burnish.tracking.services",
     "burnish.train.evaluate",
     "burnish.files.hub",

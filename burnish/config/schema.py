@@ -531,6 +531,10 @@ class TrackingConfig(Section):
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[TrackerName | FunctionName] = ["tensorboard"]
     """Where the numbers go beside the console and metrics.jsonl; several at once. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
+    profile_steps: list[Annotated[int, Field(ge=1)]] = []
+    """Steps whose phases each rank writes to profiles/step-N.rank-R.json.gz, for Perfetto or chrome://tracing."""
+    torch_profiler: bool = False
+    """Run torch's profiler in these steps as well, which makes them slower. Its files end in .torch.json.gz."""
     log_format: Literal["text", "json"] = "text"
     """How the lines of logs/rank-N.log are written. Each has the rank, the step and the phase."""
     console_every: int = Field(1, ge=1)

@@ -44,6 +44,9 @@ class Spans:
         """The step under way, counted from 1."""
         self.around: list[Callable[[str], AbstractContextManager[object]]] = []
         """What each span runs inside as well; gets its path, such as rollout/generate."""
+        self.ended: list[Callable[[str, float, float], None]] = []
+        """Told of each span: its path, when it began (`now`), its seconds."""
+        self.now = clock
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -63,7 +66,10 @@ class Spans:
                 yield
                 self._settle()
         finally:
-            self._seconds[path] = self._seconds.get(path, 0.0) + self._clock() - start
+            seconds = self._clock() - start
+            self._seconds[path] = self._seconds.get(path, 0.0) + seconds
+            for told in self.ended:
+                told(path, start, seconds)
             self._open.pop()
             if outermost:
                 self._memory[name] = max(self._memory.get(name, 0), self._note_peak())

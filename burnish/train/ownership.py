@@ -116,6 +116,12 @@ def open_run(
         logs = import_module("burnish.tracking.logs")
         path = directory.logs / f"rank-{layout.rank}.log"
         stack.enter_context(logs.rank_log(path, layout.rank, spans, config.tracking.log_format))
+        chosen = config.tracking.profile_steps
+        if chosen or device.type == "cuda":
+            profiling = import_module("burnish.tracking.profiles").profiling
+            with_torch = config.tracking.torch_profiler
+            path = directory.profiles
+            stack.enter_context(profiling(path, layout.rank, spans, chosen, with_torch=with_torch))
         if config.tracking.allocations:
             memory = import_module("burnish.train.out_of_memory")
             stack.enter_context(memory.recording_allocations(device))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
 import shutil
 import signal
+from collections import defaultdict
 
 import pytest
 import torch
@@ -57,6 +59,22 @@ def test_what_a_run_leaves_behind(work):
         }
         assert names == wanted | ({"rollouts"} if kind == "rl" else set())
         assert list((run / "tensorboard").iterdir())
+
+
+def test_a_profiled_step_agrees_with_its_timing(work):
+    run = done(work, "rl", "rl.yaml", "name=profiled", "steps=3", "evaluation.every=2", "tracking.profile_steps=[2]", world=2)  # fmt: skip
+    files = sorted((run / "profiles").iterdir())
+    assert [path.name for path in files] == [
+        f"step-00000002.rank-{rank}.json.gz" for rank in (0, 1)
+    ]
+    seconds = defaultdict(float)
+    for event in json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]:
+        if event["ph"] == "X":
+            seconds[f"timing_s/{event['args']['path']}"] += event["dur"] / 1e6
+    (row,) = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 2]
+    assert "timing_s/validate" in seconds
+    timed = {name: x for name, x in row.items() if name.startswith("timing_s/")}
+    assert seconds == pytest.approx({k: x for k, x in timed.items() if k != "timing_s/step"})
 
 
 def test_a_disk_without_room_for_logs_costs_a_warning(work):

@@ -1,0 +1,91 @@
+"""Profile chosen steps: each rank's phases as a trace for Perfetto or chrome://tracing, torch's profiler, NVTX ranges."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.tracking.rundir import write_atomically
+from burnish.tracking.spans import Spans
+
+log = logging.getLogger("burnish")
+
+
+@contextmanager
+def profiling(
+    directory: Path, rank: int, spans: Spans, steps: Sequence[int], *, with_torch: bool
+) -> Iterator[None]:
+    """Write `step-N.rank-R.json.gz` for each of `steps` that the block makes, and `….torch.json.gz` `with_torch`.
+
+    On CUDA every span is an NVTX range as well.
+    """
+    profile = _Profile(directory, rank, spans, frozenset(steps), with_torch)
+    added: list[Any] = [profile.within]
+    if torch.version.cuda and torch.cuda.is_available():  # AMD's builds have no NVTX
+        added.append(torch.cuda.nvtx.range)
+    with ExitStack() as undo:
+        undo.callback(profile.turn, None)
+        spans.around += added
+        for each in added:
+            undo.callback(spans.around.remove, each)
+        spans.ended.append(profile.note)
+        undo.callback(spans.ended.remove, profile.note)
+        yield
+
+
+class _Profile:
+    def __init__(
+        self, directory: Path, rank: int, spans: Spans, steps: frozenset[int], with_torch: bool
+    ) -> None:
+        self._directory, self._rank, self._spans = directory, rank, spans
+        self._steps, self._with_torch = steps, with_torch
+        self._step: int | None = None
+        self._events: list[dict[str, Any]] = []
+        self._offset = 0.0
+        self._torch: torch.profiler.profile | None = None
+
+    def within(self, path: str) -> AbstractContextManager[object]:
+        """Begin with a step at its first span, and name the span for torch's profiler."""
+        if self._spans.step != self._step:
+            self.turn(self._spans.step)
+        return nullcontext() if self._torch is None else torch.profiler.record_function(path)
+
+    def note(self, path: str, start: float, seconds: float) -> None:
+        """Keep a span that has ended."""
+        if self._step in self._steps:
+            place = {"pid": self._rank, "tid": 0, "args": {"path": path}}
+            begin = (start + self._offset) * 1e6
+            what = {"name": path.rpartition("/")[2], "cat": "phase", "ph": "X"}
+            self._events.append(what | {"ts": begin, "dur": seconds * 1e6} | place)
+
+    def turn(self, step: int | None) -> None:
+        """Write the profile of the step before, and begin that of the next if it is chosen."""
+        path = self._directory / f"step-{self._step or 0:08d}.rank-{self._rank}"
+        try:
+            if self._torch is not None:
+                self._torch.stop()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._torch.export_chrome_trace(f"{path}.torch.json.gz")
+            if self._events:
+                named = {"name": "process_name", "ph": "M", "pid": self._rank}
+                events = [named | {"args": {"name": f"rank {self._rank}"}}, *self._events]
+                about = {"step": self._step, "rank": self._rank}
+                text = json.dumps({"traceEvents": events, "otherData": about})
+                write_atomically(Path(f"{path}.json.gz"), gzip.compress(text.encode(), mtime=0))
+        except OSError as error:
+            log.warning("%s is not written: %s", path, error)
+        self._step, self._events, self._torch = step, [], None
+        # Ranks have clocks of their own; the time of day lines them up.
+        self._offset = time.time() - self._spans.now()
+        if step in self._steps and self._with_torch:
+            kinds = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+            self._torch = torch.profiler.profile(activities=kinds)
+            self._torch.start()
