@@ -34,7 +34,7 @@ TokenId = Annotated[int, Field(ge=0)]
 """A token of the model's vocabulary."""
 StopText = Annotated[str, Field(min_length=1)]
 """A text that ends a completion."""
-TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 """A tracker that Burnish brings."""
 AdvantageName = Literal[
     "grpo",

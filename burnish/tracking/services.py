@@ -1,4 +1,4 @@
-"""Log to services: W&B and MLflow, each by its own client and its own environment variables.
+"""Log to services: W&B, MLflow, Trackio and SwanLab, each by its own client and its own environment variables.
 
 `BackgroundTracker` calls them in a thread of its own. Each has the run's configuration, environment and uncommitted changes, and goes on
 with the run of the same id after a resume.
@@ -189,6 +189,129 @@ class MlflowTracker:
         self._client.set_terminated(self._id, self._status)
 
 
+class TrackioTracker:
+    """Log to Trackio, to the project of TRACKIO_PROJECT in TRACKIO_DIR, or to TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
+
+    def __init__(self, directory: Path) -> None:
+        import trackio
+
+        self._trackio, run = trackio, _Described(directory)
+        self._id = run.id
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
+            name=f"{run.name}-{run.id[:8]}",  # by which Trackio knows a run again
+            config={**run.config, "environment": run.environment, "run": run.id},
+            resume="allow",
+            embed=False,
+        )
+        origin = trackio.Artifact(f"run-{run.id}", type="run")
+        for path in run.files:
+            origin.add_file(path)
+        self._run.log_artifact(origin)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a row."""
+        self._run.log(dict(values), step=step)
+
+    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table."""
+        table = sample_table(rows)
+        if table:
+            columns, data = list(table[0]), [list(row.values()) for row in table]
+            content = self._trackio.Table(columns=columns, data=data)
+            self._run.log({f"rollouts/{kind}": content}, step=step)
+
+    def log_file(self, path: str, kind: FileKind) -> None:
+        """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
+        if kind == "checkpoint" and not Path(path).is_dir():  # it has no references to a mirror
+            self._run.log({"checkpoint": path}, step=_step(path))
+            return
+        artifact = self._trackio.Artifact(f"{kind}-{self._id}", type=kind, metadata={"place": path})
+        if kind == "report":
+            artifact.add_file(path)
+        else:
+            artifact.add_reference(Path(path).absolute().as_uri(), checksum=False)
+        self._run.log_artifact(artifact, aliases=[PurePath(path).stem])
+
+    def sync(self) -> None:
+        """Do nothing: a thread of Trackio's own writes."""
+
+    def close(self) -> None:
+        """Write the rest."""
+        self._run.finish()
+
+
+class SwanlabTracker:
+    """Log to SwanLab. SWANLAB_PROJ_NAME, SWANLAB_WORKSPACE, SWANLAB_MODE and so on apply; other modes than online write below the run's directory.
+
+    An infinity stays one; texts come as tables, and the places of checkpoints as texts.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        import swanlab
+
+        self._swanlab, run = swanlab, _Described(directory)
+        settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        self._run = swanlab.init(
+            project=settings.project.name or _PROJECT,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            log_dir=str(directory / "swanlog"),
+            config={**run.config, "environment": run.environment},
+            settings=settings,
+        )
+        self._root, self._state = directory, "success"
+        for path in run.files[1:]:  # it writes the configuration itself
+            self._save(path)
+
+    @staticmethod
+    def require_ready() -> None:
+        """Raise `UsageError` if SwanLab would ask for a key. Asks no service."""
+        import swanlab
+
+        settings = swanlab.Settings()
+        if settings.mode == "online" and not settings.api_key:
+            raise UsageError(
+                "tracking.trackers: swanlab has no key",
+                have="nothing in SWANLAB_API_KEY, and no login",
+                do="run `swanlab login`, or set SWANLAB_MODE=offline",
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a step's scalars."""
+        self._run.log(dict(values), step=step)
+
+    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table."""
+        table = sample_table(rows)
+        if table:
+            data = [[str(value) for value in row.values()] for row in table]
+            content = self._swanlab.echarts.Table().add(list(table[0]), data)
+            self._run.log({f"rollouts/{kind}": content}, step=step)
+
+    def log_file(self, path: str, kind: FileKind) -> None:
+        """Save the report; note where a checkpoint is."""
+        if kind == "report":
+            self._save(Path(path))
+        else:
+            self._run.log({"checkpoint": self._swanlab.Text(path)}, step=_step(path))
+
+    def end(self, state: State) -> None:
+        """Note how the run ended."""
+        self._state = {"failed": "crashed", "stopped": "aborted"}.get(state, "success")
+
+    def sync(self) -> None:
+        """Do nothing: a thread of SwanLab's own writes."""
+
+    def close(self) -> None:
+        """Send the rest."""
+        self._run.finish(state=self._state, error=None if self._state == "success" else self._state)
+
+    def _save(self, path: Path) -> None:
+        self._run.save(str(path), base_path=str(self._root), policy="now")
+
+
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield settings by dotted names, as MLflow's parameters."""
     for name, value in settings.items():
@@ -196,6 +319,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", str(value)[:500]
+
+
+def _step(checkpoint: str) -> int:
+    """Return the step of a checkpoint's place."""
+    return int(PurePath(checkpoint).name.rpartition("-")[2])
 
 
 def _in_batches(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:

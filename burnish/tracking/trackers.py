@@ -46,6 +46,8 @@ TRACKERS: Registry = MappingProxyType(
         "tensorboard": "burnish.tracking.trackers:TensorBoardTracker",
         "wandb": "burnish.tracking.services:WandbTracker",
         "mlflow": "burnish.tracking.services:MlflowTracker",
+        "trackio": "burnish.tracking.services:TrackioTracker",
+        "swanlab": "burnish.tracking.services:SwanlabTracker",
     }
 )
 """The built-in trackers of `tracking.trackers`."""

@@ -49,7 +49,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of these makes a directory a tokenizer's."""
 
 _CONFIG_LIMIT = 1 << 24
-SERVICES = frozenset({"wandb", "mlflow"})
+SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.

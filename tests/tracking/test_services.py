@@ -1,4 +1,4 @@
-"""W&B and MLflow, really: files and a server on loopback, read back by their own clients.
+"""W&B, MLflow, Trackio and SwanLab, really: files and a server on loopback, read back by their own clients.
 
 `make nightly` makes the environment that has them, `.venv-trackers`.
 """
@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from contracts.tracker import Record, ServiceContract
 from ports import free_port
 
@@ -31,6 +33,30 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 DECODED = ("reward/mean", "actor/grad_norm", "actor/lr", "actor/pg_loss", "val/mean@1")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    asked: list[Any] = []
+    connect, find = socket.socket.connect, socket.getaddrinfo
+
+    def is_here(host: object) -> bool:
+        return host in (None, "", "127.0.0.1", "::1", "localhost")
+
+    def connects(self: socket.socket, address: Any) -> None:
+        if isinstance(address, tuple) and not is_here(address[0]):
+            asked.append(address)
+        connect(self, address)
+
+    def finds(host: object, *arguments: Any, **named: Any) -> Any:
+        if not is_here(host):
+            asked.append(host)
+        return find(host, *arguments, **named)
+
+    monkeypatch.setattr(socket.socket, "connect", connects)
+    monkeypatch.setattr(socket, "getaddrinfo", finds)
+    yield
+    assert asked == []
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
@@ -234,6 +260,148 @@ class TestMlflow(ServiceContract):
         tracker.close()
         assert [each.args[1] for each in caplog.records if "lost" in each.message] == [3]
         caplog.clear()
+
+
+@pytest.fixture(scope="module")
+def trackio_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where Trackio writes, which it reads from the environment when it is imported."""
+    place = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(place))
+        pytest.importorskip(
+            "trackio", reason="trackio is in .venv-trackers, which make nightly makes"
+        )
+        yield place
+
+
+class TestTrackio(ServiceContract):
+    name = "trackio"
+
+    @pytest.fixture(autouse=True)
+    def _local(self, trackio_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRACKIO_PROJECT", "sums")
+        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            monkeypatch.delenv(name, raising=False)
+
+    def rows(self, directory: Path) -> list[dict[str, Any]]:
+        """All rows of the only run of this directory, from the database."""
+        from trackio.sqlite_storage import SQLiteStorage
+
+        records = SQLiteStorage.get_run_records("sums")
+        wanted = f"{directory.name}-{directory.name[:8]}"
+        (run,) = [each for each in records if each["name"] == wanted]
+        found: list[dict[str, Any]] = SQLiteStorage.get_logs("sums", wanted, run_id=run["id"])
+        return found
+
+    def read(self, directory: Path) -> list[tuple[int, dict[str, float]]]:
+        rows = self.rows(directory)
+        return [(row["step"], {k: row[k] for k in DECODED if k in row}) for row in rows]
+
+    def sample(self, directory: Path) -> dict[str, object]:
+        (table,) = [row["rollouts/step"] for row in self.rows(directory) if "rollouts/step" in row]
+        (row,) = table["_value"]
+        return dict(row)
+
+    def setting(self, directory: Path, name: str) -> str:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        found = SQLiteStorage.get_run_config("sums", f"{directory.name}-{directory.name[:8]}")
+        assert found["environment"]["git_commit"] == "c0ffee"
+        return str(found[name])
+
+    def artifact(self, directory: Path, kind: str) -> dict[str, Any]:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        found: dict[str, Any] = SQLiteStorage.get_artifact_manifest(
+            "sums", f"{kind}-{directory.name}", "latest"
+        )
+        return found
+
+    def files(self, directory: Path) -> set[str]:
+        kinds = [self.artifact(directory, kind)["manifest"] for kind in ("run", "report")]
+        return {entry["path"] for manifest in kinds for entry in manifest}
+
+    def checkpoint(self, directory: Path) -> str:
+        found = self.artifact(directory, "checkpoint")
+        (entry,) = found["manifest"]
+        assert entry["ref"] == f"file://{found['metadata']['place']}/weights"
+        return str(found["metadata"]["place"])
+
+    def test_a_checkpoint_on_a_mirror_is_noted(self, tmp_path: Path) -> None:
+        tracker = self.open(tmp_path)
+        tracker.log_file("s3://bucket/run/checkpoints/step-00000007", "checkpoint")
+        tracker.close()
+        (row,) = self.rows(tmp_path)
+        assert (row["step"], row["checkpoint"]) == (7, "s3://bucket/run/checkpoints/step-00000007")
+
+
+class TestSwanlab(ServiceContract):
+    name = "swanlab"
+
+    @pytest.fixture(autouse=True)
+    def _offline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip(
+            "swanlab", reason="swanlab is in .venv-trackers, which make nightly makes"
+        )
+        monkeypatch.setenv("SWANLAB_MODE", "offline")
+        monkeypatch.setenv("SWANLAB_PROJ_NAME", "sums")
+
+    def records(self, directory: Path) -> list[Any]:
+        """All that is in the run's files, which `swanlab sync` sends."""
+        from swanlab.proto.swanlab.record.v1.record_pb2 import Record as Written
+
+        found = []
+        for path in sorted(directory.glob("swanlog/*/*.swanlab")):
+            found += [Written.FromString(data) for data in leveldb_records(path.read_bytes())]
+        ids = {record.start.id for record in found if record.HasField("start")}
+        assert ids == {directory.name}
+        return found
+
+    def read(self, directory: Path) -> list[tuple[int, dict[str, float]]]:
+        found: list[tuple[int, dict[str, float]]] = []
+        for record in self.records(directory):
+            if record.HasField("scalar"):
+                if not found or found[-1][0] != record.scalar.step:
+                    found.append((record.scalar.step, {}))
+                assert record.scalar.key not in found[-1][1], "logged twice"
+                found[-1][1][record.scalar.key] = record.scalar.value.number
+        return found
+
+    def sample(self, directory: Path) -> dict[str, object]:
+        (path,) = directory.glob("swanlog/*/media/echarts/*.json")
+        (row,) = json.loads(path.read_text())["rowData"]
+        return dict(row)
+
+    def setting(self, directory: Path, name: str) -> str:
+        (path,) = directory.glob("swanlog/*/files/config.yaml")
+        held = yaml.safe_load(path.read_text())
+        assert held["environment"]["value"]["git_commit"] == "c0ffee"
+        return str(held[name]["value"])
+
+    def files(self, directory: Path) -> set[str]:
+        saved = [each.save.source_path for each in self.records(directory) if each.HasField("save")]
+        return {Path(path).name for path in saved}
+
+    def checkpoint(self, directory: Path) -> str:
+        (path,) = directory.glob("swanlog/*/media/text/*.txt")
+        return path.read_text()
+
+    def test_a_run_that_would_ask_for_a_key_is_refused_before_it_begins(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path))
+        monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+        for mode, key, fits in (("online", "", False), ("online", "k", True), ("local", "", True)):
+            monkeypatch.setenv("SWANLAB_MODE", mode)
+            if key:
+                monkeypatch.setenv("SWANLAB_API_KEY", key)
+            else:
+                monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+            if fits:
+                assert load_tracker("swanlab").__name__ == "SwanlabTracker"
+            else:
+                with pytest.raises(UsageError):
+                    load_tracker("swanlab")
 
 
 def test_the_services_are_refused_without_their_packages() -> None:
