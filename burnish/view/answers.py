@@ -32,7 +32,7 @@ Answer = dict[str, Any]
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
-_WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 16
+_WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 # Least time between two searches for runs, how much of its metrics a list reads of each, and how many runs' are held whole.
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
@@ -123,11 +123,14 @@ class Answers:
         try:
             for each in (run.config, run.environment, path / STATUS, run.metrics):
                 self._within(each)
+            curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES))
+            curves.refresh()
+            return describe(run, curves, _SHOWN, is_copy=self._url is not None)
         except BurnishError as error:
             return RunFacts(error=error)
-        curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES))
-        curves.refresh()
-        return describe(run, curves, _SHOWN, is_copy=self._url is not None)
+        except OSError as error:
+            problem = f"{error.filename} cannot be read"
+            return RunFacts(error=BurnishError(problem, have=error.strerror))
 
     def metrics(self, query: Query) -> Answer:
         """Return curves, or the names of all, of each run."""

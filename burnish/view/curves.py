@@ -22,7 +22,7 @@ class Curve:
     """The values of one metric, by ascending step."""
 
     def __init__(self) -> None:
-        self.steps = array("q")
+        self.steps = array("i")
         self.values = array("d")
 
     def finite(self) -> list[float]:
@@ -32,7 +32,7 @@ class Curve:
     def at(self, step: int) -> float | None:
         """Return the finite value of a step."""
         place = bisect_left(self.steps, step)
-        is_there = self.steps[place : place + 1] == array("q", [step])
+        is_there = place < len(self.steps) and self.steps[place] == step
         return self.values[place] if is_there and math.isfinite(self.values[place]) else None
 
     def drop_from(self, step: int) -> None:
@@ -110,10 +110,11 @@ class Curves:
                 curve.drop_from(step)
         self.last_step = step
         for name, value in row.items():
+            curve = self.by_name.get(name) or Curve()
             try:
                 number = float(value)
+                curve.steps.append(step)
             except (ValueError, TypeError, OverflowError):  # no metric
                 continue
-            curve = self.by_name.get(name) or self.by_name.setdefault(name, Curve())
-            curve.steps.append(step)
             curve.values.append(number)
+            self.by_name[name] = curve

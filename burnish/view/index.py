@@ -22,6 +22,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
@@ -49,6 +50,13 @@ _BLOCKS_HELD, _BUSY_SECONDS, _YIELD_SECONDS = 16, 30.0, 0.002
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
 # Least time between two looks at the directory, most of the time that they may take, and the age of a directory whose time is sure.
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
+_PRAGMAS = (
+    "journal_mode = WAL",
+    "synchronous = NORMAL",
+    "wal_autocheckpoint = 16384",
+    "cache_size = -32768",
+)
+# Pages of indices are written again and again: few checkpoints, and 32 MiB of memory.
 _SCHEMA = f"""
 CREATE TABLE groups(first INTEGER PRIMARY KEY, files TEXT NOT NULL, rows INTEGER NOT NULL, summary TEXT NOT NULL, problem TEXT);
 CREATE TABLE sources(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
@@ -356,8 +364,8 @@ class RolloutIndex:
                 after, examined = each, examined + 1
                 if (row := self._matching(each, needle)) is not None:
                     found.append(row)
-        total = self._count(wanted, in_span) if not (cursor or needle) else None
-        share = 1.0 if following is None else min(1.0, examined / max(1, in_span))
+        total = self._count(wanted) if not (cursor or needle) else None
+        share = 1.0 if following is None else min(0.99, examined / max(1, self._rows(wanted)))
         return RolloutPage(found, following, total, share)
 
     def _candidates(
@@ -434,11 +442,8 @@ class RolloutIndex:
         if needle and not any(needle in text.casefold() for text in texts):
             return None
         kind, step = _kind_and_step(number)
-        return f"{name.removesuffix('.jsonl.gz')}:{start}:{line}", {
-            **row,
-            "kind": kind,
-            "step": step,
-        }
+        row |= {"kind": kind, "step": step}
+        return f"{name.removesuffix('.jsonl.gz')}:{start}:{line}", row
 
     def _read_block(self, path: Path, mark: str, start: int) -> _Block:
         with closing(blocks(path, start)) as found:
@@ -452,11 +457,13 @@ class RolloutIndex:
             query = "SELECT coalesce(sum(rows), 0) FROM groups WHERE first BETWEEN ? AND ?"
             return int(reader.execute(query, wanted.span).fetchone()[0])
 
-    def _count(self, wanted: RolloutFilter, in_span: int) -> int | None:
+    def _count(self, wanted: RolloutFilter) -> int | None:
         """Return how many rows fulfil everything; None if that takes long, or if not all are indexed."""
         low, high = wanted.span
         if self._next_pending(low, high) is not None:
             return None
+        if not wanted.conditions:
+            return self._rows(wanted)
         where = {"id >= ?": low, "id <= ?": high, **wanted.conditions}
         deadline = time.monotonic() + _COUNT_SECONDS
         with closing(self._connection()) as reader, suppress(sqlite3.OperationalError):
@@ -533,8 +540,8 @@ class RolloutIndex:
             database.close()
             self._remove()
             database = self._connection()
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
+        for setting in _PRAGMAS:
+            database.execute(f"PRAGMA {setting}")
         with database:
             database.execute("BEGIN IMMEDIATE")  # several viewers may begin at once
             if database.execute("PRAGMA user_version").fetchone() == (0,):
@@ -561,7 +568,10 @@ def _kind_and_step(number: int) -> tuple[Kind, int]:
 
 
 def _mark(path: Path) -> str:
-    state = path.stat()
+    """Return what differs when a file has changed. Raises `FileNotFoundError`, also for a link or a pipe."""
+    state = path.lstat()
+    if not S_ISREG(state.st_mode):
+        raise FileNotFoundError(path)
     return f"{state.st_size}:{state.st_mtime_ns}"
 
 

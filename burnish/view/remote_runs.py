@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from typing import Self
 
@@ -17,7 +18,7 @@ from burnish.files.remote import Remote, RetryPolicy
 from burnish.tracking.rundir import write_atomically
 
 _WANTED = re.compile(
-    r"(?:.+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|logs/[^/]+|rollouts/[^/]+\.jsonl\.gz)"
+    r"(?:[^\0\n]+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|(?:logs|rollouts)/[^/\0\n]+)"
 )
 _SECONDS = 15.0
 _LIMIT = 1 << 31
@@ -78,7 +79,9 @@ class RunCopies:
     def _copy(self, *, rollouts: bool) -> None:
         """Copy the files that changed, first the small ones, and remove those that are gone."""
         found = {
-            n: v for n, v in self._versions().items() if _WANTED.fullmatch(n) and ".." not in n
+            name: version
+            for name, version in self._versions().items()
+            if _WANTED.fullmatch(name) and ".." not in name.split("/")
         }
         have = json.loads(self._known.read_text()) if self._known.exists() else {}
         for name in have.keys() - found.keys():
@@ -86,15 +89,11 @@ class RunCopies:
             del have[name]
         small = sorted(name for name in found if "rollouts/" not in name)
         large = sorted((found.keys() - set(small)) if rollouts else (), reverse=True)
-        for name in (*small, *large):
-            if have.get(name) == found[name]:
-                continue
-            if self._stop.is_set():
-                break
-            try:
-                content = self._content(name)
-            except MissingError:  # it was removed meanwhile
-                continue
-            write_atomically(self.root / name, content)
-            have[name] = found[name]
+        try:
+            for name in (*small, *large):
+                if have.get(name) != found[name] and not self._stop.is_set():
+                    with suppress(MissingError):  # it was removed meanwhile
+                        write_atomically(self.root / name, self._content(name))
+                        have[name] = found[name]
+        finally:
             write_atomically(self._known, json.dumps(have))

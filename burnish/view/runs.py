@@ -54,7 +54,7 @@ def find_runs(root: Path) -> list[Path]:
         if "environment.json" in files:
             directories[:] = [name for name in directories if name not in _HEAVY]
             path = Path(place)
-            found.append(((path / "environment.json").stat().st_mtime, path))
+            found.append((_changed(path / "environment.json"), path))
     return [path for _, path in sorted(found)]
 
 
@@ -87,7 +87,7 @@ def describe(
         environment.get(TRAINER),
         environment.get("started"),
         updated,
-        str(yaml.load(model[1], CoreLoader)) if model else None,
+        model[1].strip("\"'") if model and model[1] != "null" else None,
         {name: each.finite() for name, each in curve.items() if each is not None},
     )
 

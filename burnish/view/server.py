@@ -104,9 +104,9 @@ def _error(status: int, error: BurnishError) -> Response:
 
 def _json(answer: Answer, status: int = 200) -> Response:
     try:
-        text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(answer, ensure_ascii=False, allow_nan=False, default=str)
     except ValueError:  # somebody else's file has a bare NaN
-        text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False, default=str)
     # Half of a character, which UTF-8 cannot have, becomes its escape.
     body = text.encode("utf-8", "backslashreplace")
     return Response(body, status, _FRESH, "application/json")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -60,6 +61,16 @@ def test_a_holder_that_was_killed_and_not_waited_for_is_dead(tmp_path):
         assert holder.stdout.readline() == b"held\n"
         holder.kill()
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        with Lease(path):
+            assert str(os.getpid()) in path.read_text()
+
+
+def test_who_looks_at_it_for_a_moment_stops_nobody(tmp_path, monkeypatch):
+    path = tmp_path / ".lease"
+    path.touch()
+    with path.open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr("burnish.files.lease.time.sleep", lambda seconds: looking.close())
         with Lease(path):
             assert str(os.getpid()) in path.read_text()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from hub_server import hub_variables, running_hub
 from view.rollout_files import row, write
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
@@ -140,6 +141,23 @@ def test_runs_behind_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         while [each["completion"] for each in found.get("rollouts", run="a")["rows"]] != ["new"]:
             time.sleep(0.05)
         assert found.get("config", run="a")["text"]["a"].startswith("name: a")
+
+
+def test_runs_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    run = make_run(tmp_path / "a", steps=3, prompts=1, tokens=3)
+    files = {f"b/a/{p.relative_to(run)}": p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    variables = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    with (
+        running_hub({"datasets/me/runs": {**files, "README.md": b"", "elsewhere": b""}}) as hub,
+        hub_variables(HF_ENDPOINT=hub.url, **variables),
+        RunCopies(url := "hf://datasets/me/runs/b") as copies,
+        viewer(copies.root, url=url) as found,
+    ):
+        assert [each["step"] for each in found.get("runs")["runs"]] == [3]
+        while len(found.get("rollouts", run="a")["rows"]) < 24:
+            time.sleep(0.05)
+        assert found.get("checkpoints", run="a")["steps"] == []
 
 
 @pytest.mark.parametrize("url", ["s3://", "hf://x", "http://localhost/x"])

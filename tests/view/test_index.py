@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import sqlite3
 import threading
 import time
@@ -75,6 +76,7 @@ def pages(
     while cursor is not None:
         page = index.page(wanted, cursor, limit)
         assert len(page.rows) <= limit
+        assert (page.scanned == 1.0) == (page.next is None)
         for identity, each in page.rows:
             assert index.row(identity)["completion"] == each["completion"]
         found += [each for _, each in page.rows]
@@ -215,17 +217,25 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
     flipped[40] ^= 255
     (directory / "step-00000004.jsonl.gz").write_bytes(flipped)
     (directory / "step-00000005.jsonl.gz").write_bytes(b"")
-    (directory / "step-00000006.jsonl.gz").mkdir()
+    (directory / "step-00000006.jsonl.gz").symlink_to(whole)
+    os.mkfifo(directory / "step-00000007.jsonl.gz")
     with index_of(directory) as index:
         facets = wait_for(index)
-        assert len(facets["problems"]) == 4
+        assert len(facets["problems"]) == 3
         steps = [each["step"] for each in pages(index, RolloutFilter())]
         assert steps == [3] * 2 + [2] * 4 + [1] * 6
         with pytest.raises(CorruptError):
             index.row("step-00000004:0:0")
         with pytest.raises(CorruptError):
             index.row("step-00000001:3:0")  # within a block
-        for wrong in ("step-00000001:0:7", "step-00000009:0:0", "../x:0:0", "", "step-1:0"):
+        for wrong in (
+            "step-00000001:0:7",
+            "step-00000006:0:0",
+            "step-00000009:0:0",
+            "../x:0:0",
+            "",
+            "step-1:0",
+        ):
             with pytest.raises(MissingError):
                 index.row(wrong)
 

@@ -242,7 +242,8 @@ def test_the_phases_of_a_step(served: Viewer) -> None:
     assert spans["rollout/generate"]["depth"] == 1
     assert spans["rollout/generate"]["start"] == spans["rollout"]["start"] == 0
     assert spans["update"]["start"] == spans["rollout"]["seconds"]
-    assert served.get("timeline", run="sweep/small", step=99)["ranks"] == []
+    for step in (99, 2**40, -1):
+        assert served.get("timeline", run="sweep/small", step=step)["ranks"] == []
 
 
 def test_the_log(tmp_path: Path) -> None:
@@ -340,6 +341,8 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
             file.write(
                 'an": 1}\n{broken\n{"step": 5, "text": "x", "nothing": null, "reward/mean": "NaN"}\n'
             )
+            file.write(f'{{"step": {10**30}, "huge": 1}}\n{"[" * 100_000}\n')
+            file.write('{"step": 5, "text": "x", "nothing": null, "reward/mean": "NaN"}\n')
         told = found.get("metrics", run="a")["a"]
         assert told["last_step"] == 5
         assert "metrics.jsonl" in told["problem"]
