@@ -22,7 +22,7 @@ import audit
 from huggingface_hub import constants
 
 from burnish.distributed import device
-from burnish.tracking import report
+from burnish.view import report
 
 PRELOAD = (
     "torch.distributed.fsdp",
@@ -40,7 +40,7 @@ PRELOAD = (
     "burnish.train.sft",
     "burnish.train.evaluate",
     "burnish.tracking.console",
-    "burnish.tracking.report",
+    "burnish.view.report",
     "burnish.tracking.rollouts",
     "warmed",
 )
@@ -117,7 +117,7 @@ def serve(listening: socket.socket) -> None:
     """Import, and serve who connects, until standard input is closed."""
     for name in PRELOAD:
         importlib.import_module(name)
-    report._template()  # compiles it, once
+    report._page()  # reads it, once
     device._MEASURE_SECONDS = 0.0  # a run measures its processor, which no run of a test is about
     with Server(listening.getsockname(), Handler, bind_and_activate=False) as server:
         server.socket.close()

@@ -25,7 +25,6 @@ OPTIONAL = (
     "burnish.train.layout_check",
     "burnish.engines.megatron",
     "burnish.data.kept_lengths",
-    "burnish.tracking.report",
     "burnish.checkpoint.tools",
     "burnish.models.lora",
     "burnish.models.kernels.cpu_attention",

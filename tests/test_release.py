@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_package_and_says_what_it_is(wheel: Path) -> None:
         names = set(archive.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         said = message_from_bytes(archive.read(metadata))
-    assert {"burnish/py.typed", "burnish/tracking/report.html.j2"} < DATA
+    assert {"burnish/py.typed", "burnish/view/page/index.html"} < DATA
     assert not DATA - names
     assert not {name for name in names if not re.match(r"burnish(-[\d.]+\.dist-info)?/", name)}
     assert any(name.endswith("licenses/LICENSE") for name in names)

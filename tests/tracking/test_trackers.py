@@ -110,7 +110,7 @@ def test_all_hear_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "step 1/7  loss   2.000\n"
     assert read_metrics(run.metrics) == [{"step": 1, "train/loss": 2.0}]
     assert len(list(run.tensorboard.iterdir())) == 1
-    assert "finished" in run.report.read_text("utf-8")
+    assert '"state":"finished"' in run.report.read_text("utf-8")
     noted = (run.root / "noted.txt").read_text()
     assert noted == "log 1 {'train/loss': 2.0}\nsync\nclose\n"
 

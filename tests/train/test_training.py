@@ -133,7 +133,7 @@ def test_steps_are_saved_from_time_to_time_and_a_run_that_fails_has_its_report(w
         "step-00000001",
         "step-00000002",
     ]
-    assert "failed" in (run / "report.html").read_text()
+    assert '"state":"failed"' in (run / "report.html").read_text()
 
 
 def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(work):

@@ -1,0 +1,103 @@
+// Checkpoints, the log, and the configuration with the environment.
+
+import {otherRuns} from "./charts.js";
+import {frozen, get} from "./data.js";
+import {button, bytes, cells, count, date, h, options, plural, searchBox, table, words} from "./dom.js";
+import {changed, go, here, link, replace} from "./place.js";
+
+const STEPS = [["step"], ["health", "health"], ["pinned"], ["committed", "mid soft"], ["size", "right"], ["files", "right mid"], ["layout", "mid soft"]];
+const MOST_OF_A_LINE = 2000, MOST_OF_A_VALUE = 400, AT_END = 60;
+
+export function checkpointsView(body) {
+  const row = (step, latest) => h("tr", {tabindex: -1, "data-row": true}, cells(STEPS, [
+    [h("b", count(step.step)), step.step === latest ? h("span.unit", "latest") : null],
+    h(`span.${step.health === "committed" ? "good" : "bad"}`, words(step.health)),
+    step.pinned ? h("span.warn", words(step.pinned)) : h("span.faint", "–"),
+    date(step.committed), bytes(step.bytes ?? 0), count(step.files), words(step.layout ?? "–")]));
+
+  async function update({run}) {
+    const {steps, latest, problem: wrong} = await get("checkpoints", {run}), size = steps.map((step) => step.bytes ?? 0).reduce((a, b) => a + b, 0);
+    body.replaceChildren(
+      h("div.head", h("h1", "Checkpoints"), h("span.soft", steps.length ? `${count(steps.length)}, ${bytes(size)}` : "")),
+      wrong ? h("div.notice", words(wrong)) : "",
+      steps.length ? table("steps", STEPS, [...steps].reverse().map((step) => row(step, latest))) : h("p.none", "No step has been committed yet."));
+  }
+  return {update};
+}
+
+export function logView(body) {
+  const rank = h("select", {"aria-label": "Rank", onchange: () => go(changed({rank: rank.value}))}), search = searchBox("q", "Filter lines");
+  const older = button("more", "Older lines", () => load(true)), lines = h("div.log.whole", {tabindex: 0});
+  body.append(h("div.head", h("h1", "Log")), h("div.toolbar", rank, search), older, lines);
+  let all = [], before = null, asked = null;
+
+  async function load(further = false) {
+    const {run, query} = here(), answer = await get("log", {run, rank: query.get("rank") ?? 0, lines: 500, before: further ? before : null});
+    all = further ? [...answer.lines, ...all] : answer.lines;
+    ({before} = answer);
+    rank.replaceChildren(...options(answer.ranks.map((each) => [each, `rank ${each}`])));
+    rank.hidden = answer.ranks.length < 2;
+    rank.value = query.get("rank") ?? 0;
+    render(query);
+  }
+
+  function render(query) {
+    const q = (query.get("q") ?? "").toLowerCase(), shown = all.filter((text) => text.toLowerCase().includes(q));
+    const kind = (text) => (/\b(ERROR|CRITICAL|Traceback)\b/.test(text) ? ".bad" : /\bWARN(ING)?\b/.test(text) ? ".warn" : "");
+    older.hidden = before === null;
+    lines.replaceChildren(...shown.map((text) => h(`div${kind(text)}`, words(text, MOST_OF_A_LINE))));
+    if (!shown.length) lines.append(h("p.none", all.length ? "No line matches." : "The log is empty."));
+  }
+
+  async function update({query}, live) {
+    const key = query.get("rank"), atEnd = lines.scrollTop + lines.clientHeight > lines.scrollHeight - AT_END;
+    search.follow(query);
+    if (live ? atEnd : asked === null || key !== asked.key) {
+      await load();
+      lines.scrollTop = lines.scrollHeight;
+    } else if (!live) render(query);
+    asked = {key};
+  }
+  return {update};
+}
+
+// A setting's value; small numbers as one writes them.
+function said(value) {
+  if (value === null || value === undefined) return h("span.faint", "null");
+  if (typeof value === "number" && value && Math.abs(value) < 1e-3) return value.toExponential();
+  return words(typeof value === "string" ? value : JSON.stringify(value), MOST_OF_A_VALUE);
+}
+
+export function configView(body) {
+  const search = searchBox("q", "Filter settings"), other = otherRuns(), settings = h("div"), rest = h("div");
+  const only = button("toggle", "Differences only", () => replace(changed({all: here().query.get("all") ? null : 1})));
+  body.append(h("div.head", h("h1", "Configuration")), h("div.toolbar", search, only, frozen ? null : other), settings, rest);
+
+  async function update({run, query}) {
+    const runs = [run, ...query.getAll("with")], several = runs.length > 1, q = (query.get("q") ?? "").toLowerCase(), everything = query.get("all") || !several;
+    const [{settings: all, different, text}, around, {runs: known}] = await Promise.all([get("config", {run: runs}), get("environment", {run}), get("runs")]);
+    const without = (gone) => go(changed({with: runs.slice(1).filter((each) => each !== gone)}));
+    const head = (each, i) => [h("a", {href: link("config", each)}, each || "this run"), i ? button("plain", "×", () => without(each), {"aria-label": `Remove ${each}`}) : null];
+    const heads = several ? [[plural(different.length, "difference")], ...runs.map((each, i) => [head(each, i)])] : [];
+    const shown = all.filter(({setting}) => setting.toLowerCase().includes(q) && (everything || different.includes(setting)));
+    const row = ({setting, values}) => h("tr", {class: several && different.includes(setting) && "different"}, cells([], [words(setting), ...values.map(said)]));
+    search.follow(query);
+    other.offer(known, runs);
+    only.hidden = !several;
+    only.setAttribute("aria-pressed", String(!everything));
+    settings.replaceChildren(table("settings", heads, shown.map(row)), !shown.length && all.length ? h("p.none", "No setting matches.") : "");
+    rest.replaceChildren(...(several ? [] : surroundings(text[run] ?? "", around, !all.length)));
+  }
+  return {update};
+}
+
+function surroundings(yaml, {environment, diff}, open) {
+  const facts = Object.entries(environment ?? {}).filter(([, value]) => value !== null);
+  const row = ([name, value]) => h("tr", cells([], [words(name), words([value].flat().join(" "))]));
+  const kind = (text) => (/^(\+\+\+|---|diff |index |@@)/.test(text) ? ".soft" : {"+": ".good", "-": ".bad"}[text[0]] ?? "");
+  const changes = (diff ?? "").split("\n").map((text) => h(`div${kind(text)}`, words(text, MOST_OF_A_LINE)));
+  return [
+    h("h2", "Environment"), table("settings", [], facts.map(row)),
+    ...(diff ? [h("h2", "Uncommitted changes"), h("div.log", changes)] : []),
+    ...(yaml ? [h("details", {open}, h("summary", "config.yaml"), h("div.text", words(yaml)))] : [])];
+}

@@ -1,0 +1,99 @@
+// One rollout to read, and another one beside it: prompt, answers, rewards, tokens, trace.
+
+import {frozen, get} from "./data.js";
+import {button, count, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
+import {changed, here, link, replace} from "./place.js";
+import {lanes} from "./timeline.js";
+
+const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "min_reward", "max_reward", "min_length", "max_length", "sort"];
+const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
+const MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 72;
+
+export const filtersOf = (query) => Object.fromEntries([...query].filter(([name]) => FILTERS.includes(name)));
+
+// The link to a rollout, with the list's filters and the colour of tokens.
+export const toRollout = (row, beside = null) => link("rollout", here().run, row.id, {...filtersOf(here().query), colour: here().query.get("colour"), beside});
+
+export const answerOf = ({answer}) => (answer === null || answer === undefined ? "" : h("p.answer", h("span.soft", "Answer "), words(answer)));
+
+// The elements of the rollout `id`, and of the one that `query` puts beside it.
+export async function readRollout(run, id, query) {
+  const [row, other] = await Promise.all([id, query.get("beside")].map((each) => each && get("rollout", {run, id: each})));
+  const {rows} = await get("rollouts", {run, kind: row.kind, step: row.step, prompt: row.prompt_index, limit: 200});
+  const siblings = rows.sort((a, b) => a.sample - b.sample), next = siblings.find((each) => each.id !== id);
+  const colour = query.get("colour"), arrays = Object.keys({...row.tokens, ...other?.tokens}).filter((name) => name !== "texts");
+  const wanted = arrays.find((name) => colour && name.startsWith(colour)) ?? "";
+  const choice = h("select", {onchange: () => replace(changed({colour: choice.value}))}, options([["", "nothing"], ...arrays.map((name) => [name, titleOf(name)])]));
+  choice.value = wanted;
+  let shared = 0;
+  while (other && shared < row.completion.length && row.completion[shared] === other.completion[shared]) shared += 1;
+  const isValidation = row.kind === "validation", prompt = `prompt ${row.prompt_index}`;
+  return [
+    h("div.head",
+      h("a.back", {href: link("rollouts", run, null, filtersOf(query))}, "‹ List"),
+      h("h1", `${isValidation ? "Validation at step" : "Step"} ${count(row.step)}`),
+      frozen ? h("span.soft", prompt) : h("a.link", {href: link("prompt", run, row.prompt_index, {kind: isValidation && row.kind})}, prompt),
+      row.source ? h("span.soft", words(row.source)) : null, h("span.space"),
+      arrays.length ? h("label", "Colour tokens by ", choice) : null,
+      other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
+    passage(row.prompt, ".prompt"), answerOf(row),
+    h(`div.columns${other ? ".two" : ""}`,
+      column(row, siblings, (sibling) => toRollout(sibling, other?.id), wanted, shared),
+      other ? column(other, siblings, (sibling) => toRollout(row, sibling.id), wanted, shared) : null)];
+}
+
+const titleOf = (name) => NAMES[name] ?? name.replace(/_/g, " ").replace(/s$/, "");
+
+function column(row, siblings, to, wanted, shared) {
+  const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}`}, rewardChip(each.reward));
+  const facts = [
+    ["sample", row.sample], ["tokens", row.length && count(row.length)], ["ended by", row.stop_reason],
+    ["advantage", row.advantage === undefined || row.advantage === null ? null : fixed(row.advantage)], ["weights", row.weights_version],
+  ].filter(([, value]) => value !== null && value !== undefined);
+  const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
+  return h("section.column",
+    siblings.length > 1 ? h("nav.samples", {"aria-label": "Samples of this prompt"}, siblings.map(sample)) : null,
+    h("div.facts", rewardChip(row.reward), facts.map(([name, value]) => h("span", h("span.soft", `${name} `), value))),
+    h("dl.parts", parts),
+    row.reward_error ? h("div.notice", h("strong", "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
+    row.tokens?.[wanted] ? tokens(row.tokens, wanted) : completion(row.completion, shared),
+    trace(row.trace));
+}
+
+// A completion; its beginning is grey if the one beside it begins in the same way.
+function completion(text, shared) {
+  if (shared < SHARED) return passage(text);
+  return h("div.text", {dir: "auto"}, h("span.shared", {title: "The same in both"}, words(text.slice(0, shared))), words(text.slice(shared)));
+}
+
+// Tokens on a ground as strong as their numbers are large. The one under the pointer is told.
+function tokens(all, wanted) {
+  const arrays = Object.keys(all).filter((each) => each !== "texts"), values = all[wanted].map(num);
+  const sizes = values.filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b), most = sizes[Math.floor(0.98 * sizes.length)] || sizes.at(-1) || 1;
+  const signed = wanted !== "logprobs" && values.some((value) => value < 0), far = wanted === "logprobs" ? `−${short(most)}` : short(most);
+  const told = h("output", "Point at a token.");
+  const tell = ({target: {dataset: {i}}}) => {
+    if (i === undefined) return;
+    const numbers = arrays.map((each) => h("span", h("span.soft", `${titleOf(each)} `), short(all[each][i])));
+    told.replaceChildren(h("span.soft", count(Number(i) + 1)), h("q", words(all.texts[i])), ...numbers);
+  };
+  const token = (text, i) => {
+    const value = values[i], share = Math.round(STRONGEST * Math.min(1, Math.abs(value) / most)) || 0;
+    const kind = !Number.isFinite(value) ? "broken" : !signed ? "size" : value > 0 ? "plus" : "minus";
+    return h(`span.${kind}`, {"data-i": i, style: {"--share": `${share}%`}}, words(text));
+  };
+  const box = h("div.text.tokens", {dir: "auto", onpointerover: tell}, all.texts.slice(0, MOST_TOKENS).map(token));
+  const more = button("more", `Show ${count(all.texts.length - MOST_TOKENS)} more tokens`, () => {
+    more.remove();
+    box.append(...all.texts.slice(MOST_TOKENS).map((text, i) => token(text, MOST_TOKENS + i)));
+  }, {hidden: all.texts.length <= MOST_TOKENS});
+  return h("div", h("div.told", h(`div.scale${signed ? ".signed" : ""}`, signed ? `−${far}` : "0", h("i"), far), told), box, more);
+}
+
+function trace(found) {
+  if (!found?.spans?.length) return null;
+  const details = h("dl.attributes"), shown = (value) => words(typeof value === "string" ? value : JSON.stringify(value));
+  const fact = ([name, value]) => h("div", h("dt", words(name)), h("dd", shown(value)));
+  const tell = ({name, attributes = {}}) => details.replaceChildren(...Object.entries({span: name, ...attributes}).map(fact));
+  return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: found.spans}], tell), details);
+}

@@ -1,0 +1,221 @@
+"""Write `report.html`: the page of `burnish view` in one file, with its answers for one run.
+
+It needs only the run's directory, at any time, without torch or a server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Iterator
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import yaml
+
+from burnish.config.document import CoreLoader
+from burnish.tracking.rollouts import Row, read_rollouts, rollout_files
+from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
+from burnish.view.curves import Curve, Curves
+
+RunState = Literal["running", "finished", "stopped", "failed"]
+"""How a run stands when its report is written."""
+MAX_POINTS = 400
+"""Points of a line."""
+READ_BYTES = 32_000_000
+"""Size of the rollout files that are read; the newest and the oldest file are always read."""
+_PAGE = Path(__file__).parent / "page"
+_TEXT_LIMIT = 3000
+_EXAMPLES = 3
+_ASSET = re.compile(
+    r'<link rel="stylesheet" href="static/(?P<style>\S+)">'
+    r'|<script src="static/(?P<script>\S+)" defer></script>'
+    r'|<script type="module" src="static/(?P<module>\S+)"></script>'
+)
+_IMPORT = re.compile(r'^import .* from "\./(\S+)";\n', re.M)
+_ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'
+# Where the answers and the policy stand in the page.
+
+
+def write_report(run_dir: Path, state: RunState | None = None) -> Path:
+    """Write `report.html` for a run's directory, atomically, and return its path.
+
+    Leaves out missing files. Raises `CorruptError` for a broken file.
+    """
+    run = RunDirectory(run_dir)
+    curves = Curves(run.metrics)
+    curves.refresh()
+    if curves.problem is not None:
+        raise curves.problem
+    name = run_dir.resolve().name
+    config = run.config.read_text("utf-8", "replace") if run.config.exists() else ""
+    environment, status = run.read_environment(), run.read_status()
+    facts = {
+        "run": name,
+        "name": name,
+        "kind": environment.get(TRAINER),
+        "state": state,
+        "step": curves.last_step,
+        "of": status.get(STEPS),
+        "model": _model(config),
+    }
+    examples = choose_examples(run.rollouts)
+    answers = {
+        "runs": {"runs": [facts]},
+        "metrics": {name: {key: _points(curve) for key, curve in curves.by_name.items()}},
+        "rollouts": examples or {"rows": []},
+        "config": {"text": {name: config}, "settings": [], "different": []},
+        "environment": {"environment": environment, "status": status},
+    }
+    # No "<" ends the element that holds them.
+    held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    write_atomically(run.report, _page().replace(_ANSWERS, held))
+    return run.report
+
+
+def _model(config_text: str) -> str | None:
+    try:
+        return str(yaml.load(config_text, CoreLoader)["model"]["path"])
+    except (yaml.YAMLError, KeyError, TypeError):  # the page shows the text anyway
+        return None
+
+
+def _points(curve: Curve) -> dict[str, list[Any]]:
+    found = curve.points(MAX_POINTS, 0, curve.steps[-1])
+    if len(curve.steps) <= MAX_POINTS:  # each bucket holds one value
+        del found["low"], found["high"]
+    return found
+
+
+@cache
+def _page() -> str:
+    """Return the page with its styles and scripts inside, which alone its policy lets run."""
+    hashes: dict[str, list[str]] = {"style": [], "script": []}
+
+    def inlined(found: re.Match[str]) -> str:
+        kind, name = next((kind, name) for kind, name in found.groupdict().items() if name)
+        tag, text, before = kind, _asset(name), ""
+        if kind == "module":
+            tag, text = "script", "".join(_modules(name, set()))
+            before = f'<script type="application/json" id="frozen">{_ANSWERS}</script>\n'
+        digest = b64encode(sha256(text.encode()).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+        return f"{before}<{tag}{' type=module' * bool(before)}>{text}</{tag}>"
+
+    page = _ASSET.sub(inlined, _asset("index.html"))
+    sources = "; ".join(f"{tag}-src {' '.join(each)}" for tag, each in hashes.items())
+    policy = f"default-src 'none'; {sources}; img-src data:"
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    return page.replace(_POLICY, _POLICY + meta)
+
+
+def _asset(name: str) -> str:
+    return (_PAGE / name).read_text("utf-8")
+
+
+def _modules(name: str, seen: set[str]) -> Iterator[str]:
+    """Return a module's text after those of the modules that it imports. All share their names."""
+    if name not in seen:
+        seen.add(name)
+        text = _asset(name)
+        for other in _IMPORT.findall(text):
+            yield from _modules(other, seen)
+        yield re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.M)
+
+
+def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] | None:
+    """Return up to `count` rollouts of each kind from a directory of rollouts, if any.
+
+    `rows` has them. The others name them: `best` and `worst` are of the newest `step`, one per
+    prompt. `changed` has the prompts whose mean reward changed most between their earliest and
+    latest answers: an early and a late rollout, and both means. Raises `CorruptError` for a broken
+    file.
+    """
+    groups: dict[int, dict[int, list[Row]]] = {}
+    for path in _within_budget([path for _, path in rollout_files(directory)]):
+        for row in read_rollouts(path):
+            groups.setdefault(row["prompt_index"], {}).setdefault(row["step"], []).append(row)
+    if not groups:
+        return None
+    by_prompt = [groups[index] for index in sorted(groups)]
+    newest = max(step for by_step in by_prompt for step in by_step)
+    latest = [by_step[newest] for by_step in by_prompt if newest in by_step]
+    best = sorted((max(group, key=_order) for group in latest), key=lambda row: -_order(row))
+    worst = sorted((min(group, key=_order) for group in latest), key=_order)
+    changed = _changes(by_prompt, count)
+    shown = (*(row for pair in changed for row in pair[:2]), *best[:count], *worst[:count])
+    return {
+        "rows": list({_name(row): _shown(row) for row in shown}.values()),
+        "examples": {
+            "step": newest,
+            "best": list(map(_name, best[:count])),
+            "worst": list(map(_name, worst[:count])),
+            "changed": [[_name(early), _name(late), *means] for early, late, *means in changed],
+        },
+    }
+
+
+def _within_budget(paths: list[Path]) -> list[Path]:
+    """Return the newest, oldest, second newest, ... up to `READ_BYTES`."""
+    alternating = [path for pair in zip(reversed(paths), paths, strict=True) for path in pair]
+    chosen: list[Path] = []
+    spent = 0
+    for path in alternating[: len(paths)]:
+        spent += path.stat().st_size
+        if len(chosen) >= 2 and spent > READ_BYTES:
+            break
+        chosen.append(path)
+    return chosen
+
+
+def _changes(
+    by_prompt: Iterable[dict[int, list[Row]]], count: int
+) -> list[tuple[Row, Row, float, float]]:
+    changes = []
+    for by_step in by_prompt:
+        early, late = by_step[min(by_step)], by_step[max(by_step)]
+        before, after = (fmean(map(_finite_reward, group)) for group in (early, late))
+        if before != after:
+            typical = _typical(early, before, after), _typical(late, after, before)
+            changes.append((*typical, before, after))
+    return sorted(changes, key=lambda change: -abs(change[3] - change[2]))[:count]
+
+
+def _typical(group: list[Row], mean: float, other: float) -> Row:
+    """Return the row nearest to its group's mean; of two as near, the one farther from the other group's mean."""
+    farthest_first = sorted(group, key=_finite_reward, reverse=mean > other)
+    return min(farthest_first, key=lambda row: abs(_finite_reward(row) - mean))
+
+
+def _order(row: Row) -> float:
+    reward = float(row["reward"])
+    return -math.inf if math.isnan(reward) else reward
+
+
+def _finite_reward(row: Row) -> float:
+    reward = float(row["reward"])
+    return reward if math.isfinite(reward) else 0.0
+
+
+def _name(row: Row) -> str:
+    return f"{row['step']}-{row['prompt_index']}-{row.get('sample', 0)}"
+
+
+def _shown(row: Row) -> Row:
+    """Return a row as the server gives it. Long texts are shortened, and then have no tokens."""
+    texts = {name: row[name] for name in ("prompt", "completion", "answer") if row.get(name)}
+    short = {name: _shortened(text) for name, text in texts.items()}
+    tokens = row.get("tokens") if len(row["completion"]) <= _TEXT_LIMIT else None
+    return row | short | {"id": _name(row), "kind": "step", "tokens": tokens}
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _TEXT_LIMIT:
+        return text
+    half = _TEXT_LIMIT // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"

@@ -1,0 +1,404 @@
+"""The page of `burnish view` in a real Chromium, over the real server and from a report's file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra view is not installed")
+
+from tracking.made_rollouts import made_rollout
+from view.chromium import PROGRAM, Pipe, Tab, chromium
+from view.served import viewer
+
+from bench.view_runs import HOSTILE, make_hostile_run, make_run
+from burnish.tracking.rollouts import write_rollouts
+from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.trackers import json_line, json_numbers
+from burnish.view.report import write_report
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium here")
+
+READY = "!document.querySelector('[aria-busy]') && document.querySelector('#view > div')"
+VIEWS = ("charts", "rollouts", "prompt/0", "timeline", "checkpoints", "log", "config")
+SMALL = "#/run/sweep%2Fsmall"
+NEGATIVE, ZERO, POSITIVE = -1.0, 0.0, 1.0
+TEXTS = {
+    NEGATIVE: "wrong, and the reward is below zero",
+    ZERO: "wrong, and the reward is zero",
+    POSITIVE: "right \u05d0\u05d1\u05d2 \u202ereversed " + "x" * 2**20,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of one configuration, hostile texts, and a run that a test can go on with."""
+    root = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("small", "other")):
+        make_run(root / "sweep" / name, steps=60, prompts=4, samples=4, every=20, tokens=30)
+        config = root / "sweep" / name / "config.yaml"
+        config.write_text(config.read_text() + f"seed: {seed}\n")
+    make_hostile_run(root / "hostile")
+    growing(root, "own", 2)
+    return root
+
+
+def growing(root: Path, name: str, steps: int) -> RunDirectory:
+    """A run with a skipped step, failed rewards, a metric that is always 0, and rewards below, at and above 0."""
+    run = RunDirectory(root / name)
+    run.checkpoints.mkdir(parents=True)
+    run.config.write_text(f"name: {name}\nsteps: 9\nmodel: {{path: made}}\n")
+    run.write_environment({"trainer": "rl", "host": "here", "device": "cpu", "processes": 2})
+    run.write_status(9, "running")
+    for step in range(1, steps + 1):
+        grow(run, step)
+    rollouts = [
+        made_rollout(0, i, text=text, reward=reward, error="ValueError: <b>" if not i else None)
+        for i, (reward, text) in enumerate(TEXTS.items())
+    ]
+    write_rollouts(run.rollouts, 1, rollouts, [0.0] * len(rollouts))
+    return run
+
+
+def grow(run: RunDirectory, step: int) -> None:
+    values = {
+        "reward/mean": step / 8,
+        "actor/skipped": float(step == 1),
+        "reward/errors": 1.0,
+        "actor/loss": math.nan if step == 2 else 1.5,
+        "rollout/mismatch_capped": 0.0,
+        "timing_s/step": 2.0,
+        "timing_s/rollout": 1.0,
+    }
+    with run.metrics.open("a") as file:
+        file.write(json_line({"step": step, **json_numbers(values)}))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipe]:
+    with chromium(tmp_path_factory.mktemp("profile")) as pipe:
+        yield pipe
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    with viewer(root) as found:
+        yield f"http://127.0.0.1:{found.port}/"
+
+
+@pytest.fixture
+def tab(browser: Pipe) -> Iterator[Tab]:
+    """A tab, which must not have asked another machine or said that something is wrong."""
+    tab = Tab(browser)
+    tab.call("Page.addScriptToEvaluateOnNewDocument", source="window.alert = () => { window.hit = true; };")  # fmt: skip
+    yield tab
+    assert tab.problems == []
+    allowed = ("http://127.0.0.1:", "file://", "data:", "about:")
+    assert [url for url in tab.requests if not url.startswith(allowed)] == []
+    tab.close()
+
+
+def show(tab: Tab, address: str) -> None:
+    tab.open("about:blank")
+    tab.open(address)
+    tab.wait(READY)
+
+
+def text(tab: Tab, selector: str) -> str:
+    return str(tab.run(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+def count(tab: Tab, selector: str) -> int:
+    return int(tab.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+
+def unhurt(tab: Tab) -> None:
+    assert tab.run("window.hit") is None
+    assert count(tab, "#view script, #view img, #view iframe, #view [onerror], #view [onload]") == 0
+    assert tab.run("[...document.querySelectorAll('#view svg *')].every((e) => e.localName === 'polyline')")  # fmt: skip
+    assert tab.run("[...document.querySelectorAll('a')].every((a) => a.getAttribute('href').startsWith('#/'))")  # fmt: skip
+
+
+def test_runs_charts_and_rollouts_show(tab: Tab, address: str) -> None:
+    show(tab, address)
+    tab.wait("document.querySelectorAll('tbody tr').length === 4")
+    assert "own" in text(tab, "tbody")
+    show(tab, f"{address}#/run/own")
+    tab.wait("document.querySelectorAll('.uplot canvas').length > 2")
+    assert "rollout/mismatch_capped" in text(tab, ".flat")
+    assert "rollout/mismatch_capped" not in text(tab, ".charts")
+    notices = tab.run("[...document.querySelectorAll('.notice')].map((e) => e.textContent)")
+    assert [notice.rpartition(": ")[2] for notice in notices] == ["1", "2"]  # skipped, failed
+    show(tab, f"{address}#/run/own/rollouts")
+    tab.wait("document.querySelectorAll('.item').length === 3")
+    tab.wait("document.querySelector('.reader .text')")
+
+
+def test_a_reward_has_the_colour_of_its_sign(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/own/rollouts?sort=reward")
+    tab.wait("document.querySelectorAll('.item').length === 3")
+    red, grey, green = tab.run("[...document.querySelectorAll('.item .reward')].map((e) => getComputedStyle(e).color)")  # fmt: skip
+    probe = "(() => { const e = document.body.appendChild(document.createElement('i')); e.style.color = 'var(--{})'; return getComputedStyle(e).color; })()"
+    assert red == tab.run(probe.replace("{}", "bad"))
+    assert grey == tab.run(probe.replace("{}", "faint"))
+    assert green not in (red, grey)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("view", VIEWS)
+def test_hostile_texts_are_shown_and_do_nothing(tab: Tab, address: str, view: str) -> None:
+    show(tab, f"{address}#/run/hostile/{view}")
+    unhurt(tab)
+
+
+@pytest.mark.nightly
+def test_every_hostile_completion_is_shown_as_text(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/hostile/rollouts")
+    tab.wait(f"document.querySelectorAll('.item').length === {len(HOSTILE)}")
+    links = tab.run("[...document.querySelectorAll('.item')].map((e) => e.getAttribute('href'))")
+    for completion, link in zip(HOSTILE, links, strict=True):
+        for colour in ("", "?colour=logprob"):
+            show(tab, f"{address}{link}{colour}")
+            shown = text(tab, ".column .text")
+            unhurt(tab)
+            plain = "".join(c for c in completion[:10000] if c.isprintable() or c == "\u200d")
+            if not colour:
+                hidden = tab.run("[...document.querySelectorAll('.column .hidden')].reduce((t, e) => t.replace(e.textContent, ''), document.querySelector('.column .text').textContent)")  # fmt: skip
+                assert plain in hidden, completion[:60]
+            elif count(tab, ".tokens"):
+                assert HOSTILE[0] in shown
+
+
+@pytest.mark.nightly
+def test_what_cannot_be_seen_is_shown_by_its_code(tab: Tab, address: str) -> None:
+    for number, codes in (
+        (5, ["U+202E", "U+202C"]),
+        (6, ["\\x00 \\x1b", "\\x07"]),
+        (7, ["U+D800"]),
+    ):
+        show(tab, f"{address}#/run/hostile/rollout/{quote(f'step-00000001:0:{number}')}")
+        found = "[...document.querySelectorAll('.column .hidden')].map((e) => e.textContent)"
+        assert tab.run(found) == codes
+
+
+@pytest.mark.nightly
+def test_a_megabyte_is_cut_and_can_be_had(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/own/rollouts?min_reward=1")
+    tab.wait("document.querySelector('.column .text .more')")
+    assert len(text(tab, ".column .text")) < 30_000
+    tab.run("document.querySelector('.column .text .more').click()")
+    tab.wait("document.querySelector('.column .text').textContent.length > 2 ** 20")
+    assert "U+202E" in text(tab, ".column .hidden")
+
+
+@pytest.mark.nightly
+def test_filters_are_in_the_link_which_brings_them_back(tab: Tab, address: str) -> None:
+    show(tab, f"{address}{SMALL}/rollouts")
+    tab.wait("document.querySelectorAll('.item').length === 48")
+    tab.run("const least = document.querySelector('[name=min_reward]'); least.value = '0.05'; least.dispatchEvent(new Event('input'));")  # fmt: skip
+    tab.run("const order = document.querySelector('[name=sort]'); order.value = 'length'; order.dispatchEvent(new Event('change'));")  # fmt: skip
+    tab.wait("location.hash.includes('min_reward=0.05') && location.hash.includes('sort=length')")
+    tab.wait("document.querySelectorAll('.item').length < 48")
+    rows = "[...document.querySelectorAll('.item')].map((e) => e.dataset.id)"
+    shown, link = tab.run(rows), tab.run("location.href")
+    rewards = tab.run("[...document.querySelectorAll('.item .reward')].map((e) => Number(e.textContent))")  # fmt: skip
+    assert shown
+    assert min(rewards) >= 0.05
+    tab.run("document.querySelectorAll('.item')[1].click()")
+    tab.wait("location.hash.includes('/rollout/') && document.querySelector('.item[aria-current]')")
+    assert "min_reward=0.05" in tab.run("location.hash")
+    show(tab, link)
+    tab.wait(f"document.querySelectorAll('.item').length === {len(shown)}")
+    assert tab.run(rows) == shown
+    assert tab.run("document.querySelector('[name=min_reward]').value") == "0.05"
+    assert tab.run("document.querySelector('[name=sort]').value") == "length"
+
+
+@pytest.mark.nightly
+def test_samples_stand_side_by_side_with_coloured_tokens(tab: Tab, address: str) -> None:
+    show(tab, f"{address}{SMALL}/rollouts?colour=advantage")
+    tab.wait("document.querySelector('.tokens span')")
+    assert count(tab, ".column") == 1
+    tab.press("b")
+    tab.wait(
+        "document.querySelectorAll('.column').length === 2 && location.hash.includes('beside=')"
+    )
+    first, second = tab.run("[...document.querySelectorAll('.column .text')].map((e) => e.textContent)")  # fmt: skip
+    assert first != second
+    ground = tab.run("getComputedStyle(document.querySelector('.tokens span')).backgroundColor")
+    assert ground != "rgba(0, 0, 0, 0)"
+    tab.run("document.querySelector('.tokens span').dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))")  # fmt: skip
+    assert "0.5" in text(tab, ".told output")
+
+
+@pytest.mark.nightly
+def test_keys(tab: Tab, address: str) -> None:
+    show(tab, address)
+    tab.wait("document.querySelectorAll('tbody tr a').length === 4")
+    focused = "document.activeElement.textContent"
+    names = tab.run("[...document.querySelectorAll('tbody tr a')].map((e) => e.textContent)")
+    tab.press("j")
+    tab.press("j")
+    assert tab.run(focused) == names[1]
+    tab.press("k")
+    tab.press("x")
+    tab.wait("location.hash.includes('pick=')")
+    tab.wait(f"{focused} === {json.dumps(names[0])}")
+    tab.press("/")
+    assert tab.run("document.activeElement.type") == "search"
+    tab.press("Escape")
+    tab.press("?")
+    assert tab.run("document.getElementById('help').open")
+    tab.press("Escape")
+    tab.wait("!document.getElementById('help').open")
+    show(tab, f"{address}{SMALL}")
+    for key, view in (("l", "log"), ("t", "timeline"), ("k", "checkpoints"), ("f", "config"), ("r", "rollouts")):  # fmt: skip
+        tab.press("g")
+        tab.press(key)
+        tab.wait(f"location.hash.endsWith('/{view}') && {READY}")
+    tab.wait("document.querySelectorAll('.item').length")
+    tab.press("j")
+    tab.wait("location.hash.includes('/rollout/')")
+    at = tab.run("location.hash")
+    tab.press("j")
+    tab.wait(f"location.hash !== {json.dumps(at)}")
+    tab.press("u")
+    tab.wait("location.hash.includes('/rollouts')")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", ["sweep%2Fsmall", "hostile", "own"])
+def test_narrow_pages_do_not_scroll_sideways(tab: Tab, address: str, run: str) -> None:
+    tab.resize(390, 844, mobile=True)
+    for view in ("runs", *(f"run/{run}/{view}" for view in VIEWS)):
+        show(tab, f"{address}#/{view}")
+        assert tab.run("document.documentElement.scrollWidth") <= 390, view
+    show(tab, f"{address}#/run/{run}/rollouts")
+    tab.wait("document.querySelectorAll('.item').length")
+    for number in range(min(count(tab, ".item"), 12)):
+        show(tab, f"{address}#/run/{run}/rollouts")
+        tab.wait("document.querySelectorAll('.item').length")
+        tab.run(f"document.querySelectorAll('.item')[{number}].click()")
+        tab.wait("document.querySelector('.column')")
+        assert tab.run("document.documentElement.scrollWidth") <= 390, number
+
+
+@pytest.mark.nightly
+def test_dark_by_the_system_and_by_hand(tab: Tab, address: str) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    show(tab, address)
+    light = tab.run(ground)
+    tab.dark(True)
+    tab.wait(f"{ground} !== {json.dumps(light)}")
+    tab.press("d")
+    tab.wait(f"{ground} === {json.dumps(light)}")
+    show(tab, address)
+    assert tab.run(ground) == light  # what was chosen stays
+    tab.run("localStorage.clear()")
+
+
+@pytest.mark.nightly
+def test_a_run_that_goes_on_updates_its_page(tab: Tab, address: str, root: Path) -> None:
+    run = growing(root, "live", 3)
+    show(tab, f"{address}#/run/live")
+    tab.wait("document.getElementById('live').className === 'on'")
+    tab.wait("document.querySelector('.now b')?.textContent === '0.375'")
+    grow(run, 4)
+    tab.wait("document.querySelector('.now b').textContent === '0.5'")
+    show(tab, f"{address}#/run/live/rollouts")
+    tab.wait("document.querySelectorAll('.item').length === 3")
+    write_rollouts(run.rollouts, 5, [made_rollout(0, 0), made_rollout(1, 0)], [0.0, 0.0])
+    grow(run, 5)
+    tab.wait("document.querySelector('.count .chip')")
+    assert count(tab, ".item") == 3  # what one reads does not move
+    tab.run("document.querySelector('.count .chip').click()")
+    tab.wait("document.querySelectorAll('.item').length === 5")
+
+
+def test_numbers_and_averages(tab: Tab, address: str) -> None:
+    show(tab, address)
+    said = {0.12345: "0.123", 12345.6: "12,346", 1e-6: "1e−6", -1.0: "−1", 2.5e6: "2.50M"}
+    for value, shown in said.items():
+        assert tab.run(f"import('/static/dom.js').then((m) => m.short({value}))") == shown
+    assert tab.run("import('/static/dom.js').then((m) => m.short('-Infinity'))") == "−inf"
+    rng = random.Random(0)
+    values = [math.nan if rng.random() < 0.2 else rng.gauss(0, 1) for _ in range(90)]
+    given = json.dumps([None if math.isnan(value) else value for value in values])
+    averages = tab.run(f"import('/static/plot.js').then((m) => m.smooth({given}.map((v) => v ?? NaN)))")  # fmt: skip
+    beta = 1 - 2 / (len(values) / 15 + 1)
+    for t, average in enumerate(averages):
+        weights = [beta ** abs(t - i) * math.isfinite(v) for i, v in enumerate(values)]
+        total = sum(w * v for w, v in zip(weights, values, strict=True) if w)
+        assert average == pytest.approx(total / sum(weights))
+
+
+@pytest.mark.nightly
+def test_seeds_are_one_line_with_a_band(tab: Tab, address: str) -> None:
+    link = f"{address}{SMALL}/charts?with=sweep%2Fother&with=own"
+    series = "document.querySelector('.plot').plot?.series.length"
+    show(tab, link)
+    tab.wait(f"{series} === 5")  # steps, low, high and mean of two seeds, and the other run
+    assert count(tab, ".runs-legend .key") == 2
+    show(tab, f"{link}&group=0")
+    tab.wait(f"{series} === 4")
+    assert count(tab, ".runs-legend .key") == 3
+    show(tab, f"{address}{SMALL}/config?with=own")
+    tab.wait("document.querySelectorAll('.different').length")
+    assert "steps" in text(tab, "tbody")
+    assert "optim.lr" not in text(tab, "tbody")
+    show(tab, f"{address}{SMALL}/config?with=own&all=1")
+    assert "optim.lr" in text(tab, "tbody")
+
+
+@pytest.mark.nightly
+def test_a_problem_is_told(tab: Tab, address: str) -> None:
+    show_nothing = f"{address}#/run/nowhere/charts"
+    tab.open(show_nothing)
+    tab.wait("document.querySelector('.notice[role=alert]')")
+    assert "nowhere" in text(tab, ".notice")
+    refused = [each for each in tab.problems if "404" in each]
+    assert refused == tab.problems
+    tab.forget()
+
+
+@pytest.mark.nightly
+def test_a_report_shows_the_same_numbers_without_a_server(
+    tab: Tab, address: str, root: Path
+) -> None:
+    facts = """[...document.querySelectorAll('.tile .value, .notice, details td, .now b, .legend b')].map((e) => e.textContent)"""
+    shown = []
+    for run in ("sweep/small", "own"):
+        report = write_report(root / run, "finished").as_uri()
+        name = run.rpartition("/")[2]
+        for place in (f"{address}#/run/{quote(run, safe='')}/charts", report):
+            show(tab, place)
+            tab.wait("[...document.querySelectorAll('.plot')].filter((e) => e.plot).length > 2")
+            shown.append(tab.run(facts))
+        assert shown[-1] == shown[-2]
+        assert len(shown[-1]) > 8
+        show(tab, f"{report}#/run/{name}/rollouts")
+        assert count(tab, ".item") >= 2
+        tab.press("j")
+        tab.wait("document.querySelector('.column .text')")
+        show(tab, f"{report}#/run/{name}/config")
+        assert "path" in text(tab, "#view")
+        assert tab.run("[...document.querySelectorAll('#tabs a')].map((e) => e.textContent).length") == 3  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_a_report_of_hostile_texts_does_nothing(tab: Tab, root: Path) -> None:
+    report = write_report(root / "hostile", "finished").as_uri()
+    for view in ("charts", "rollouts", "config"):
+        show(tab, f"{report}#/run/hostile/{view}")
+        unhurt(tab)
+    assert [url for url in tab.requests if url.startswith("http")] == []
+    tab.run("(() => { const s = document.createElement('script'); s.textContent = 'window.hit = true'; document.body.append(s); })()")  # fmt: skip
+    assert tab.run("window.hit") is None  # the policy of the file refuses what is not its own
+    assert any("Content Security Policy" in each for each in tab.problems)
+    tab.forget()
