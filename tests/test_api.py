@@ -87,7 +87,7 @@ def test_sft_then_evaluation_of_its_model(place: Path) -> None:
     measured = burnish.evaluate(result.directory)
     assert measured["val/loss"] == pytest.approx(result.metrics[0]["val/loss"], abs=1)
     settings = {"data.validation": ["validation.jsonl"], "engine": {"precision": "fp32"}}
-    for model in (result.model, result.model.parent):
+    for model in (result.model, result.model.parent, result.model.parents[1] / "latest"):
         alone = burnish.evaluate(model, **settings)  # in bf16
         assert alone == pytest.approx(measured, rel=1e-3)
 

@@ -44,10 +44,11 @@ def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> R
 def is_model(place: str) -> bool:
     """Whether what is to be evaluated is a model: a Hugging Face directory, a run's step, or an id of the hub; not a run."""
     path = Path(place).expanduser()
+    path = path.parent if path.name == LATEST else path
     if not path.is_dir():
         is_run = path.parent.is_dir() or path.parent == Path(RunConfig().output_dir)
         return HubPlace.of(place, "model") is not None and not is_run
-    is_steps = path.name in (CHECKPOINTS, LATEST) or step_number(path.name) is not None
+    is_steps = path.name == CHECKPOINTS or step_number(path.name) is not None
     is_run = RunDirectory(path).config.is_file()
     return not is_run and (is_steps or (path / "config.json").is_file())
 
