@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import os
 import re
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
-from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, refusing
 from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
@@ -28,6 +30,8 @@ from burnish.view.runs import RunFacts, beside, describe, find_runs, list_steps,
 
 N = TypeVar("N", int, float)
 Answer = dict[str, Any]
+_Phase = tuple[str, float, float]
+# Name, start and seconds.
 
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
@@ -35,6 +39,7 @@ _TIMING = "timing_s/"
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 # Least time between two searches for runs, how much of its metrics a list reads of each, and how many runs' are held whole.
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
+_PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
 _NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "9p", "afs"}
 # File systems on which SQLite's shared memory does not work between machines.
@@ -213,23 +218,48 @@ class Answers:
         return self._index(self._one(query)).facets(kind)
 
     def timeline(self, query: Query) -> Answer:
-        """Return the phases of a step, one after another and parts within the whole, from the seconds that each took."""
-        curves, step = self._read(self._one(query)).by_name, query.number("step", int) or 0
+        """Return the phases of a step: each rank's, if it was profiled, else from the seconds that each took, one after another."""
+        run, step = self._one(query), query.number("step", int) or 0
+        curves = self._read(run).by_name
         timed = {
             name.removeprefix(_TIMING): c for name, c in curves.items() if name.startswith(_TIMING)
         }
-        total = timed.pop("step", None)
-        spans, ends = [], dict[str, float]()
+        total, ends = timed.pop("step", None), dict[str, float]()
+        phases: dict[int, list[_Phase]] = {0: []}
         for name in sorted(timed, key=lambda name: name.count("/")):
             parent, seconds = name.rpartition("/")[0], timed[name].at(step)
             if seconds is not None:
                 start = ends.get(parent, 0.0)
-                spans.append(
-                    {"name": name, "start": start, "seconds": seconds, "depth": name.count("/")}
-                )
+                phases[0].append((name, start, seconds))
                 ends[parent], ends[name] = start + seconds, start
-        ranks = [{"rank": 0, "spans": spans}] if spans else []
+        phases = self._profiled(run.profiles, step) or phases
+        first = min((start for each in phases.values() for _, start, _ in each), default=0.0)
+        ranks = [
+            {
+                "rank": rank,
+                "spans": [
+                    {"name": name, "start": start - first, "seconds": s, "depth": name.count("/")}
+                    for name, start, s in each
+                ],
+            }
+            for rank, each in sorted(phases.items())
+            if each
+        ]
         return {"steps": list(total.steps) if total else [], "ranks": ranks}
+
+    def _profiled(self, directory: Path, step: int) -> dict[int, list[_Phase]]:
+        """Return what the profiles of a step have, by rank. Raises `CorruptError`."""
+        found = {}
+        for path in self._within(directory).glob(f"step-{step:08d}.rank-*.json.gz"):
+            if match := _PROFILE.fullmatch(path.name):
+                with refusing(f"{path} is no profile", CorruptError, do="remove it"):
+                    events = json.loads(gzip.decompress(self._within(path).read_bytes()))
+                    found[int(match[1])] = [
+                        (str(each["args"]["path"]), each["ts"] / 1e6, each["dur"] / 1e6)
+                        for each in events["traceEvents"]
+                        if each["ph"] == "X"
+                    ]
+        return found
 
     def checkpoints(self, query: Query) -> Answer:
         """Return a run's steps with their health."""

@@ -18,7 +18,7 @@ from burnish.files.remote import Remote, RetryPolicy
 from burnish.tracking.rundir import write_atomically
 
 _WANTED = re.compile(
-    r"(?:[^\0\n]+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|(?:logs|rollouts)/[^/\0\n]+)"
+    r"(?:[^\0\n]+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|(?:logs|profiles|rollouts)/[^/\0\n]+)"
 )
 _SECONDS = 15.0
 _LIMIT = 1 << 31

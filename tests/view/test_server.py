@@ -20,7 +20,9 @@ from view.served import Viewer, viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
 from burnish.files.lease import LEASE, Lease
+from burnish.tracking.profiles import profiling
 from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.spans import Spans
 from burnish.tracking.trackers import JsonlTracker
 from burnish.view.server import PAGE
 
@@ -244,6 +246,30 @@ def test_the_phases_of_a_step(served: Viewer) -> None:
     assert spans["update"]["start"] == spans["rollout"]["seconds"]
     for step in (99, 2**40, -1):
         assert served.get("timeline", run="sweep/small", step=step)["ranks"] == []
+
+
+def test_the_phases_of_a_profiled_step(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "a", steps=2))
+    for rank in (0, 1):
+        spans = Spans(clock=iter(range(100)).__next__)
+        with profiling(run.profiles, rank, spans, [2], with_torch=False):
+            spans.step = 2
+            with spans("rollout"), spans("generate"):
+                pass
+    with viewer(tmp_path) as found:
+        ranks = found.get("timeline", run="a", step=2)["ranks"]
+        assert [each["rank"] for each in ranks] == [0, 1]
+        for each in ranks:
+            spans_of = {span["name"]: span for span in each["spans"]}
+            assert {name: span["depth"] for name, span in spans_of.items()} == {
+                "rollout": 0,
+                "rollout/generate": 1,
+            }
+            assert spans_of["rollout/generate"]["seconds"] == pytest.approx(1, abs=1e-3)
+        assert min(span["start"] for each in ranks for span in each["spans"]) == 0
+        assert len(found.get("timeline", run="a", step=1)["ranks"]) == 1
+        next(run.profiles.iterdir()).write_bytes(b"no gzip")
+        found.get("timeline", run="a", step=2, status=400)
 
 
 def test_the_log(tmp_path: Path) -> None:
