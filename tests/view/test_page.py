@@ -338,6 +338,21 @@ def test_numbers_and_averages(tab: Tab, address: str) -> None:
         assert average == pytest.approx(total / sum(weights))
 
 
+def test_spans_stand_where_their_time_is(tab: Tab, address: str) -> None:
+    show(tab, address)
+    spans = [
+        {"name": "rollout", "start": 2, "seconds": 4, "depth": 0},
+        {"name": "rollout/generate", "start": 3, "seconds": 2, "depth": 1, "error": "<b>"},
+    ]
+    ranks = json.dumps([{"rank": rank, "spans": spans} for rank in range(2)])
+    found = "[...m.lanes({}).querySelectorAll('.span')].map((e) => [e.style.left, e.style.width, e.style.top, e.textContent, e.className])"
+    bars = tab.run(f"import('/static/timeline.js').then((m) => {found.replace('{}', ranks)})")
+    assert bars == 2 * [
+        ["0%", "100%", "0px", "rollout", "span"],
+        ["25%", "50%", "22px", "generate", "span bad"],
+    ]
+
+
 @pytest.mark.nightly
 def test_seeds_are_one_line_with_a_band(tab: Tab, address: str) -> None:
     link = f"{address}{SMALL}/charts?with=sweep%2Fother&with=own"

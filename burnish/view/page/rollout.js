@@ -94,6 +94,6 @@ function trace(found) {
   if (!found?.spans?.length) return null;
   const details = h("dl.attributes"), shown = (value) => words(typeof value === "string" ? value : JSON.stringify(value));
   const fact = ([name, value]) => h("div", h("dt", words(name)), h("dd", shown(value)));
-  const tell = ({name, attributes = {}}) => details.replaceChildren(...Object.entries({span: name, ...attributes}).map(fact));
+  const tell = ({name, error, attributes = {}}) => details.replaceChildren(...Object.entries({span: name, ...(error && {error}), ...attributes}).map(fact));
   return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: found.spans}], tell), details);
 }

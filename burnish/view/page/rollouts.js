@@ -27,7 +27,7 @@ export function rolloutsView(body) {
   const form = h("form.filters", {onsubmit: (event) => event.preventDefault()});
   body.classList.add("rollouts");
   body.append(...(frozen ? [] : [h("details.fold", {open: innerWidth > WIDE}, h("summary", "Filters"), form)]), h("div.list", total, list, more), reader);
-  let rows = [], cursor = null, known = 0, listed = null, read = null;
+  let rows = [], cursor = null, known = 0, listed = null, read = null, filled = null;
 
   async function load(further = false) {
     const {run, query} = here();
@@ -51,7 +51,9 @@ export function rolloutsView(body) {
   async function update({view, run, argument, query}, live) {
     const filters = JSON.stringify(filtersOf(query));
     body.classList.toggle("reading", view === "rollout");
-    if (!frozen && !form.firstChild) fill(form, await get("rollouts/facets", {run, kind: query.get("kind")}));
+    const kind = query.get("kind") ?? "";
+    if (!frozen && kind !== filled) fill(form, await get("rollouts/facets", {run, kind}));
+    filled = kind;
     for (const field of form.querySelectorAll("[name]")) if (field !== document.activeElement) field.value = query.get(field.name) ?? "";
     form.querySelectorAll(".bars").forEach((bars) => bars.mark());
     if (filters !== listed) await load();

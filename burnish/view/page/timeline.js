@@ -12,10 +12,10 @@ export function lanes(ranks, tell = null) {
   const width = Math.max(...all.map(({start, seconds}) => start + seconds)) - first || 1, share = (seconds) => `${(100 * seconds) / width}%`;
   const kind = ({name}) => name.split(/[/ ]/)[0], kinds = [...new Set(all.map(kind))];
   const bar = (span) => {
-    const told = tell && (() => tell(span)), {start, seconds, name, depth = 0} = span;
+    const told = tell && (() => tell(span)), {start, seconds, name, depth = 0, error} = span;
     const style = {left: share(start - first), width: share(seconds), top: `${LANE * depth}px`, "--c": `var(--c${kinds.indexOf(kind(span)) % 8})`};
     const on = told ? {onclick: told, onpointerenter: told, onfocus: told} : {tabindex: -1};
-    return h("button.span", {type: "button", title: `${name}: ${duration(seconds)}`, style, ...on}, words(own(name)));
+    return h(`button.span${error ? ".bad" : ""}`, {type: "button", title: `${name}: ${duration(seconds)}`, style, ...on}, words(own(name)));
   };
   const height = (spans) => `${LANE * (1 + Math.max(0, ...spans.map(({depth = 0}) => depth)))}px`;
   return h("div.lanes",
