@@ -58,6 +58,7 @@ OPTIONAL = (
     "burnish.tracking.profiles",
     "burnish.tracking.services",
     "burnish.train.evaluate",
+    "burnish.train.guard",
     "burnish.files.hub",
     "burnish.train.commits",
     "burnish.train.model_card",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from burnish.boxes.box import Box
@@ -37,6 +38,11 @@ class Shard:
     def part(self, box: Box) -> Tensor:
         """Return an inner box, in global coordinates: a view, unless a subclass computes it."""
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
+
+    def checksum(self) -> str:
+        """Return the xxh3_128 of the elements' bytes, in row-major order."""
+        flat = self.tensor.detach().contiguous().cpu().view(-1)
+        return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,16 +82,9 @@ def message_hint(rollout: Rollout) -> str:
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
-    """Return statistics of scored rollouts, which merge over ranks if no group is cut.
+    """Return `reward/...` and `response_length/...` of scored rollouts, with groups that dynamic sampling left out.
 
-    In training they cover all that a step generated, also groups that dynamic sampling left out. A
-    group is the rollouts of one prompt with different sample indices.
-
-    - `reward/mean`; `reward/parts/NAME`, the mean of each function's own value, and of each further number as NAME/ITS_NAME
-    - `reward/std`: mean over groups of the (population) standard deviation within the group
-    - `reward/zero_std_frac`: share of groups whose rewards are all equal, which teach nothing
-    - `reward/errors`: rollouts with an error in a reward function
-    - `response_length/mean`, `/max` in tokens, `/clip_ratio`: share of completions cut at their limit
+    `reward/std` is the mean over groups of the (population) standard deviation within the group.
     """
     if not rollouts:
         return Stats()

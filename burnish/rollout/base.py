@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from burnish.boxes.shards import Publication
+from burnish.boxes.shards import Publication, TensorSpec
 from burnish.records import Completion, Request
 
 Watch = Callable[[int], None]
@@ -55,6 +55,12 @@ class Generator(Protocol):
         """Copy weights from the engine's shards; each rank passes its own. Collective.
 
         Copies frozen weights once only, so pass shards of one engine only.
+        """
+
+    def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
+        """Yield each tensor that it computes with, by canonical name, and `Shard.checksum` of all of it as it is held.
+
+        A tied weight that lies in two places appears twice.
         """
 
     def close(self) -> None:

@@ -188,22 +188,26 @@ class GroupSampler:
 
 
 class RolloutQueue:
-    """Lies between the loop and the generator, and holds the batches that are drawn ahead. All methods but `pending` are collective.
+    """Draws each batch `rollout.ahead` steps before it is taken, and publishes. Collective.
 
-    Batch t is drawn with the weights after t - `rollout.ahead` steps, or with the first. So a step draws batches up to its own
-    number + `ahead`, then trains on its own, then publishes.
+    So batch t is drawn with the weights after t - `ahead` steps, or with the first.
     """
 
-    def __init__(self, sampler: GroupSampler, total_steps: int) -> None:
-        self._sampler = sampler
+    def __init__(
+        self, sampler: GroupSampler, total_steps: int, check: Callable[[int], None] | None = None
+    ) -> None:
+        """`check` is called with the version of published weights."""
+        self._sampler, self._check = sampler, check
         self._ahead = sampler.config.rollout.ahead
         self._waiting = sampler.config.critic.warmup_steps
         self._total_steps = total_steps
         self._pending: deque[DrawnBatch] = deque()
 
     def publish(self, weights: Publication, version: int) -> None:
-        """Give the generator new weights, with which it draws from now on."""
+        """Give the generator new weights."""
         self._sampler.collector.generator.load_weights(weights, version)
+        if self._check is not None:
+            self._check(version)
 
     def take(self, step: int) -> DrawnBatch:
         """Draw what is due before `step`, and return its batch. Steps are taken in order."""
@@ -213,19 +217,15 @@ class RolloutQueue:
         return self._pending.popleft()
 
     def pending(self) -> tuple[DrawnBatch, ...]:
-        """Return the batches drawn and not taken, which the next steps take."""
+        """Return the batches drawn and not taken."""
         return tuple(self._pending)
 
     def restore(self, pending: Sequence[DrawnBatch]) -> None:
-        """Go on with batches that were drawn before the run was resumed, perhaps with another `ahead`."""
+        """Go on with batches that a save held."""
         self._pending = deque(pending)
 
     def stats(self, batch: DrawnBatch) -> Stats:
-        """Return the statistics of a batch that was taken.
-
-        Of completions drawn ahead also `rollout/staleness/mean` and `/max`: by how many steps of learning the weights that drew
-        them are older than those that learn from them.
-        """
+        """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
         learned = max(0, batch.step - self._waiting)
         lags = [
             learned - max(0, rollout.completion.weights_version - self._waiting)

@@ -252,6 +252,16 @@ class PolicyUpdate:
         ]
         return estimates, logprobs
 
+    def raw_logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+        """Return the engine's log-probs of each completion token at temperature 1, by rollout. Collective."""
+
+        def compute(batch: Batch) -> list[Floats]:
+            plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
+            outputs = self.engine.forward(replace(batch, microbatches=plain))
+            return [_numbers(output.logprobs) for output in outputs]
+
+        return self._of_completions(rollouts, compute)
+
     def _values(self, rollouts: Sequence[Rollout]) -> list[Floats]:
         if self.critic is None:
             raise ValueError("generalized advantage estimation needs a critic")

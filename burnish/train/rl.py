@@ -69,9 +69,13 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             if config.engine.park:
                 collector = replace(collector, parks=engines)
             waiting = config.critic.warmup_steps
-            queue = RolloutQueue(GroupSampler(config, collector, dataset, loader), total)
-            queue.restore(run.pending)
             version = weights_version(run.position.step, waiting)
+            guard = import_module("burnish.train.guard").Guard(
+                update, collector.generator, dataset, layout, device, version
+            )
+            sampler = GroupSampler(config, collector, dataset, loader)
+            queue = RolloutQueue(sampler, total, guard.check)
+            queue.restore(run.pending)
             queue.publish(update.engine.published(), version)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             kl = config.algorithm.kl

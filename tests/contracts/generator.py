@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from burnish.errors import UsageError
+from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
 
@@ -219,6 +220,14 @@ class GeneratorContract:
     def test_the_version_of_the_weights_is_on_every_completion(self) -> None:
         groups = self.make(tiny_model(), version=17).generate(make_requests(), Sampling(2))
         assert {c.weights_version for group in groups for c in group} == {17}
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_checksums_are_those_of_the_weights_and_a_tied_head_counts(self, family: str) -> None:
+        model = tiny_model(family)
+        found = [(spec.name, digest) for spec, digest in self.make(model).checksums()]
+        wanted = {shard.spec.name: shard.checksum() for shard in model_shards(model)}
+        assert dict(found) == wanted
+        assert len(found) == len(wanted) + model.config.tie_word_embeddings
 
     def test_refuses_an_empty_prompt(self) -> None:
         with pytest.raises(UsageError, match="prompt 9"):

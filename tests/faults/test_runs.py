@@ -123,6 +123,13 @@ STOPS = {
         ("burnish.checkpoint.save:Saver._commit", 1),
         ("burnish.rollout.builtin.generator:BuiltinGenerator.load_weights", 3),
     ],
+    "rl_ahead": [
+        ("burnish.train.collect:GroupSampler.sample", 2),
+        ("burnish.checkpoint.save:Saver._commit", 2),
+        ("burnish.train.collect:RolloutQueue.take", 2),
+        (f"{ENGINE}.forward_backward", 2),
+        ("burnish.train.run:Run._record", 1),
+    ],
 }
 """What is called, for which time, when the signal comes."""
 
@@ -133,6 +140,7 @@ STOPS = {
         pytest.param("sft", signal.SIGINT, marks=pytest.mark.nightly),
         pytest.param("sft", signal.SIGHUP, marks=pytest.mark.nightly),
         ("rl", signal.SIGTERM),
+        pytest.param("rl_ahead", signal.SIGTERM, marks=pytest.mark.nightly),
     ],
 )
 def test_stopped_by_a_signal(work, in_peace, kind, number):

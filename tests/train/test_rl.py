@@ -28,6 +28,9 @@ from burnish.tracking.stats import Stats
 from burnish.train.policy_update import Credit, PolicyUpdate
 from burnish.train.setup import lay_foundation
 
+UNGUARDED = {**RL["rollout"], "max_disagreement": None}
+"""Generators and engines are called for training alone."""
+
 
 class Mute(BuiltinGenerator):
     """A generator whose every completion is empty."""
@@ -108,6 +111,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             "name": f"park_{park}",
             "steps": 2,
             "engine": {**RL.get("engine", {}), "park": park},
+            "rollout": UNGUARDED,
             **EVERYTHING["critic"],
         }
         run_command("rl", RunConfig.model_validate({**RL, **settings}))
@@ -135,6 +139,7 @@ def test_kl_in_the_reward_scores_the_policy_once(
     monkeypatch.setattr(TorchEngine, "forward", forward)
     settings = {
         "name": "once",
+        "rollout": UNGUARDED,
         "steps": 2,
         "batch": {**RL["batch"], "minibatches": 2},
         "algorithm": {"kl": {"coef": 0.1, "place": "reward"}},
@@ -183,6 +188,7 @@ def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule
     monkeypatch.setattr(TorchEngine, "forward", forward)
     settings: dict[str, Any] = {
         "name": "waits",
+        "rollout": UNGUARDED,
         "steps": 4,
         "critic": {"lr": 0.02, "warmup_steps": 2},
         "optim": {"lr": 0.01, "schedule": "linear"},

@@ -8,7 +8,7 @@ fused experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.boxes.shards import Publication
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
@@ -30,7 +31,7 @@ from burnish.models.kernels.fused import (
     rotation_of,
 )
 from burnish.models.meta_init import build_on_meta, materialize, position_limit
-from burnish.models.names import Region, model_shards, regions
+from burnish.models.names import Region, model_shards, regions, tied_names
 from burnish.models.scorer import logit_transform
 
 
@@ -56,12 +57,15 @@ class InferenceModel:
         self.device, self.layers = device, hf_config.get_text_config().num_hidden_layers
         self.module = build_on_meta(hf_config)
         """What transformers has, with packed attention."""
+        tied = tied_names(self.module).values()
         self._fixed: tuple[Region, ...] = ()
         if lora is None:
             self._changing = regions(self.module)
         else:
             adapter = import_module("burnish.models.lora.adapter").Adapter(self.module, lora)
             self._fixed, self._changing = adapter.base, adapter.weights
+        held = (*self._fixed, *self._changing)
+        self._tied_head = next((region for region in held if region.name in tied), None)
         self.module.requires_grad_(False).eval()
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -76,6 +80,14 @@ class InferenceModel:
         """Return fp32 logits [n, V] of hidden states [n, hidden] as `Scorer` computes them, in new memory."""
         head = self.module.get_output_embeddings().weight
         return self._transform.apply_(linear(hidden, head).float())
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield all weights as views; a tied head is there as the embeddings and as what `logits` reads."""
+        yield from model_shards(self.module, parts=(*self._fixed, *self._changing))
+        if self._tied_head is not None:
+            head = self.module.get_output_embeddings().weight.detach()
+            spec = TensorSpec(self._tied_head.name, self._tied_head.shape, head.dtype)
+            yield Shard(spec, whole(spec.shape), head)
 
     def load(self, weights: Publication, layout: Layout) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards."""

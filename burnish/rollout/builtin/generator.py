@@ -8,12 +8,12 @@ out: quantized weights, tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
 
-from burnish.boxes.shards import Publication
+from burnish.boxes.shards import Publication, TensorSpec
 from burnish.config.schema import MOST_SLOTS
 from burnish.distributed.device import free_memory
 from burnish.distributed.layout import Layout
@@ -80,6 +80,11 @@ class BuiltinGenerator:
         """See `Generator.load_weights`. Every call must bring the same shards."""
         self._model.load(weights, self._layout)
         self._version = version
+
+    def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
+        """See `Generator.checksums`."""
+        for shard in self._model.shards():
+            yield shard.spec, shard.checksum()
 
     def close(self) -> None:
         """Free the weights and end the generator's use."""

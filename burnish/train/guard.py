@@ -1,0 +1,96 @@
+"""Hold the generator to the engine: both score a few completions, and where they disagree the run stops.
+
+There are as many prompts as ranks at least, so every rank's generator is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Shard
+from burnish.boxes.transfer import Transfer
+from burnish.distributed.collectives import any_rank, gather_objects
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError
+from burnish.records import Prompt, Request, Rollout
+from burnish.records.seeds import derive_seed
+from burnish.rollout.base import Generator
+from burnish.train.collect import sampling
+from burnish.train.policy_update import PolicyUpdate
+
+_PROMPTS, _TOKENS = 4, 16
+# At least so many prompts, and most tokens of a completion.
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Compares the generator's log-probs with the engine's."""
+
+    update: PolicyUpdate
+    generator: Generator
+    prompts: Sequence[Prompt]
+    layout: Layout
+    device: torch.device
+    first: int
+    """The first version that this process publishes."""
+
+    def check(self, version: int) -> None:
+        """Compare, the first time and after every `rollout.check_every`-th version. Collective.
+
+        Raises `BurnishError`, which names the first tensor that differs, beyond `rollout.max_disagreement`.
+        """
+        rollout = self.update.config.rollout
+        limit = rollout.max_disagreement
+        if limit is None or (version != self.first and version % rollout.check_every):
+            return
+        rollouts = self._drawn()
+        said = self.update.raw_logprobs(rollouts)
+        pairs = zip(said, (each.completion.logprobs for each in rollouts), strict=True)
+        apart = np.concatenate([np.abs(mine - theirs) for mine, theirs in pairs])
+        mean = float(apart.mean()) if len(apart) else 0.0
+        if mean <= limit:
+            return
+        name = self._first_difference()
+        found = (
+            "all tensors are equal" if name is None else f"the first tensor that differs is {name}"
+        )
+        raise BurnishError(
+            f"generator and engine disagree on the log-probs of the same tokens, with weights of version {version}",
+            have=f"{mean:.3g} nats on average over {len(apart)} tokens; {found}",
+            want=f"rollout.max_disagreement: {limit:g} at most",
+            do="set rollout.max_disagreement higher if the two compute this differently for a reason you know"
+            if name is None
+            else "start the same command again; if it comes again, it is a mistake in publishing this tensor",
+        )
+
+    def _drawn(self) -> list[Rollout]:
+        """Return a completion of each prompt, by rank in turns, the same on every rank."""
+        config, rank, world = self.update.config, self.layout.rank, self.layout.world
+        seed = derive_seed(config.seed, "guard") % 2**63
+        how = sampling(config.rollout, config.rollout, seed, step=0)
+        replayed = config.algorithm.router_replay == "rollout"
+        how = replace(how, max_tokens=min(how.max_tokens, _TOKENS), experts=replayed)
+        numbers = range(max(_PROMPTS, world))
+        prompts = [self.prompts[number % len(self.prompts)] for number in numbers]
+        requests = [Request(number, prompts[number].token_ids) for number in numbers[rank::world]]
+        drawn = self.generator.generate(requests, how)
+        shares = gather_objects([completion for (completion,) in drawn], self.layout)
+        return [Rollout(prompts[n], 0, shares[n % world][n // world], "") for n in numbers]
+
+    def _first_difference(self) -> str | None:
+        """Return the name of the first tensor that differs on any rank between engine and generator."""
+        weights = self.update.engine.published()
+        have = [*weights.fixed, *weights.changing]
+        for spec, held in self.generator.checksums():
+            box = whole(spec.shape)
+            copy = Shard(spec, box, torch.empty(spec.shape, dtype=spec.dtype, device=self.device))
+            mine = [shard for shard in have if shard.spec.name == spec.name]
+            Transfer(mine, [copy], self.layout).run(mine, [copy])
+            if any_rank(copy.checksum() != held, self.layout):
+                return spec.name
+        return None
