@@ -220,7 +220,7 @@ class Answers:
     def timeline(self, query: Query) -> Answer:
         """Return the phases of a step: each rank's, if it was profiled, else from the seconds that each took, one after another."""
         run, step = self._one(query), query.number("step", int) or 0
-        curves = self._read(run).by_name
+        curves = dict(self._read(run).by_name)  # another thread may find more meanwhile
         timed = {
             name.removeprefix(_TIMING): c for name, c in curves.items() if name.startswith(_TIMING)
         }

@@ -31,9 +31,10 @@ class Curve:
 
     def at(self, step: int) -> float | None:
         """Return the finite value of a step."""
+        values = self.values[:]  # another thread may read more meanwhile
         place = bisect_left(self.steps, step)
-        is_there = place < len(self.steps) and self.steps[place] == step
-        return self.values[place] if is_there and math.isfinite(self.values[place]) else None
+        is_there = place < len(values) and self.steps[place] == step
+        return values[place] if is_there and math.isfinite(values[place]) else None
 
     def drop_from(self, step: int) -> None:
         """Drop this step and all after it."""
@@ -42,15 +43,17 @@ class Curve:
 
     def points(self, most: int, first: int, last: int) -> dict[str, list[Any]]:
         """Return last steps, means, lowest and highest values of at most `most` buckets, as JSON has them."""
-        start, stop = bisect_left(self.steps, first), bisect_right(self.steps, last)
+        known = self.values[:]  # another thread may read more meanwhile
+        steps = self.steps[: len(known)]
+        start, stop = bisect_left(steps, first), bisect_right(steps, last)
         count = max(0, stop - start)
         buckets = min(count, most)
         ends = [start + count * number // buckets for number in range(buckets + 1)] if count else []
         found: dict[str, list[Any]] = {"steps": [], "values": [], "low": [], "high": []}
         for begin, end in pairwise(ends):
-            values = list(filter(math.isfinite, self.values[begin:end])) or [self.values[begin]]
+            values = list(filter(math.isfinite, known[begin:end])) or [known[begin]]
             mean = math.fsum(values) / len(values) if len(values) > 1 else values[0]
-            found["steps"].append(self.steps[end - 1])
+            found["steps"].append(steps[end - 1])
             for name, value in (("values", mean), ("low", min(values)), ("high", max(values))):
                 found[name].append(json_number(float(f"{value:.7g}")))
         return found

@@ -182,13 +182,7 @@ class RolloutIndex:
         self._requests, self._is_closed = 0, False
         self._block = lru_cache(_BLOCKS_HELD)(self._read_block)
         self._facets: dict[Kind, tuple[object, dict[str, Any]]] = {}
-        try:
-            self._open()
-        except sqlite3.OperationalError:  # no place for one
-            raise
-        except sqlite3.DatabaseError:
-            self._remove()
-            self._open()
+        self._open()
 
     def close(self) -> None:
         """Stop the thread and close the index."""
@@ -535,8 +529,13 @@ class RolloutIndex:
             self._list()
 
     def _open(self) -> None:
-        database = self._connection()
-        if database.execute("PRAGMA user_version").fetchone()[0] not in (0, FORMAT):
+        database, version = self._connection(), -1
+        try:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # no place for one
+                raise
+        if version not in (0, FORMAT):
             database.close()
             self._remove()
             database = self._connection()

@@ -157,7 +157,8 @@ class _Guard:
         if self._token is None:
             # A page elsewhere may let its own name point here. It cannot choose the name that a browser sends.
             is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
-            return None if is_own else _error(403, BurnishError("this machine has another name"))
+            do = "call it localhost, or start burnish view with --host"
+            return None if is_own else _error(403, BurnishError("no name of this machine", do=do))
         cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
         if self._knows(request.query_params.get("token")):
             found = RedirectResponse(request.url.path, 303)
