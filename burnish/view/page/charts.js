@@ -57,9 +57,8 @@ export function chartsView(body) {
   async function update({run, query}) {
     const runs = [...new Set([run, ...query.getAll("with")])], [from, to] = [query.get("from"), query.get("to")];
     const named = await get("metrics", {run: runs}), names = [...new Set(runs.flatMap((each) => named[each].names))];
-    const [found, groups, {runs: all}, {environment}] = await Promise.all([
-      names.length ? get("metrics", {run: runs, names: names.join(","), points: POINTS, from, to}) : {},
-      seedGroups(runs), get("runs"), get("environment", {run})]);
+    const metrics = (ends) => (names.length ? get("metrics", {run: runs, names: names.join(","), points: POINTS, ...ends}) : {});
+    const [found, groups, {runs: all}, {environment}] = await Promise.all([metrics({from, to}), seedGroups(runs), get("runs"), get("environment", {run})]);
     const canGroup = groups.length < runs.length;
     const shown = canGroup && setting("group") ? groups : runs.map((each) => ({label: each, runs: [each]}));
     toggles.forEach((each, i) => each.setAttribute("aria-pressed", String(setting(TOGGLES[i][0]))));
@@ -74,7 +73,10 @@ export function chartsView(body) {
       button("plain", "×", () => without(runs, members), {"aria-label": `Remove ${label}`}))));
     const about = all.find((each) => each.run === run) ?? {};
     if (runs.length > 1) head.replaceChildren(h("div.head", h("h1", plural(runs.length, "run"))));
-    else if (from === null || !head.firstChild) head.replaceChildren(...summary(run, about, found[run] ?? {}, environment));
+    else if (from === null || !head.firstChild) {
+      const whole = from === null ? found : await metrics({});
+      head.replaceChildren(...summary(run, about, whole[run] ?? {}, environment));
+    }
     layout(names, found, shown, query);
   }
 

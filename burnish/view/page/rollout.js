@@ -7,7 +7,7 @@ import {lanes} from "./timeline.js";
 
 const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "min_reward", "max_reward", "min_length", "max_length", "sort"];
 const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
-const MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 72;
+const ONE_SIDED = ["logprobs", "entropy"], MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 60;
 
 export const filtersOf = (query) => Object.fromEntries([...query].filter(([name]) => FILTERS.includes(name)));
 
@@ -25,6 +25,8 @@ export async function readRollout(run, id, query) {
   const wanted = arrays.find((name) => colour && name.startsWith(colour)) ?? "";
   const choice = h("select", {onchange: () => replace(changed({colour: choice.value}))}, options([["", "nothing"], ...arrays.map((name) => [name, titleOf(name)])]));
   choice.value = wanted;
+  const sizes = [row, other].flatMap((each) => each?.tokens?.[wanted] ?? []).map((value) => Math.abs(num(value))).filter(Number.isFinite).sort((a, b) => a - b);
+  const most = sizes[Math.floor(0.98 * sizes.length)] || sizes.at(-1) || 1;
   let shared = 0;
   while (other && shared < row.completion.length && row.completion[shared] === other.completion[shared]) shared += 1;
   const isValidation = row.kind === "validation", prompt = `prompt ${row.prompt_index}`;
@@ -38,13 +40,13 @@ export async function readRollout(run, id, query) {
       other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
     passage(row.prompt, ".prompt"), answerOf(row),
     h(`div.columns${other ? ".two" : ""}`,
-      column(row, siblings, (sibling) => toRollout(sibling, other?.id), wanted, shared),
-      other ? column(other, siblings, (sibling) => toRollout(row, sibling.id), wanted, shared) : null)];
+      column(row, siblings, (sibling) => toRollout(sibling, other?.id), {wanted, most, shared}),
+      other ? column(other, siblings, (sibling) => toRollout(row, sibling.id), {wanted, most, shared}) : null)];
 }
 
 const titleOf = (name) => NAMES[name] ?? name.replace(/_/g, " ").replace(/s$/, "");
 
-function column(row, siblings, to, wanted, shared) {
+function column(row, siblings, to, {wanted, most, shared}) {
   const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}`}, rewardChip(each.reward));
   const facts = [
     ["sample", row.sample], ["tokens", row.length && count(row.length)], ["ended by", row.stop_reason],
@@ -56,7 +58,7 @@ function column(row, siblings, to, wanted, shared) {
     h("div.facts", rewardChip(row.reward), facts.map(([name, value]) => h("span", h("span.soft", `${name} `), value))),
     h("dl.parts", parts),
     row.reward_error ? h("div.notice", h("strong", "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
-    row.tokens?.[wanted] ? tokens(row.tokens, wanted) : completion(row.completion, shared),
+    row.tokens?.[wanted] ? tokens(row.tokens, wanted, most) : completion(row.completion, shared),
     trace(row.trace));
 }
 
@@ -66,11 +68,10 @@ function completion(text, shared) {
   return h("div.text", {dir: "auto"}, h("span.shared", {title: "The same in both"}, words(text.slice(0, shared))), words(text.slice(shared)));
 }
 
-// Tokens on a ground as strong as their numbers are large. The one under the pointer is told.
-function tokens(all, wanted) {
+// Tokens on a ground as strong as their numbers are large beside `most`. The one under the pointer is told.
+function tokens(all, wanted, most) {
   const arrays = Object.keys(all).filter((each) => each !== "texts"), values = all[wanted].map(num);
-  const sizes = values.filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b), most = sizes[Math.floor(0.98 * sizes.length)] || sizes.at(-1) || 1;
-  const signed = wanted !== "logprobs" && values.some((value) => value < 0), far = wanted === "logprobs" ? `−${short(most)}` : short(most);
+  const signed = !ONE_SIDED.includes(wanted), far = wanted === "logprobs" ? `−${short(most)}` : short(most);
   const told = h("output", "Point at a token.");
   const tell = ({target: {dataset: {i}}}) => {
     if (i === undefined) return;
