@@ -22,7 +22,7 @@ from burnish.algorithms.base import LOG_RATIO_BOUND
 from burnish.algorithms.kl import kl_loss
 from burnish.config.schema import AlgorithmConfig
 from burnish.records import MicroBatch
-from burnish.tracking.stats import Max, Mean, Stats
+from burnish.tracking.stats import EffectiveShare, Max, Mean, Stats
 
 
 def mismatch_stats(old_logprobs: Tensor, micro: MicroBatch) -> Stats:
@@ -57,8 +57,9 @@ def mismatch_weights(
     - sequence: whole sequences by ρ (masked importance sampling, MIS; Liu et al. 2025)
     - geometric: whole sequences by ρ^(1/|y|), which does not fall with the length
 
-    Statistics: `mismatch_capped`, the share of tokens at the cap; `mismatch_rejected`, the share
-    with weight 0. Raises `BurnishError` without `sampled_logprobs`.
+    Statistics: `mismatch_ess`, the effective sample size of the weights, as a share of the tokens;
+    `mismatch_capped`, the share of tokens at the cap; `mismatch_rejected`, the share with weight 0.
+    Raises `BurnishError` without `sampled_logprobs`.
     """
     ratios = _log_ratio(old_logprobs, micro)
     means = sequence_means(ratios, micro)
@@ -80,6 +81,8 @@ def mismatch_weights(
         rejected = ((measure < low) | (measure > high)) & micro.loss_mask
         weights = torch.where(rejected, 0.0, weights)
         stats |= {"mismatch_rejected": Mean(rejected.sum(), count)}
+    trained = torch.where(micro.loss_mask, weights, 0.0).double()
+    stats["mismatch_ess"] = EffectiveShare(trained.sum(), trained.square().sum(), count)
     return torch.where(micro.loss_mask, weights, 1.0), stats
 
 

@@ -64,7 +64,26 @@ class Max:
         return float(self.largest)
 
 
-Metric = Mean | Sum | Max
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Kish's effective sample size of weights as a share of their number, (Σw)² / (n Σw²); merging adds. NaN if all weights are 0."""
+
+    total: Number
+    squares: Number
+    count: Number
+
+    def merge(self, other: EffectiveShare) -> EffectiveShare:
+        """Both parts together."""
+        squares, count = self.squares + other.squares, self.count + other.count
+        return EffectiveShare(self.total + other.total, squares, count)
+
+    def value(self) -> float:
+        """The share as a float."""
+        divisor = float(self.count) * float(self.squares)
+        return float(self.total) ** 2 / divisor if divisor else float("nan")
+
+
+Metric = Mean | Sum | Max | EffectiveShare
 
 
 class Stats(dict[str, Metric]):

@@ -67,6 +67,8 @@ def test_weights_are_truncated_ratios(make_case) -> None:
     share = np.mean(np.exp(d) > 1.3)
     assert 0 < share < 1
     assert stats["mismatch_capped"].value() == pytest.approx(share)
+    w = np.minimum(np.exp(d), 1.3)
+    assert stats["mismatch_ess"].value() == pytest.approx(w.sum() ** 2 / len(w) / (w**2).sum())
 
 
 @pytest.mark.parametrize("measured_against", ["itself", "before"])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.tracking.stats import Max, Mean, Stats, Sum
+from burnish.tracking.stats import EffectiveShare, Max, Mean, Stats, Sum
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 
@@ -16,11 +16,15 @@ def test_merged_parts_give_what_the_whole_gives(values: list[float], cut: int) -
     stats = Stats()
     for part in parts:
         mean = Mean(sum(part), len(part))
-        stats = stats.merge(Stats(mean=mean, sum=Sum(sum(part)), max=Max(max(part))))
+        squares = sum(value**2 for value in part)
+        share = EffectiveShare(sum(part), squares, len(part))
+        stats = stats.merge(Stats(mean=mean, sum=Sum(sum(part)), max=Max(max(part)), share=share))
+    divisor = len(values) * sum(value**2 for value in values)
     assert stats.values_by_name() == {
         "mean": pytest.approx(sum(values) / len(values), abs=1e-6),
         "sum": pytest.approx(sum(values), abs=1e-6),
         "max": max(values),
+        "share": pytest.approx(sum(values) ** 2 / divisor if divisor else math.nan, nan_ok=True),
     }
 
 
