@@ -42,7 +42,7 @@ export function rolloutsView(body) {
     const partly = query.get("text") && answer.scanned < 1 ? `, ${Math.round(100 * answer.scanned)} % searched` : "";
     total.textContent = (known === null ? `${count(rows.length)}${cursor ? " or more" : ""} rollouts` : plural(known, "rollout")) + partly;
     if (!rows.length && cursor) await load(true);
-    else if (!rows.length) list.append(h("p.none", "No rollout matches."));
+    else if (!rows.length) list.append(h("p.none", Object.keys(filtersOf(query)).length ? "No rollout matches." : "No rollouts have been written yet."));
   }
 
   // The rollout that is read: the first one where there is room and none is chosen.
