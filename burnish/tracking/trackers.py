@@ -143,7 +143,9 @@ class Observers:
             )
             self._rollouts.thin_rollouts(directory, int(self._settings.rollouts_keep_gb * 1e9))
             if self._others:
-                rows = self._rollouts.rollout_rows(step, rollouts, advantages)
+                found = self._rollouts.rollout_rows(step, rollouts, advantages)
+                # Those that are kept longest: a table of thousands would cost more than the step.
+                rows = [found[i] for i in sorted(self._rollouts.chosen(found))]
                 for tracker in self._others:
                     tracker.log_rollouts(step, "validation" if advantages is None else "step", rows)
 

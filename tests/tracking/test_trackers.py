@@ -2,6 +2,7 @@ import html
 import json
 import math
 import os
+import re
 import threading
 import time
 import warnings
@@ -196,6 +197,17 @@ def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
         "file report",
         "end stopped",
     ]
+
+
+def test_trackers_get_the_rollouts_that_are_kept_longest(tmp_path: Path) -> None:
+    run, told = observers(tmp_path, "Sampled", rollouts_every=1)
+    rollouts = [made_rollout(i, text=str(i), reward=i) for i in range(100)]
+    told.rollouts_scored(1, rollouts, [0.0] * 100)
+    told.close()
+    noted = (run.root / "sampled.txt").read_text().splitlines()[0]
+    samples = re.findall(r"'(\d+)'", noted)
+    assert len(samples) == 16
+    assert {"0", "1", "2", "3", "96", "97", "98", "99"} < set(samples)
 
 
 @pytest.mark.parametrize("name", ["Mute", "Choosy", "tensorbord", "missing"])
