@@ -1,0 +1,163 @@
+"""What tracking costs: steps of the demo's task with every tracker and with none, in turns within one run.
+
+    .venv-trackers/bin/python -m bench.tracking [--json] [--rounds N] [--clock wall|cpu]
+
+On: TensorBoard, W&B and SwanLab (offline), MLflow (a server on loopback), Trackio (local), rollout files, the beginnings of phases in
+the log. Off: the console and `metrics.jsonl`, which every run has. A round is ten steps of each, after one to warm up. The time of
+"on" includes that of trackers to take all that they were given, which in a run goes on beside the next steps. `--clock cpu` counts
+the processor time of the process with all its threads. Left out: the report, which takes at most 2 % by itself; checkpoints and
+validation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+import burnish.train.run
+from bench.machine import Result, command_line, ratio, report
+from bench.peers import CLOCKS, Clock
+from burnish.api import run_command
+from burnish.config.load import load_settings
+from burnish.config.schema import TrackingConfig
+from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.trackers import BackgroundTracker, Observers
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo"
+STEPS, GOAL = 10, 0.99
+"""Steps of a side in a round; the least share of the time without tracking."""
+SILENT: dict[str, Any] = {"trackers": [], "rollouts_every": 0}
+
+
+class Turns:
+    """A run's observers, every `STEPS` steps those with tracking and those without."""
+
+    clock: Clock
+    seconds: Mapping[str, list[float]]
+
+    def __init__(self, directory: RunDirectory, settings: TrackingConfig, **given: Any) -> None:
+        silent = TrackingConfig.model_validate({**settings.model_dump(), **SILENT})
+        off = RunDirectory(directory.root / "off")
+        off.root.mkdir(exist_ok=True)
+        self._sides = {
+            "on": Observers(directory, settings, **given),
+            "off": Observers(off, silent, **given),
+        }
+        self._name, self._left, self._began = "on", STEPS, self.clock()
+
+    def rollouts_scored(self, *given: Any) -> None:
+        self._sides[self._name].rollouts_scored(*given)
+
+    def step_finished(self, step: int, values: Mapping[str, float]) -> None:
+        side = self._sides[self._name]
+        side.step_finished(step, values)
+        self._left -= 1
+        if not self._left:
+            for each in vars(side).values():
+                wait_for(each)
+            self.seconds[self._name].append((self.clock() - self._began) / STEPS)
+            self._name = "off" if self._name == "on" else "on"
+            logging.getLogger("burnish").setLevel("DEBUG" if self._name == "on" else "INFO")
+            self._left, self._began = STEPS, self.clock()
+
+    def checkpoint_committed(self, place: str) -> None:
+        self._sides["on"].checkpoint_committed(place)
+
+    def report(self, state: Any) -> None:
+        self._sides["on"].report(state)
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for side in self._sides.values():
+            side.close()
+
+
+def wait_for(held: Any) -> None:
+    """Wait until trackers in the background have taken what they were given."""
+    if isinstance(held, list):
+        for each in held:
+            wait_for(each)
+    elif isinstance(held, BackgroundTracker):
+        while held._waiting.total():
+            time.sleep(0.02)
+
+
+@contextmanager
+def services(directory: Path) -> Iterator[None]:
+    """Variables for the trackers, and MLflow's server on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    store = ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db", "--workers", "1"]
+    store += ["--artifacts-destination", str(directory / "artifacts")]
+    server = [sys.executable, "-m", "mlflow", "server", *store, "--port", port]
+    url, quiet = f"http://127.0.0.1:{port}", subprocess.DEVNULL
+    os.environ |= {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_TRACKING_URI": url}
+    os.environ["TRACKIO_DIR"] = str(directory / "trackio")
+    with subprocess.Popen(server, cwd=directory, stdout=quiet, stderr=quiet) as mlflow:
+        try:
+            for _ in range(600):
+                with suppress(OSError):
+                    urllib.request.urlopen(f"{url}/health").close()
+                    break
+                time.sleep(0.5)
+            yield
+        finally:
+            mlflow.terminate()
+
+
+def settings_of(steps: int) -> dict[str, Any]:
+    """The demo's reinforcement learning, on the model that its fine-tuning begins with."""
+    demo: dict[str, Any] = yaml.safe_load((DEMO / "rl.yaml").read_text())
+    model = yaml.safe_load((DEMO / "sft.yaml").read_text())["model"]
+    return demo | {
+        "name": "tracked",
+        "steps": steps,
+        "model": model,
+        "evaluation": {"every": 0},
+        "checkpoint": {"save_every": 0},
+        "tracking": {
+            "trackers": ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"],
+            "report": False,
+            "progress": False,
+        },
+    }
+
+
+def main() -> None:
+    arguments = command_line(__doc__, rounds=5, clock="wall").parse_args()
+    found: dict[str, list[float]] = {"on": [], "off": []}
+    Turns.clock, Turns.seconds = staticmethod(CLOCKS[arguments.clock]), found
+    burnish.train.run.Observers = Turns  # type: ignore[attr-defined, assignment]
+    sys.path.insert(0, str(DEMO))
+    with tempfile.TemporaryDirectory() as directory, services(Path(directory)):
+        os.chdir(directory)
+        Path("runs/demo").mkdir(parents=True)
+        from task import write_data, write_tokenizer
+
+        write_tokenizer(Path("runs/demo/tokenizer"))
+        write_data(Path("runs/demo"))
+        steps = 2 * STEPS * (arguments.rounds + 1)
+        run_command("rl", load_settings(settings_of(steps), {}))
+    on, off = found["on"][1:], found["off"][1:]
+    name = "tracking/a step of the demo with all trackers"
+    result = Result(name, median(on), median(off), None, "s per step", ratio(off, on), GOAL)
+    report([result], arguments.json)
+
+
+if __name__ == "__main__":
+    main()
