@@ -286,8 +286,8 @@ class RolloutConfig(SamplingConfig):
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
     ahead: MayChange[int] = Field(0, ge=0)
     """Number of steps by which completions are drawn before they are trained on. Batch t is drawn with the weights after step t - 1 - ahead, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may go on with another number; it first trains on what it has drawn."""
-    max_disagreement: MayChange[float | None] = Field(0.3, gt=0)
-    """Stop the run if generator and engine disagree on the log-probs of the same tokens by more than this, on average, in nats. Rounding explains 1e-5 in fp32 and 0.03 in bf16. null: do not compare."""
+    max_disagreement: MayChange[Literal["auto"] | Annotated[float, Field(gt=0)] | None] = "auto"
+    """Stop the run if generator and engine disagree on the log-probs of the same tokens by more than this, on average, in nats. auto: 0.01 in fp32, where rounding explains 1e-6, and 0.2 in bf16, where it explains 0.03. null: do not compare."""
     check_every: MayChange[int] = Field(100, ge=1)
     """Steps between these comparisons. One is made at every start."""
     slots: MayChange[Literal["auto"] | Annotated[int, Field(ge=1)]] = "auto"

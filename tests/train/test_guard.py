@@ -166,7 +166,7 @@ class Stale(BuiltinGenerator):
 def settings_of(name: str, **rollout: Any) -> RunConfig:
     fresh = {**FRESH, "initializer_range": 0.3}
     common = {**RL, "name": name, "model": {**RL["model"], "fresh": fresh}, "steps": 4}
-    given = {**RL["rollout"], "check_every": 2, "max_disagreement": 1e-3, **rollout}
+    given = {**RL["rollout"], "check_every": 2, **rollout}
     return RunConfig.model_validate(
         {**common, "evaluation": {"before": False, "every": 0}, "rollout": given}
     )
@@ -183,9 +183,9 @@ def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
     assert committed(work / "runs/stale/checkpoints") == []
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [(None, 0), (0.5, 3)])
+@pytest.mark.parametrize(("limit", "wanted"), [(None, 0), (0.5, 3), ("auto", 3)])
 def test_it_compares_at_the_start_and_every_so_often(
-    work: Path, monkeypatch: pytest.MonkeyPatch, limit: float | None, wanted: int
+    work: Path, monkeypatch: pytest.MonkeyPatch, limit: str | float | None, wanted: int
 ) -> None:
     """By the seed of its draws, which is not that of training."""
     monkeypatch.chdir(work)
