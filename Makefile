@@ -21,7 +21,7 @@ test: lint docs
 # What is slow and far from training. Run it before an issue ends.
 nightly: $(STAMP) $(SERVICES)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
-	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py
+	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,8 +2,8 @@
 
     .venv-trackers/bin/python -m bench.tracking [--json] [--rounds N] [--clock wall|cpu]
 
-On: TensorBoard, W&B and SwanLab (offline), MLflow (a server on loopback), Trackio (local), rollout files, the beginnings of phases in
-the log. Off: the console and `metrics.jsonl`, which every run has. A round is ten steps of each, after one to warm up. The time of
+On: TensorBoard, W&B and SwanLab (offline), MLflow (a server on loopback), Trackio (local), rollout files, traces of the
+rollouts that are kept longest and of 1 % of all, to files and to a collector on loopback, the beginnings of phases in the log. Off: the console and `metrics.jsonl`, which every run has. A round is ten steps of each, after one to warm up. The time of
 "on" includes that of trackers to take all that they were given, which in a run goes on beside the next steps. `--clock cpu` counts
 the processor time of the process with all its threads. Left out: the report, which takes at most 2 % by itself; checkpoints and
 validation.
@@ -39,7 +39,23 @@ from burnish.tracking.trackers import BackgroundTracker, Observers
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 STEPS, GOAL = 10, 0.99
 """Steps of a side in a round; the least share of the time without tracking."""
-SILENT: dict[str, Any] = {"trackers": [], "rollouts_every": 0}
+SILENT: dict[str, Any] = {"trackers": [], "rollouts_every": 0, "traces": {"local": False}}
+COLLECTOR = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+server = HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
 
 
 class Turns:
@@ -98,8 +114,8 @@ def wait_for(held: Any) -> None:
 
 
 @contextmanager
-def services(directory: Path) -> Iterator[None]:
-    """Variables for the trackers, and MLflow's server on loopback."""
+def services(directory: Path) -> Iterator[str]:
+    """Variables for the trackers; servers on loopback. Yields the collector's address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     store = ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db", "--workers", "1"]
@@ -108,19 +124,26 @@ def services(directory: Path) -> Iterator[None]:
     url, quiet = f"http://127.0.0.1:{port}", subprocess.DEVNULL
     os.environ |= {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_TRACKING_URI": url}
     os.environ["TRACKIO_DIR"] = str(directory / "trackio")
-    with subprocess.Popen(server, cwd=directory, stdout=quiet, stderr=quiet) as mlflow:
+    program, pipe = [sys.executable, "-c", COLLECTOR], subprocess.PIPE
+    with (
+        subprocess.Popen(program, stdout=pipe, text=True) as collector,
+        subprocess.Popen(server, cwd=directory, stdout=quiet, stderr=quiet) as mlflow,
+    ):
+        assert collector.stdout is not None
+        endpoint = f"http://127.0.0.1:{collector.stdout.readline().strip()}"
         try:
             for _ in range(600):
                 with suppress(OSError):
                     urllib.request.urlopen(f"{url}/health").close()
                     break
                 time.sleep(0.5)
-            yield
+            yield endpoint
         finally:
             mlflow.terminate()
+            collector.terminate()
 
 
-def settings_of(steps: int) -> dict[str, Any]:
+def settings_of(endpoint: str, steps: int) -> dict[str, Any]:
     """The demo's reinforcement learning, on the model that its fine-tuning begins with."""
     demo: dict[str, Any] = yaml.safe_load((DEMO / "rl.yaml").read_text())
     model = yaml.safe_load((DEMO / "sft.yaml").read_text())["model"]
@@ -132,6 +155,7 @@ def settings_of(steps: int) -> dict[str, Any]:
         "checkpoint": {"save_every": 0},
         "tracking": {
             "trackers": ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"],
+            "traces": {"endpoint": endpoint, "sample_rate": 0.01},
             "report": False,
             "progress": False,
         },
@@ -144,7 +168,7 @@ def main() -> None:
     Turns.clock, Turns.seconds = staticmethod(CLOCKS[arguments.clock]), found
     burnish.train.run.Observers = Turns  # type: ignore[attr-defined, assignment]
     sys.path.insert(0, str(DEMO))
-    with tempfile.TemporaryDirectory() as directory, services(Path(directory)):
+    with tempfile.TemporaryDirectory() as directory, services(Path(directory)) as endpoint:
         os.chdir(directory)
         Path("runs/demo").mkdir(parents=True)
         from task import write_data, write_tokenizer
@@ -152,7 +176,7 @@ def main() -> None:
         write_tokenizer(Path("runs/demo/tokenizer"))
         write_data(Path("runs/demo"))
         steps = 2 * STEPS * (arguments.rounds + 1)
-        run_command("rl", load_settings(settings_of(steps), {}))
+        run_command("rl", load_settings(settings_of(endpoint, steps), {}))
     on, off = found["on"][1:], found["off"][1:]
     name = "tracking/a step of the demo with all trackers"
     result = Result(name, median(on), median(off), None, "s per step", ratio(off, on), GOAL)

@@ -57,6 +57,7 @@ OPTIONAL = (
     "burnish.tracking.rollouts",
     "burnish.tracking.profiles",
     "burnish.tracking.services",
+    "burnish.tracking.traces",
     "burnish.train.evaluate",
     "burnish.train.guard",
     "burnish.files.hub",

@@ -524,6 +524,21 @@ class CheckpointConfig(Section):
     """How long the end of a run waits for its mirror."""
 
 
+class TracesConfig(Section):
+    """Traces of rollouts."""
+
+    local: bool = True
+    """Write them to traces/step-N.jsonl.gz, in OTLP's JSON. As with rollouts, the oldest files go first when all take more than `rollouts_keep_gb`."""
+    endpoint: str | None = Field(None, pattern=r"^(env|https?://\S+)$")
+    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: to that of OTEL_EXPORTER_OTLP_ENDPOINT. Needs the extra otel, whose variables OTEL_EXPORTER_OTLP_* count."""
+    sample_rate: float = Field(0.0, ge=0, le=1)
+    """Share of all rollouts that are traced, beside those of the rollout files that are kept longest. The same ones in equal runs."""
+    max_text: int = Field(4000, ge=0)
+    """Most characters of a text or an input; of longer ones the beginning."""
+    redact: Literal["off", "texts"] = "off"
+    """texts: leave prompts, completions, inputs of rewards and texts of errors out."""
+
+
 class TrackingConfig(Section):
     """Where the numbers go."""
 
@@ -535,6 +550,8 @@ class TrackingConfig(Section):
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[TrackerName | FunctionName] = ["tensorboard"]
     """Where the numbers go beside the console and metrics.jsonl; several at once. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
+    traces: TracesConfig = TracesConfig()
+    """Traces of rollouts."""
     profile_steps: list[Annotated[int, Field(ge=1)]] = []
     """Steps whose phases each rank writes to profiles/step-N.rank-R.json.gz, for Perfetto or chrome://tracing."""
     torch_profiler: bool = False

@@ -75,6 +75,21 @@ class Completion:
     """The version given to `load_weights` before it was generated."""
     experts: Experts | None = None
     """Where they were asked for: of the prompt's tokens and its own, but for the very last, which nothing was computed from."""
+    times: tuple[float, float, float] | None = None
+    """When it was asked for, and when its first and its last token came, in seconds since 1970, where the generator knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """What was said of a rollout."""
+
+    name: str
+    """The part of the reward."""
+    value: float | None
+    error: str | None
+    began: float | None
+    """In seconds since 1970; None if it was given up before."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +112,8 @@ class Rollout:
     """Reward of the greedy completion of the same prompt, where advantages compare with it (ReMax)."""
     reward_error: str | None = None
     """The text of the exception or time-out that kept a reward function from answering; None when all answered."""
+    calls: tuple[RewardCall, ...] = ()
+    """What was called for its reward: functions, then models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,10 +29,10 @@ import numpy as np
 
 from burnish.config.schema import RewardConfig
 from burnish.errors import BurnishError, MissingError, UsageError
-from burnish.records import Completion, Prompt, Rollout
+from burnish.records import Completion, Prompt, RewardCall, Rollout
 from burnish.rewards.builtin import exact_match, numeric
 from burnish.rewards.overview import message_hint
-from burnish.rewards.signature import Answer, Signature, arguments, call, read_signature
+from burnish.rewards.signature import Answer, Signature, arguments, call, read_signature, timed
 
 LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
 """Functions that run in this process: they take linear time. A regular expression can backtrack for ever, and sympy think."""
@@ -160,7 +160,11 @@ class RewardPool:
             errors.append("every reward function answered None")
             reward = self._config.on_error
         error = "; ".join(errors) or None
-        return replace(rollout, reward=reward, reward_parts=parts, reward_error=error)
+        calls = tuple(
+            RewardCall(name, each.value, each.error, each.began, each.seconds)
+            for name, each in zip(names, answers, strict=False)
+        )
+        return replace(rollout, reward=reward, reward_parts=parts, reward_error=error, calls=calls)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -258,20 +262,21 @@ class Workers:
         if self.signatures[function].is_async:
             at_once, patience = self._config.concurrency, patience + _LATE_SECONDS
         asked = [(i, todo.calls[i].arguments, todo.calls[i].count) for i in bundle]
+        began = time.time()
         try:
             worker.connection.send((function, asked))
             while bundle and function not in todo.given_up:
                 number, answers = worker.receive(patience)
                 bundle.remove(number)
                 if answers is None:
-                    todo.lose([number], todo.late)
+                    todo.lose([number], todo.late, began)
                 else:
                     todo.answer(number, answers)
             at_once = 0
         except TimeoutError:
-            todo.lose(bundle[:at_once], todo.late)
+            todo.lose(bundle[:at_once], todo.late, began)
         except (EOFError, OSError):
-            todo.lose(bundle[:at_once], f"its process ended ({worker.status()})")
+            todo.lose(bundle[:at_once], f"its process ended ({worker.status()})", began)
         if bundle[at_once:]:
             todo.waiting.appendleft(bundle[at_once:])
         return not bundle
@@ -320,15 +325,16 @@ class _Todo:
         self.answers[number] = answers
         del self._lost[self.calls[number].function]
 
-    def _fail(self, numbers: Sequence[int], error: str) -> None:
+    def _fail(self, numbers: Sequence[int], error: str, began: float | None = None) -> None:
         for number in numbers:
             count = self.calls[number].count
             text = error if count == 1 else f"{error} for {count} completions"
-            self.answers[number] = [Answer(None, text)] * count
+            answers = [Answer(None, text)] * count
+            self.answers[number] = answers if began is None else timed(answers, began)
 
-    def lose(self, numbers: Sequence[int], error: str) -> None:
+    def lose(self, numbers: Sequence[int], error: str, began: float) -> None:
         """Fail calls of a function that cost a worker or a deadline; give it up after too many in a row."""
-        self._fail(numbers, error)
+        self._fail(numbers, error, began)
         function = self.calls[numbers[0]].function
         with self._lock:
             self._lost[function] += len(numbers)

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import math
 import re
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,10 @@ class Answer:
     """Why there is no value."""
     extras: Mapping[str, float] = field(default_factory=dict)
     """Further finite numbers that a verl function gave beside the score, by name: shown, and no part of the reward."""
+    began: float | None = field(default=None, compare=False)
+    """When it was called, in seconds since 1970; None if it was not."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long the call took."""
 
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
@@ -192,25 +197,35 @@ def call(
     An exception, or a result of wrong type or length, is every answer's error; NaN and infinities
     only their own. `runner`, one event loop for all calls, completes an awaitable result.
     """
+    began = time.time()
     try:
         result = function(**arguments)
         if inspect.isawaitable(result):
             if runner is None:
                 raise TypeError("an async function needs an event loop")
             result = runner.run(_finish(result))
-        return _answers(result, style, count)
+        answers = _answers(result, style, count)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary behind which code is not ours
-        return [Answer(None, _text(error))] * count
+        answers = [Answer(None, _text(error))] * count
+    return timed(answers, began)
 
 
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
     """Call an `async def` function in a shared event loop. Cancelling itself counts as failing."""
+    began = time.time()
     try:
-        return _answers(await function(**arguments), style, count)
+        answers = _answers(await function(**arguments), style, count)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
-        return [Answer(None, _text(error))] * count
+        answers = [Answer(None, _text(error))] * count
+    return timed(answers, began)
+
+
+def timed(answers: Sequence[Answer], began: float) -> list[Answer]:
+    """Note a call's times."""
+    seconds = time.time() - began
+    return [replace(answer, began=began, seconds=seconds) for answer in answers]
 
 
 async def _finish(result: Awaitable[Any]) -> Any:

@@ -23,10 +23,7 @@ log = logging.getLogger("burnish")
 def profiling(
     directory: Path, rank: int, spans: Spans, steps: Sequence[int], *, with_torch: bool
 ) -> Iterator[None]:
-    """Write `step-N.rank-R.json.gz` for each of `steps` that the block makes, and `….torch.json.gz` `with_torch`.
-
-    On CUDA every span is an NVTX range as well.
-    """
+    """Write `step-N.rank-R.json.gz` for each of `steps` that the block makes, and `….torch.json.gz` `with_torch`."""
     profile = _Profile(directory, rank, spans, frozenset(steps), with_torch)
     added: list[Any] = [profile.within]
     if torch.version.cuda and torch.cuda.is_available():  # AMD's builds have no NVTX

@@ -76,7 +76,7 @@ def write_rollouts(
     for rest, lines in parts.items():
         path = rollouts_path(directory, step, kind, rest=rest)
         if lines or not rest:
-            write_atomically(path, b"".join(_compressed(lines)))
+            write_atomically(path, b"".join(compressed(lines)))
         else:
             path.unlink(missing_ok=True)
     return rollouts_path(directory, step, kind)
@@ -152,7 +152,8 @@ def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) ->
     return texts
 
 
-def _compressed(lines: Sequence[bytes]) -> Iterator[bytes]:
+def compressed(lines: Sequence[bytes]) -> Iterator[bytes]:
+    """Compress lines in blocks."""
     first = size = 0
     for i, line in enumerate(lines, start=1):
         size += len(line)

@@ -4,7 +4,7 @@
 runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
-  profiles/step-00000010.rank-0.json.gz  git.diff  logs/rank-0.log
+  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
 ```
 """
 
@@ -57,6 +57,8 @@ class RunDirectory:
         """Directory of the rollouts of steps and validations."""
         self.logs = root / "logs"
         """Directory of one log per rank."""
+        self.traces = root / "traces"
+        """Directory of the traces of rollouts."""
         self.profiles = root / "profiles"
         """Directory of profiles of steps."""
         self.checkpoints = root / CHECKPOINTS

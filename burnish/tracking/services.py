@@ -242,10 +242,7 @@ class TrackioTracker:
 
 
 class SwanlabTracker:
-    """Log to SwanLab. SWANLAB_PROJ_NAME, SWANLAB_WORKSPACE, SWANLAB_MODE and so on apply; other modes than online write below the run's directory.
-
-    An infinity stays one; texts come as tables, and the places of checkpoints as texts.
-    """
+    """Log to SwanLab. SWANLAB_PROJ_NAME, SWANLAB_WORKSPACE, SWANLAB_MODE and so on apply; other modes than online write below the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         import swanlab

@@ -34,7 +34,10 @@ _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
 # Least time between reports, and most of the time that they may take.
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0
 # How long trackers may take to send the rest at the end of a run, and of a run that is told to stop.
-_ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
+_OF_STEPS = ("log", "log_rollouts", "log_traces")
+_ROOM: Mapping[str, int] = MappingProxyType(
+    {"log": 10_000, "log_rollouts": 16, "log_traces": 16, "log_file": 64}
+)
 # Calls of each method that may wait for a tracker.
 _SAMPLES, _CHARACTERS = 16, 2000
 # Most rows of a table in TensorBoard, and most characters of a cell.
@@ -120,6 +123,12 @@ class Observers:
             BackgroundTracker(name, make, directory.root, resume_step=resumed)
             for name, make in classes.items()
         ]
+        keep = int(settings.rollouts_keep_gb * 1e9)
+        self._traces: Any = None
+        if settings.traces.local or settings.traces.endpoint:
+            traces = import_module("burnish.tracking.traces").Traces
+            self._traces = traces(directory, settings.traces, keep, step)
+            self._others += filter(None, [self._traces.exporter])
         self._trackers += self._others
         self._state: State = "running"
         self._next_report = time.monotonic() + _REPORT_SECONDS
@@ -135,8 +144,11 @@ class Observers:
 
         Without `advantages`, they are a validation's. `by_token` has arrays by rollout.
         """
-        every = self._settings.rollouts_every
-        if every and (advantages is None or step % every == 0 or step in (1, self._total_steps)):
+        every, ends = self._settings.rollouts_every, (1, self._total_steps)
+        written = every > 0 and (advantages is None or step % every == 0 or step in ends)
+        if self._traces is not None:
+            self._traces.take(step, rollouts, advantages, written)
+        if written:
             directory = self._directory.rollouts
             self._rollouts.write_rollouts(
                 directory, step, rollouts, advantages, self._token_texts, by_token
@@ -228,6 +240,10 @@ class BackgroundTracker:
         """Hand samples over."""
         self._put("log_rollouts", step, kind, rows)
 
+    def log_traces(self, step: int, traces: Sequence[Any]) -> None:
+        """Hand traces over."""
+        self._put("log_traces", step, traces)
+
     def log_file(self, path: str, kind: FileKind) -> None:
         """Hand a file or a reference over."""
         self._put("log_file", path, kind)
@@ -291,7 +307,7 @@ class BackgroundTracker:
             method, arguments = call
             if self._tracker is None:
                 self._lost += method in self._room
-            elif not (method in ("log", "log_rollouts") and arguments[0] <= taken):
+            elif not (method in _OF_STEPS and arguments[0] <= taken):
                 self._call(method, arguments, note=not keeps)
             with self._lock:
                 self._waiting[method] -= 1

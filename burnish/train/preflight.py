@@ -51,6 +51,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _CONFIG_LIMIT = 1 << 24
 SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+"""What sends traces."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
 _PATIENCE = RetryPolicy(seconds=20)
@@ -71,6 +73,10 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
         problems += _rewards(config.reward)
     if command != "eval":
         problems += _trackers(config.tracking.trackers)
+        if config.tracking.traces.endpoint:
+            do = f"{install('otel')}, or set tracking.traces.endpoint to null"
+            want = "OpenTelemetry's SDK and its exporter"
+            problems += _package(EXPORTER, "tracking.traces.endpoint", want, do)
     if problems:
         raise together(problems, "the inputs of this run")
 
@@ -285,6 +291,6 @@ def _importable(package: str) -> bool:
     """Return whether a top-level module is installed or in the working directory, without importing it."""
     try:
         found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
-    except ValueError:
+    except (ValueError, ImportError):
         return False
     return found is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops, has_value_head
-from burnish.records import Example, Rollout, TokenIds
+from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.train.collect import Judge
 from burnish.train.setup import Foundation, prove
 
@@ -115,25 +116,35 @@ def _judged(
 ) -> list[Rollout]:
     found = list(rollouts)
     for model in models:
+        began = time.time()
         values = model.values(found, budget)
+        when = (began, time.time() - began)
         found = [
-            _with(rollout, model, value, on_error)
+            _with(rollout, model, value, on_error, when)
             for rollout, value in zip(found, values, strict=True)
         ]
     return found
 
 
-def _with(rollout: Rollout, model: RewardModel, value: float | None, on_error: float) -> Rollout:
-    error = rollout.reward_error
+def _with(
+    rollout: Rollout,
+    model: RewardModel,
+    value: float | None,
+    on_error: float,
+    when: tuple[float, float],
+) -> Rollout:
+    error, why = rollout.reward_error, None
     if value is None or not math.isfinite(value):
         why = f"said {value}" if value is not None else f"reads less than {model.positions} tokens"
         error = "; ".join(filter(None, (error, f"{model.part}: {why}")))
-        value = on_error
+    call = RewardCall(model.part, None if why else value, why, *when)
+    value = on_error if why or value is None else value
     return replace(
         rollout,
         reward=rollout.reward + model.weight * value,
         reward_parts={**rollout.reward_parts, model.part: value},
         reward_error=error,
+        calls=(*rollout.calls, call),
     )
 
 

@@ -5,6 +5,7 @@ An implementation's tests subclass `GeneratorContract` and say how to make one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -102,6 +103,14 @@ class GeneratorContract:
                 np.testing.assert_allclose(completion.sampled_logprobs, want, atol=1e-5)
                 assert len(completion.token_ids) == 20
                 assert completion.stop_reason == "length"
+
+    def test_times_are_in_order_where_they_are_known(self) -> None:
+        before = time.time()
+        groups = self.make(tiny_model("qwen3"), slots=2).generate(make_requests(), Sampling(9))
+        found = [completion for group in groups for completion in group]
+        for times in filter(None, (completion.times for completion in found)):
+            asked, first, last = times
+            assert before <= asked < first <= last <= time.time()
 
     @pytest.mark.parametrize(
         "options",

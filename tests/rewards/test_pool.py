@@ -185,6 +185,28 @@ def test_weighted_sum_of_functions_of_both_signatures(make_pool, texts) -> None:
     assert (right.text, wrong.text) == ("4", "five")
 
 
+def test_each_call_is_known_with_its_time_and_its_error(make_pool, texts, monkeypatch) -> None:
+    monkeypatch.setattr("burnish.rewards.pool.BORNE_TIMEOUTS", 0)
+    pool = make_pool("exact_match", "length", "temper", timeout_seconds=0.5, workers=1)
+    before = time.time()
+    scored = pool.score(texts("fine", "sleep", "sleep", "sleep"))
+    after = time.time()
+    for rollout in scored:
+        exact, length, temper = rollout.calls
+        assert [exact.name, length.name, temper.name] == ["exact_match", "length", "temper"]
+        assert exact.value == rollout.reward_parts["exact_match"]
+        assert length.value == rollout.reward_parts["length"]
+        for call in (exact, length):
+            assert before <= call.began <= call.began + call.seconds <= after
+            assert call.error is None
+    late = [r.calls[2] for r in scored if r.calls[2].error and r.calls[2].began]
+    assert len(late) == 1, "after which the function is given up"
+    assert all(0.5 <= call.seconds < after - before for call in late)
+    never = [r.calls[2] for r in scored if r.calls[2].began is None]
+    assert len(never) in (2, 3)
+    assert all(call.value is None and call.error for call in late + never)
+
+
 def test_no_rollouts(make_pool) -> None:
     assert make_pool("exact_match", "length", "score").score([]) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from burnish.records import Completion, Prompt, Rollout, StopReason
+from burnish.records import Completion, Prompt, RewardCall, Rollout, StopReason
 
 
 def made_rollout(
@@ -16,6 +16,7 @@ def made_rollout(
     prompt: str = "2+2=",
     error: str | None = None,
     stop: StopReason = "stop",
+    calls: tuple[RewardCall, ...] = (),
 ) -> Rollout:
     """A rollout of three tokens."""
     tokens = np.arange(3)
@@ -23,9 +24,12 @@ def made_rollout(
     return Rollout(
         prompt=Prompt(index, tokens, prompt, None, 4, "sums", {}),
         sample=sample,
-        completion=Completion(tokens, floats, floats, stop, weights_version=7),
+        completion=Completion(
+            tokens, floats, floats, stop, weights_version=7, times=(100.0, 100.5, 102.0)
+        ),
         text=text,
         reward=reward,
         reward_parts={"exact": reward},
         reward_error=error,
+        calls=calls,
     )

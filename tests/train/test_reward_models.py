@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,10 @@ def test_the_longest_text_leaves_a_place_for_the_token_after_it(tmp_path: Path) 
         found = [each for each in judged([{"path": str(path)}]) if each.prompt.messages is None]
         longest = found[lengths.index(max(lengths))]
         assert (longest.reward_error is not None) == refused
+        (call,) = longest.calls
+        assert (call.error is not None) == (call.value is None) == refused
+        assert 0 < call.began < call.began + call.seconds < time.time()
+        assert call.name in longest.reward_parts
         assert sum(each.reward_error is not None for each in found) == refused
 
 

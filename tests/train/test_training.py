@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import signal
+import time
 from collections import defaultdict
 
 import pytest
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
 from burnish.checkpoint.steps import committed
+from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.stats import Stats
+from burnish.tracking.traces import read_traces
 from burnish.tracking.trackers import read_metrics
 from burnish.train.run import Run
 
@@ -57,8 +60,29 @@ def test_what_a_run_leaves_behind(work):
             "checkpoints",
             "logs",
         }
-        assert names == wanted | ({"rollouts"} if kind == "rl" else set())
+        assert names == wanted | ({"rollouts", "traces"} if kind == "rl" else set())
         assert list((run / "tensorboard").iterdir())
+
+
+def test_every_rollout_of_two_ranks_has_a_trace_and_a_resumed_run_has_each_once(work):
+    argv = ["rl", "rl.yaml", "name=traced", "tracking.traces.sample_rate=1.0"]
+    started = time.time()
+    for steps in (1, 2):
+        run = done(work, *argv, f"steps={steps}", world=2)
+    ids = set()
+    for step in (1, 2):
+        requests = list(read_traces(rollouts_path(run / "traces", step)))
+        assert len(requests) == len(rollouts(run, step)) == 16
+        for request in requests:
+            root, generation, reward = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+            ids.add(root["traceId"])
+            assert [each["name"] for each in (root, reward)] == ["rollout", "reward letters"]
+            times = [int(generation[f"{end}TimeUnixNano"]) / 1e9 for end in ("start", "end")]
+            times += [int(reward[f"{end}TimeUnixNano"]) / 1e9 for end in ("start", "end")]
+            assert started < times[0] < times[1] <= times[2] <= times[3] < time.time()
+            assert root["startTimeUnixNano"] == generation["startTimeUnixNano"]
+            assert root["endTimeUnixNano"] == reward["endTimeUnixNano"]
+    assert len(ids) == 32
 
 
 def test_a_profiled_step_agrees_with_its_timing(work):

@@ -8,6 +8,7 @@ schedules. Left out: evicting a completion for lack of memory.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,8 +72,12 @@ class _Sequence:
     """Experts of the prompt, then of each computed token."""
     reason: StopReason | None = None
     """Why it has ended; None while it runs."""
+    first: float = 0.0
+    """When its first token came."""
+    last: float = 0.0
+    """When its last token came."""
 
-    def finished(self, version: int) -> Completion:
+    def finished(self, version: int, asked: float) -> Completion:
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
@@ -80,6 +85,7 @@ class _Sequence:
             stop_reason=self.reason or "length",
             weights_version=version,
             experts=np.concatenate(self.experts) if self.experts else None,
+            times=(asked, self.first, self.last),
         )
 
 
@@ -95,6 +101,7 @@ class Decoding:
         slots: int,
     ) -> None:
         self._model, self._sampling, self._stop_rule = model, sampling, stop_rule
+        self._asked = time.time()
         prompts = [_Prompt(request) for request in requests]
         self._groups = [_sequences(prompt, sampling) for prompt in prompts]
         self._waiting = deque(sequence for group in self._groups for sequence in group)
@@ -131,7 +138,7 @@ class Decoding:
                     reported = self._ended
         if watch is not None:
             watch(self._ended - reported)
-        return [[sequence.finished(version) for sequence in group] for group in self._groups]
+        return [[each.finished(version, self._asked) for each in group] for group in self._groups]
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
@@ -247,9 +254,11 @@ class Decoding:
         while len(self._readbacks) > self._behind:
             readback = self._readbacks.popleft()
             tokens, sampled, logprobs, made_by = readback.wait()
+            now = time.time()
             for row, sequence in enumerate(readback.sequences):
                 if sequence.reason is not None:
                     continue
+                sequence.first, sequence.last = sequence.first or now, now
                 sequence.tokens.append(tokens[row])
                 sequence.sampled_logprobs.append(sampled[row])
                 sequence.logprobs.append(logprobs[row])

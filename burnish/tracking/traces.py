@@ -1,0 +1,303 @@
+"""_Trace rollouts, to files and by OTLP."""
+
+# A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each call
+# of a reward; turns and tools belong there as well. Files have one OTLP request in JSON a line, a trace each.
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from burnish.config.document import recorded
+from burnish.config.schema import RunConfig, TracesConfig
+from burnish.tracking import rollouts as files
+from burnish.tracking.rundir import RUN, RunDirectory, write_atomically
+from burnish.tracking.trackers import BackgroundTracker, json_number
+
+if TYPE_CHECKING:  # the records' module loads torch
+    from burnish.records.samples import Rollout
+
+Attributes = dict[str, Any]
+"""Attributes of a span: texts, numbers, lists of texts."""
+_AT_ONCE = 64
+# Traces in one request to a collector.
+_INTERNAL, _ERROR = 1, 2
+# Codes of OTLP: the kind of a span within one process, and the status of one that failed.
+
+
+class _Span(NamedTuple):
+    # Times are in seconds since 1970.
+    name: str
+    begin: float
+    end: float
+    attributes: Attributes
+    error: str | None = None
+
+
+class _Trace(NamedTuple):
+    id: bytes
+    spans: Sequence[_Span]  # the first is the root
+
+    def span_id(self, number: int) -> bytes:
+        return _digest((self.id, number))
+
+
+class Traces:
+    """A run's traces."""
+
+    # Of the rollouts that are kept longest, where these are written, and of a share of all others.
+
+    def __init__(
+        self, directory: RunDirectory, settings: TracesConfig, keep_bytes: int, step: int
+    ) -> None:
+        self._directory, self._settings, self._keep = directory, settings, keep_bytes
+        files.discard_rollouts_after(directory.traces, step)
+        self._config = recorded(directory.config) if directory.config.exists() else RunConfig()
+        self._run = str(directory.read_environment().get(RUN, directory.root.name))
+        service = os.environ.get("OTEL_SERVICE_NAME", "burnish")
+        self._resource = {"service.name": service, "service.instance.id": self._run}
+        self.exporter: BackgroundTracker | None = None
+        """What sends them."""
+        if settings.endpoint:
+            make = partial(OtlpExporter, endpoint=settings.endpoint, resource=self._resource)
+            self.exporter = BackgroundTracker("traces", make, directory.root)
+
+    def take(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float] | None,
+        written: bool,
+    ) -> None:
+        """_Trace a step's rollouts, without `advantages` a validation's. `written` says whether they are in files."""
+        kind: files.Kind = "validation" if advantages is None else "step"
+        rate, met, ids = self._settings.sample_rate, Counter[tuple[int, int]](), []
+        for rollout in rollouts if written or rate else ():
+            place = (rollout.prompt.index, rollout.sample)
+            ids.append(_digest((kind, step, place, met[place])))
+            met[place] += 1
+        # As OpenTelemetry's own sampler decides, and alike in equal runs.
+        wanted = {i for i, each in enumerate(ids) if int.from_bytes(each, "big") < rate * (1 << 64)}
+        if written:
+            wanted |= files.chosen(files.rollout_rows(step, rollouts, advantages))
+        traces = []
+        for i in sorted(wanted):
+            about = {"burnish.run": self._directory.root.name, "burnish.step": step}
+            about |= {
+                "burnish.kind": kind,
+                "burnish.advantage": advantages and float(advantages[i]),
+            }
+            traces.append(_Trace(_digest(self._run) + ids[i], self._spans(rollouts[i], about)))
+        if traces and self._settings.local:
+            lines = [_line(trace, self._resource) for trace in traces]
+            path = files.rollouts_path(self._directory.traces, step, kind)
+            write_atomically(path, b"".join(files.compressed(lines)))
+            files.thin_rollouts(self._directory.traces, self._keep)
+        if traces and self.exporter is not None:
+            self.exporter.log_traces(step, traces)
+
+    def _spans(self, rollout: Rollout, about: Attributes) -> list[_Span]:
+        made = [self._generation(rollout, about["burnish.kind"] == "step")]
+        made += self._calls(rollout, made[0].end)
+        attributes = about | {
+            "burnish.prompt_index": rollout.prompt.index,
+            "burnish.sample": rollout.sample,
+            "burnish.source": rollout.prompt.source,
+            "burnish.reward": float(rollout.reward),
+        }
+        begin, end = min(span.begin for span in made), max(span.end for span in made)
+        failed = "a reward has no value" if rollout.reward_error else None
+        return [_span("rollout", begin, end, attributes, failed), *made]
+
+    def _generation(self, rollout: Rollout, trains: bool) -> _Span:
+        prompt, completion, config = rollout.prompt, rollout.completion, self._config
+        how = config.rollout if trains else config.evaluation
+        model = config.model.path or config.run_name
+        operation = "chat" if prompt.messages else "text_completion"
+        asked, first, last = completion.times or (time.time(),) * 3
+        count = len(completion.token_ids)
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "burnish",
+            "gen_ai.request.model": model,
+            "gen_ai.request.max_tokens": config.rollout.max_response_length,
+            "gen_ai.request.temperature": how.temperature,
+            "gen_ai.request.top_p": how.top_p,
+            "gen_ai.request.top_k": how.top_k or None,
+            "gen_ai.usage.input_tokens": len(prompt.token_ids),
+            "gen_ai.usage.output_tokens": count,
+            "gen_ai.response.finish_reasons": [completion.stop_reason],
+            "gen_ai.response.time_to_first_chunk": first - asked if completion.times else None,
+            "burnish.tokens_per_second": (count - 1) / (last - first) if last > first else None,
+            "burnish.weights_version": completion.weights_version,
+        }
+        if self._settings.redact == "off":
+            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+            said = {"role": "assistant", "content": rollout.text}
+            attributes["gen_ai.input.messages"] = self._messages(messages)
+            ended = completion.stop_reason
+            attributes["gen_ai.output.messages"] = self._messages([said], finish_reason=ended)
+        return _span(f"{operation} {model}", asked, last, attributes)
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]], **more: str) -> str:
+        # Their texts together are no longer than the limit.
+        left, found = self._settings.max_text, []
+        for message in messages:
+            text = _text(message.get("content"))
+            parts = [{"type": "text", "content": _cut(text, left)}]
+            left = max(0, left - len(text))
+            found.append({"role": str(message.get("role")), "parts": parts, **more})
+        return json.dumps(found, ensure_ascii=False)
+
+    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[_Span]:
+        limit, is_open = self._settings.max_text, self._settings.redact == "off"
+        inputs = {"completion": rollout.text, "answer": rollout.prompt.answer}
+        for number, call in enumerate(rollout.calls):
+            is_model = number >= len(self._config.reward.functions)
+            kind = call.error and call.error.partition(":")[0]
+            attributes = {
+                "gen_ai.evaluation.name": call.name,
+                "gen_ai.evaluation.score.value": call.value,
+                "burnish.reward.judge": "model" if is_model else "function",
+                "error.type": kind,
+            }
+            for name, value in {**rollout.prompt.columns, **inputs}.items() if is_open else ():
+                attributes[f"burnish.reward.inputs.{name}"] = _cut(_text(value), limit)
+            begin = otherwise if call.began is None else call.began
+            error = _cut(call.error, limit) if call.error and is_open else kind
+            yield _span(f"reward {call.name}", begin, begin + call.seconds, attributes, error)
+
+
+def _span(
+    name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
+) -> _Span:
+    # Without what is not known, and with texts that UTF-8 can hold.
+    found = {
+        _plain(key): json_number(value) if isinstance(value, float) else _plain(value)
+        for key, value in attributes.items()
+        if value is not None
+    }
+    return _Span(_plain(name), begin, end, found, _plain(error))
+
+
+def _plain(value: Any) -> Any:
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def _digest(name: object) -> bytes:
+    return blake2b(repr(name).encode(), digest_size=8).digest()
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _line(trace: _Trace, resource: Attributes) -> bytes:
+    spans = [
+        {
+            "traceId": trace.id.hex(),
+            "spanId": trace.span_id(number).hex(),
+            **({"parentSpanId": trace.span_id(0).hex()} if number else {}),
+            "name": span.name,
+            "kind": _INTERNAL,
+            "startTimeUnixNano": str(_nanoseconds(span.begin)),
+            "endTimeUnixNano": str(_nanoseconds(span.end)),
+            "attributes": _key_values(span.attributes),
+            "status": {} if span.error is None else {"code": _ERROR, "message": span.error},
+        }
+        for number, span in enumerate(trace.spans)
+    ]
+    scopes = [{"scope": {"name": "burnish"}, "spans": spans}]
+    request = [{"resource": {"attributes": _key_values(resource)}, "scopeSpans": scopes}]
+    return json.dumps({"resourceSpans": request}, ensure_ascii=False).encode() + b"\n"
+
+
+def _key_values(attributes: Attributes) -> list[Attributes]:
+    return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
+
+
+def _value(value: Any) -> Attributes:
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [_value(each) for each in value]}}
+    if isinstance(value, str):
+        return {"stringValue": value}
+    return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
+
+
+def read_traces(path: Path) -> Iterator[Attributes]:
+    """Return a file's requests. Raises `CorruptError`."""
+    for _, text in files.blocks(path):
+        yield from map(json.loads, text.splitlines())
+
+
+class OtlpExporter:
+    """Send traces to a collector."""
+
+    def __init__(self, directory: Path, *, endpoint: str, resource: Attributes) -> None:
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter
+        from opentelemetry.sdk.resources import Resource
+
+        if endpoint != "env" and urlsplit(endpoint).path in ("", "/"):
+            endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+        self._exporter = trace_exporter.OTLPSpanExporter(None if endpoint == "env" else endpoint)
+        self._resource, self._said = Resource.create(resource), ""
+
+        def keep(record: logging.LogRecord) -> bool:
+            self._said = record.getMessage()
+            return False
+
+        # Its complaint about each request becomes one warning.
+        logging.getLogger(trace_exporter.__name__).filters = [keep]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def log_traces(self, step: int, traces: Sequence[_Trace]) -> None:
+        """Send a step's traces."""
+        for start in range(0, len(traces), _AT_ONCE):
+            some = traces[start : start + _AT_ONCE]
+            if self._exporter.export([span for each in some for span in self._made(each)]).value:
+                raise OSError(self._said or "the collector does not take traces")
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._exporter.shutdown()
+
+    def _made(self, trace: _Trace) -> Iterator[Any]:
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+
+        name, numbers = int.from_bytes(trace.id, "big"), range(len(trace.spans))
+        ids = [int.from_bytes(trace.span_id(number), "big") for number in numbers]
+        contexts = [SpanContext(name, each, False, TraceFlags(1)) for each in ids]
+        for span, context in zip(trace.spans, contexts, strict=True):
+            yield ReadableSpan(
+                span.name,
+                context,
+                parent=None if context is contexts[0] else contexts[0],
+                resource=self._resource,
+                attributes=span.attributes,
+                status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+                start_time=_nanoseconds(span.begin),
+                end_time=_nanoseconds(span.end),
+            )
