@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -70,8 +71,10 @@ def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
             allow_nan=False,
             allow_infinity=False,
         )
-    if any(getattr(each, "pattern", None) for each in metadata):
-        return st.sampled_from(["my.py:function", "package.module:function"])
+    patterns = [each.pattern for each in metadata if getattr(each, "pattern", None)]
+    if patterns:
+        texts = ["my.py:function", "package.module:function", "env", "http://collector:4318"]
+        return st.sampled_from([t for t in texts if all(re.search(p, t) for p in patterns)])
     if annotation is str:
         return TEXT.filter(lambda text: len(text) >= bounds.get("min_length", 0))
     return {bool: st.booleans(), NoneType: st.none()}[annotation]

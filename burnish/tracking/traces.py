@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from burnish.config.document import recorded
 from burnish.config.schema import RunConfig, TracesConfig
+from burnish.errors import CorruptError, refusing
 from burnish.tracking import rollouts as files
 from burnish.tracking.rundir import RUN, RunDirectory, write_atomically
 from burnish.tracking.trackers import BackgroundTracker, json_number
@@ -34,8 +35,9 @@ _INTERNAL, _ERROR = 1, 2
 # Codes of OTLP: the kind of a span within one process, and the status of one that failed.
 
 
-class _Span(NamedTuple):
-    # Times are in seconds since 1970.
+class TraceSpan(NamedTuple):
+    """A part of a trace, with times in seconds since 1970."""
+
     name: str
     begin: float
     end: float
@@ -45,7 +47,7 @@ class _Span(NamedTuple):
 
 class _Trace(NamedTuple):
     id: bytes
-    spans: Sequence[_Span]  # the first is the root
+    spans: Sequence[TraceSpan]  # the first is the root
 
     def span_id(self, number: int) -> bytes:
         return _digest((self.id, number))
@@ -105,7 +107,7 @@ class Traces:
         if traces and self.exporter is not None:
             self.exporter.log_traces(step, traces)
 
-    def _spans(self, rollout: Rollout, about: Attributes) -> list[_Span]:
+    def _spans(self, rollout: Rollout, about: Attributes) -> list[TraceSpan]:
         made = [self._generation(rollout, about["burnish.kind"] == "step")]
         made += self._calls(rollout, made[0].end)
         attributes = about | {
@@ -118,7 +120,7 @@ class Traces:
         failed = "a reward has no value" if rollout.reward_error else None
         return [_span("rollout", begin, end, attributes, failed), *made]
 
-    def _generation(self, rollout: Rollout, trains: bool) -> _Span:
+    def _generation(self, rollout: Rollout, trains: bool) -> TraceSpan:
         prompt, completion, config = rollout.prompt, rollout.completion, self._config
         how = config.rollout if trains else config.evaluation
         model = config.model.path or config.run_name
@@ -158,7 +160,7 @@ class Traces:
             found.append({"role": str(message.get("role")), "parts": parts, **more})
         return json.dumps(found, ensure_ascii=False)
 
-    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[_Span]:
+    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[TraceSpan]:
         limit, is_open = self._settings.max_text, self._settings.redact == "off"
         inputs = {"completion": rollout.text, "answer": rollout.prompt.answer}
         for number, call in enumerate(rollout.calls):
@@ -179,14 +181,14 @@ class Traces:
 
 def _span(
     name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
-) -> _Span:
+) -> TraceSpan:
     # Without what is not known, and with texts that UTF-8 can hold.
     found = {
         _plain(key): json_number(value) if isinstance(value, float) else _plain(value)
         for key, value in attributes.items()
         if value is not None
     }
-    return _Span(_plain(name), begin, end, found, _plain(error))
+    return TraceSpan(_plain(name), begin, end, found, _plain(error))
 
 
 def _plain(value: Any) -> Any:
@@ -244,7 +246,38 @@ def _value(value: Any) -> Attributes:
 def read_traces(path: Path) -> Iterator[Attributes]:
     """Return a file's requests. Raises `CorruptError`."""
     for _, text in files.blocks(path):
-        yield from map(json.loads, text.splitlines())
+        with refusing(f"{path} is not a file of traces", CorruptError, do="remove it"):
+            found = [json.loads(line) for line in text.splitlines()]
+        yield from found
+
+
+def spans_of(path: Path, prompt_index: int, sample: int) -> list[TraceSpan]:
+    """Return a rollout's spans from a file of traces, the root first; none if it has no trace. Raises `CorruptError`."""
+    for request in read_traces(path):
+        with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
+            spans = [
+                TraceSpan(
+                    str(each["name"]),
+                    int(each["startTimeUnixNano"]) / 1e9,
+                    int(each["endTimeUnixNano"]) / 1e9,
+                    {pair["key"]: _known(pair["value"]) for pair in each["attributes"]},
+                    each["status"].get("message"),
+                )
+                for each in request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+            ]
+            root = spans[0].attributes
+        place = (root.get("burnish.prompt_index"), root.get("burnish.sample"))
+        if place == (prompt_index, sample):
+            return spans
+    return []
+
+
+def _known(value: Attributes) -> Any:
+    """Return the inverse of `_value`."""
+    ((kind, held),) = value.items()
+    if kind == "arrayValue":
+        return [_known(each) for each in held["values"]]
+    return int(held) if kind == "intValue" else held
 
 
 class OtlpExporter:

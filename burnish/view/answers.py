@@ -21,8 +21,9 @@ from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import Url
-from burnish.tracking.rollouts import Kind
+from burnish.tracking.rollouts import Kind, Row, rollouts_path
 from burnish.tracking.rundir import STATUS, RunDirectory
+from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.curves import Curves
 from burnish.view.index import LAST_STEP, RolloutFilter, RolloutIndex, Sort
@@ -202,15 +203,38 @@ class Answers:
 
     def rollout(self, query: Query) -> Answer:
         """Return a whole rollout."""
-        identity = query.text("id") or ""
-        row = self._index(self._one(query)).row(identity)
+        identity, run = query.text("id") or "", self._one(query)
+        row = self._index(run).row(identity)
+        kind = cast(Kind, identity.split("-")[0])
+        path = rollouts_path(run.traces, row["step"], kind)
         return {
             "tokens": None,
-            "trace": None,
             **row,
             "id": identity,
-            "kind": identity.split("-")[0],
+            "kind": kind,
+            "trace": self._trace(path, row),
         }
+
+    def _trace(self, path: Path, row: Row) -> Answer | None:
+        """Return the spans of a rollout, from the start of its trace on; None if it has no trace."""
+        try:
+            spans = spans_of(self._within(path), row["prompt_index"], row.get("sample", 0))
+        except FileNotFoundError:
+            return None
+        except CorruptError as error:
+            return {"spans": [], "problem": error.problem}
+        told = [
+            {
+                "name": span.name,
+                "start": span.begin - spans[0].begin,
+                "seconds": span.end - span.begin,
+                "depth": int(number > 0),
+                "attributes": span.attributes,
+                "error": span.error,
+            }
+            for number, span in enumerate(spans)
+        ]
+        return {"spans": told, "problem": None} if told else None
 
     def facets(self, query: Query) -> Answer:
         """Return what rollouts can be filtered by."""

@@ -18,8 +18,9 @@ from burnish.files.remote import Remote, RetryPolicy
 from burnish.tracking.rundir import write_atomically
 
 _WANTED = re.compile(
-    r"(?:[^\0\n]+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|(?:logs|profiles|rollouts)/[^/\0\n]+)"
+    r"(?:[^\0\n]+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|(?:logs|profiles|rollouts|traces)/[^/\0\n]+)"
 )
+_LARGE = re.compile(r"(?:rollouts|traces)/")
 _SECONDS = 15.0
 _LIMIT = 1 << 31
 _POLICY = RetryPolicy(tries=4, seconds=20.0)
@@ -30,7 +31,7 @@ _log = logging.getLogger("burnish")
 class RunCopies:
     """What is shown of the runs below a URL, copied to `root` inside the block.
 
-    Entering copies all but rollouts. A thread copies these, newest first, and looks for changes every 15 seconds.
+    Entering copies all but rollouts and traces. A thread copies these, newest first, and looks for changes every 15 seconds.
     """
 
     def __init__(self, url: str) -> None:
@@ -87,7 +88,7 @@ class RunCopies:
         for name in have.keys() - found.keys():
             (self.root / name).unlink(missing_ok=True)
             del have[name]
-        small = sorted(name for name in found if "rollouts/" not in name)
+        small = sorted(name for name in found if not _LARGE.search(name))
         large = sorted((found.keys() - set(small)) if rollouts else (), reverse=True)
         try:
             for name in (*small, *large):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tracking.made_rollouts import made_rollout
 from view.rollout_files import row, write
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
@@ -19,10 +20,14 @@ pytest.importorskip("uvicorn", reason="the extra view is not installed")
 from view.served import Viewer, viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
+from burnish.config.schema import TracesConfig
 from burnish.files.lease import LEASE, Lease
+from burnish.records import RewardCall
 from burnish.tracking.profiles import profiling
+from burnish.tracking.rollouts import rollouts_path, write_rollouts
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.spans import Spans
+from burnish.tracking.traces import Traces
 from burnish.tracking.trackers import JsonlTracker
 from burnish.view.server import PAGE
 
@@ -270,6 +275,36 @@ def test_the_phases_of_a_profiled_step(tmp_path: Path) -> None:
         assert len(found.get("timeline", run="a", step=1)["ranks"]) == 1
         next(run.profiles.iterdir()).write_bytes(b"no gzip")
         found.get("timeline", run="a", step=2, status=400)
+
+
+def test_the_trace_of_a_rollout(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "a", steps=2))
+    calls = (
+        RewardCall("exact", 1.0, None, 102.5, 0.25),
+        RewardCall("late", None, "TimeoutError: <b>", 102.0, 5.0),
+    )
+    rollouts = [made_rollout(5, 0), made_rollout(5, 1, error="late", calls=calls)]
+    write_rollouts(run.rollouts, 9, rollouts, [0.0, 0.0])
+    with viewer(tmp_path) as found:
+        first, second = found.get("rollouts", run="a", from_step=9)["rows"]
+        assert found.get("rollout", run="a", id=second["id"])["trace"] is None
+        Traces(run, TracesConfig(), 10**9, 0).take(9, rollouts, [0.0, 0.0], True)
+        told = found.get("rollout", run="a", id=second["id"])["trace"]
+        spans = {
+            span["name"]: (span["start"], span["seconds"], span["depth"], span["error"])
+            for span in told["spans"]
+        }
+        assert [spans.pop("rollout"), spans.pop("reward exact"), spans.pop("reward late")] == [
+            (0, 7, 0, "a reward has no value"),
+            (2.5, 0.25, 1, None),
+            (2, 5, 1, "TimeoutError: <b>"),
+        ]
+        assert list(spans.values()) == [(0, 2, 1, None)]  # the generation
+        assert told["spans"][0]["attributes"]["burnish.sample"] == 1
+        other = found.get("rollout", run="a", id=first["id"])["trace"]["spans"]
+        assert other[0]["attributes"]["burnish.sample"] == 0
+        rollouts_path(run.traces, 9).write_bytes(b"no gzip")
+        assert found.get("rollout", run="a", id=second["id"])["trace"]["problem"]
 
 
 def test_the_log(tmp_path: Path) -> None:

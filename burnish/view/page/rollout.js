@@ -92,6 +92,7 @@ function tokens(all, wanted, most) {
 }
 
 function trace(found) {
+  if (found?.problem) return h("p.none", words(found.problem));
   if (!found?.spans?.length) return null;
   const details = h("dl.attributes"), shown = (value) => words(typeof value === "string" ? value : JSON.stringify(value));
   const fact = ([name, value]) => h("div", h("dt", words(name)), h("dd", shown(value)));
