@@ -27,6 +27,8 @@ _PROJECT = "burnish"
 # Where the service's own variable names none.
 _QUIET_SECONDS = 30.0
 # How long W&B may take at the end of the process, beside the time that a run gives its trackers.
+_REQUEST_SECONDS = 1.0
+# Least time between two requests to MLflow.
 
 
 class _Described:
@@ -149,16 +151,19 @@ class MlflowTracker:
         self.last_step = int(known[0].data.tags.get(self._STEP, -1)) if known else -1
         """The last step that the service has."""
         self._status = "FINISHED"
+        self._metrics: list[Any] = []
+        self._next_request = 0.0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics and the step's number in one request."""
-        now = int(time.time() * 1000)
-        metrics = [
-            self._entities.Metric(_allowed(name), _bounded(value), now, step)
+        """Hold a step's metrics until the next request, which is made once a second: it costs 10 ms of processor time."""
+        now = time.time()
+        self._metrics += [
+            self._entities.Metric(_allowed(name), _bounded(value), int(1000 * now), step)
             for name, value in values.items()
         ]
-        tags = [self._entities.RunTag(self._STEP, str(step))]
-        self._client.log_batch(self._id, metrics=metrics, tags=tags)
+        if now >= self._next_request:
+            self._next_request = now + _REQUEST_SECONDS
+            self.sync()
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table, which MLflow shows, as CSV."""
@@ -182,10 +187,15 @@ class MlflowTracker:
         self._status = {"failed": "FAILED", "stopped": "KILLED"}.get(state, "FINISHED")
 
     def sync(self) -> None:
-        """Do nothing: every call is a request."""
+        """Send the metrics that are held, with the number of their last step."""
+        held, self._metrics = self._metrics, []
+        for some in _in_batches(held, 1000):
+            tags = [self._entities.RunTag(self._STEP, str(some[-1].step))]
+            self._client.log_batch(self._id, metrics=some, tags=tags)
 
     def close(self) -> None:
         """End the run."""
+        self.sync()
         self._client.set_terminated(self._id, self._status)
 
 
