@@ -66,7 +66,8 @@ def complaint(make: Callable[[random.Random], list[str]], seed: int) -> str | No
         finally:
             os.chdir(here)
     shown = " ".join(word[:200] for word in argv)
-    return f"{', '.join(wrong)}: seed {seed}: {shown}\n{said[-3000:]}" if wrong else None
+    told = f"{', '.join(wrong)}: seed {seed}: {shown}\n{said[-3000:]}"
+    return told.encode("utf-8", "backslashreplace").decode() if wrong else None
 
 
 def _left(argv: list[str], code: int | None, before: set[tuple[str, int]]) -> list[str]:
