@@ -128,7 +128,9 @@ def run_directory(rng: random.Random) -> list[str]:
         damage(rng, place if place.is_dir() else run)
     if rng.random() < 0.05:
         displace(rng, rng.choice([run, run / "checkpoints", newest]))
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not any(
+        path.is_fifo() for path in newest.rglob("*")
+    ):  # it would wait
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # where COMMIT is none
             reseal(newest)
     again = ["sft", "c.yaml", f"name={name}"]
