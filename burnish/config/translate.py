@@ -193,8 +193,9 @@ def _of_several(names: Names) -> Names:
         settings["optim.warmup_steps"] = round(ratio * steps)
     elif ratio:
         names["warmup_ratio"] = ratio
-    if names.get("loss_type") == "cispo" and names.get("epsilon_high"):
-        settings["algorithm.clip_high"] = names.pop("epsilon_high") - 1
+    if names.get("epsilon_high"):  # for cispo TRL caps the ratio at it
+        high = names.pop("epsilon_high")
+        settings["algorithm.clip_high"] = high - 1 if names.get("loss_type") == "cispo" else high
     return settings
 
 

@@ -55,17 +55,18 @@ def write_rollouts(
     advantages: Sequence[float] | None,
     token_texts: TokenTexts | None = None,
     by_token: Mapping[str, Sequence[Floats]] | None = None,
-) -> Path:
+) -> dict[int, Row]:
     """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
 
     `advantages` has each rollout's mean over tokens; None for a validation. Chosen rows have their
     tokens' texts and numbers where `token_texts` and each number by rollout are given. Returns the
-    path of the chosen ones. Numbers that are not finite become strings (see
+    chosen rows by their rollouts' indices. Numbers that are not finite become strings (see
     `burnish.tracking.trackers`).
     """
     kind: Kind = "validation" if advantages is None else "step"
-    rows = rollout_rows(step, rollouts, advantages)
-    longest = chosen(rows)
+    known = [None] * len(rollouts) if advantages is None else advantages
+    rows = [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
+    longest = _chosen(rows)
     if token_texts is not None:
         for i in longest:
             values = {name: each[i] for name, each in (by_token or {}).items()}
@@ -79,18 +80,10 @@ def write_rollouts(
             write_atomically(path, b"".join(compressed(lines)))
         else:
             path.unlink(missing_ok=True)
-    return rollouts_path(directory, step, kind)
+    return {i: rows[i] for i in sorted(longest)}
 
 
-def rollout_rows(
-    step: int, rollouts: Sequence[Rollout], advantages: Sequence[float] | None
-) -> list[Row]:
-    """Return a step's rollouts as they are written, without tokens."""
-    known = [None] * len(rollouts) if advantages is None else advantages
-    return [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
-
-
-def chosen(rows: Sequence[Row]) -> set[int]:
+def _chosen(rows: Sequence[Row]) -> set[int]:
     """Return the indices of the rollouts that are kept longest: best, worst and random ones."""
 
     def rank(i: int) -> tuple[float, tuple[int, int]]:

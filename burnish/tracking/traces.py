@@ -1,4 +1,4 @@
-"""_Trace rollouts, to files and by OTLP."""
+"""Trace rollouts, to files and by OTLP."""
 
 # A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each call
 # of a reward; turns and tools belong there as well. Files have one OTLP request in JSON a line, a trace each.
@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -78,19 +78,18 @@ class Traces:
         step: int,
         rollouts: Sequence[Rollout],
         advantages: Sequence[float] | None,
-        written: bool,
+        kept: Collection[int],
     ) -> None:
-        """_Trace a step's rollouts, without `advantages` a validation's. `written` says whether they are in files."""
+        """Trace a step's rollouts, without `advantages` a validation's: a share of all, and those of the indices `kept`."""
         kind: files.Kind = "validation" if advantages is None else "step"
         rate, met, ids = self._settings.sample_rate, Counter[tuple[int, int]](), []
-        for rollout in rollouts if written or rate else ():
+        for rollout in rollouts if kept or rate else ():
             place = (rollout.prompt.index, rollout.sample)
             ids.append(_digest((kind, step, place, met[place])))
             met[place] += 1
         # As OpenTelemetry's own sampler decides, and alike in equal runs.
         wanted = {i for i, each in enumerate(ids) if int.from_bytes(each, "big") < rate * (1 << 64)}
-        if written:
-            wanted |= files.chosen(files.rollout_rows(step, rollouts, advantages))
+        wanted |= {*kept}
         traces = []
         for i in sorted(wanted):
             about = {"burnish.run": self._directory.root.name, "burnish.step": step}

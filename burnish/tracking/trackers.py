@@ -146,20 +146,19 @@ class Observers:
         """
         every, ends = self._settings.rollouts_every, (1, self._total_steps)
         written = every > 0 and (advantages is None or step % every == 0 or step in ends)
-        if self._traces is not None:
-            self._traces.take(step, rollouts, advantages, written)
+        kept: Mapping[int, Mapping[str, Any]] = {}
         if written:
             directory = self._directory.rollouts
-            self._rollouts.write_rollouts(
+            kept = self._rollouts.write_rollouts(
                 directory, step, rollouts, advantages, self._token_texts, by_token
             )
             self._rollouts.thin_rollouts(directory, int(self._settings.rollouts_keep_gb * 1e9))
-            if self._others:
-                found = self._rollouts.rollout_rows(step, rollouts, advantages)
-                # Those that are kept longest: a table of thousands would cost more than the step.
-                rows = [found[i] for i in sorted(self._rollouts.chosen(found))]
-                for tracker in self._others:
-                    tracker.log_rollouts(step, "validation" if advantages is None else "step", rows)
+            # Those that are kept longest: a table of thousands would cost more than the step.
+            for tracker in self._others:
+                kind = "validation" if advantages is None else "step"
+                tracker.log_rollouts(step, kind, [*kept.values()])
+        if self._traces is not None:
+            self._traces.take(step, rollouts, advantages, kept)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's line, in order to every tracker; write the report once a minute."""

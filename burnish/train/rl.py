@@ -70,11 +70,10 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 collector = replace(collector, parks=engines)
             waiting = config.critic.warmup_steps
             version = weights_version(run.position.step, waiting)
-            guard = import_module("burnish.train.guard").Guard(
-                update, collector.generator, dataset, layout, device, version
-            )
+            guard = import_module("burnish.train.guard").Guard
+            check = guard(update, collector.generator, dataset, layout, device, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
-            queue = RolloutQueue(sampler, total, guard.check)
+            queue = RolloutQueue(sampler, total, check)
             queue.restore(run.pending)
             queue.publish(update.engine.published(), version)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)

@@ -302,11 +302,14 @@ class Answers:
         files = [match for name in names if (match := _LOG.fullmatch(name))]
         rank = query.number("rank", int) or 0
         oldest_first = sorted((-int(m[2] or 0), m[0]) for m in files if int(m[1]) == rank)
-        text = b"".join(self._within(logs / name).read_bytes() for _, name in oldest_first)
-        end = query.number("before", int)
-        lines = text[: None if end is None else max(0, end)].splitlines(keepends=True)
-        shown = lines[-query.count("lines", 500, 10_000) :]
-        before = sum(map(len, lines[: -len(shown)])) if shown else 0
+        paths = [self._within(logs / name) for _, name in oldest_first]
+        total, end = sum(path.stat().st_size for path in paths), query.number("before", int)
+        end = total if end is None else max(0, min(end, total))
+        begin = max(0, end - _TEXT_BYTES)
+        lines = _bytes_of(paths, begin, end).splitlines(keepends=True)
+        whole = lines[1:] if begin and len(lines) > 1 else lines
+        shown = whole[-query.count("lines", 500, 10_000) :]
+        before = end - sum(map(len, shown)) if shown else 0
         return {
             "ranks": sorted({int(match[1]) for match in files}),
             "lines": [line.decode("utf-8", "replace").rstrip("\r\n") for line in shown],
@@ -407,6 +410,20 @@ class Answers:
             if run.root not in self._indices:
                 self._indices[run.root] = open_index(self._within(run.rollouts), run.root)
             return self._indices[run.root]
+
+
+def _bytes_of(paths: Sequence[Path], begin: int, end: int) -> bytes:
+    """Return what lies between two offsets in files that are put end to end."""
+    parts, place = [], 0
+    for path in paths:
+        size = path.stat().st_size
+        first, last = max(begin - place, 0), min(end - place, size)
+        if first < last:
+            with path.open("rb") as file:
+                file.seek(first)
+                parts.append(file.read(last - first))
+        place += size
+    return b"".join(parts)
 
 
 def open_index(rollouts: Path, run: Path) -> RolloutIndex:

@@ -95,6 +95,7 @@ def test_what_is_said_of_a_name_from_elsewhere() -> None:
         ("beta", 0.0, "leave it out"),
         ("beta", 0.04, "write algorithm.kl.coef=0.04"),
         ("clip_ratio", 0.3, "write algorithm.clip_low=0.3 algorithm.clip_high=0.3"),
+        ("epsilon_high", 5.0, "set algorithm.clip_high"),
         ("loss_agg_mode", "token-mean", "leave it out"),
         ("loss_agg_mode", "seq-mean-token-sum", "write algorithm.aggregation=sequence_sum"),
         ("loss_agg_mode", "of my own", "set algorithm.aggregation"),

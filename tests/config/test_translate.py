@@ -98,6 +98,13 @@ def test_arguments_of_trls_grpo(tmp_path: Path) -> None:
     assert "no_such_flag=true" in text.partition("# Left out:")[2]
 
 
+def test_the_upper_clip_of_trl_is_a_ratio_only_for_cispo(tmp_path: Path) -> None:
+    text = translated(
+        [*GRPO.replace("cispo --epsilon_high 5.0", "grpo --epsilon_high 0.28").split()]
+    )
+    assert loaded(tmp_path, text).algorithm.clip_high == 0.28
+
+
 def test_arguments_of_trls_sft(tmp_path: Path) -> None:
     text = translated(SFT.split())
     config = loaded(tmp_path, text)

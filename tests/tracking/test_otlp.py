@@ -92,7 +92,7 @@ def traced(
     traces = Traces(run_directory(root), TracesConfig(endpoint=endpoint), 10**9, 0)
     for step in steps:
         rollouts = [made_rollout(index=i, text=text, calls=(EXACT, LATE)) for i in range(2)]
-        traces.take(step, rollouts, [0.5, -0.5], True)
+        traces.take(step, rollouts, [0.5, -0.5], [0, 1])
         traces.exporter.log(step, {})
     traces.exporter.finish("finished", time.monotonic() + patience)
     traces.exporter.close()

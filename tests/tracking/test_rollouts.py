@@ -2,6 +2,7 @@ import gzip
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,14 @@ from burnish.tracking.rollouts import (
 )
 
 
+def written(directory: Path, step: int, *given: Any) -> Path:
+    """The file of the rollouts that are kept longest."""
+    write_rollouts(directory, step, *given)
+    return rollouts_path(directory, step)
+
+
 def test_a_row_has_everything(tmp_path: Path) -> None:
-    path = write_rollouts(tmp_path / "rollouts", 10, [made_rollout(5, 2, stop="length")], [0.5])
+    path = written(tmp_path / "rollouts", 10, [made_rollout(5, 2, stop="length")], [0.5])
     assert path == tmp_path / "rollouts" / "step-00000010.jsonl.gz"
     assert list(read_rollouts(path)) == [
         {
@@ -48,8 +55,8 @@ def test_a_row_has_everything(tmp_path: Path) -> None:
 def test_the_order_they_were_made_in_does_not_matter(tmp_path: Path) -> None:
     rollouts = [made_rollout(i, sample, text=f"{i}.{sample}") for i in (3, 1) for sample in (1, 0)]
     advantages = [0.1, 0.2, 0.3, 0.4]
-    one = write_rollouts(tmp_path / "a", 1, rollouts, advantages)
-    two = write_rollouts(tmp_path / "b", 1, rollouts[::-1], advantages[::-1])
+    one = written(tmp_path / "a", 1, rollouts, advantages)
+    two = written(tmp_path / "b", 1, rollouts[::-1], advantages[::-1])
     assert one.read_bytes() == two.read_bytes()
     rows = [(row["completion"], row["advantage"]) for row in read_rollouts(one)]
     assert rows == [("1.0", 0.4), ("1.1", 0.3), ("3.0", 0.2), ("3.1", 0.1)]
@@ -57,7 +64,7 @@ def test_the_order_they_were_made_in_does_not_matter(tmp_path: Path) -> None:
 
 def test_best_worst_and_random_ones_are_kept_apart(tmp_path: Path) -> None:
     rollouts = [made_rollout(i, reward=reward) for i, reward in enumerate([*range(99), math.nan])]
-    path = write_rollouts(tmp_path, 1, rollouts, [0.0] * 100)
+    path = written(tmp_path, 1, rollouts, [0.0] * 100)
     rest = rollouts_path(tmp_path, 1, rest=True)
     assert rollout_files(tmp_path) == [(1, path), (1, rest)]
     kept = [row["prompt_index"] for row in read_rollouts(path)]
@@ -79,7 +86,7 @@ def test_tokens_have_texts_and_numbers(tmp_path: Path) -> None:
         )
 
     numbers = {"advantages": [np.full(3, i, np.float32) for i in range(40)]}
-    path = write_rollouts(tmp_path, 1, rollouts, [0.0] * 40, texts, numbers)
+    path = written(tmp_path, 1, rollouts, [0.0] * 40, texts, numbers)
     for row in read_rollouts(path):
         each = [float(row["prompt_index"])] * 3
         assert row["tokens"] == {"texts": ["a", "é", ""], "logprobs": [0.0] * 3, "advantages": each}
@@ -105,9 +112,7 @@ def test_too_many_are_thinned_from_the_oldest(tmp_path: Path) -> None:
 
 def test_a_row_is_read_from_its_block(tmp_path: Path) -> None:
     texts = [f"{i} " * 40_000 for i in range(10)]
-    path = write_rollouts(
-        tmp_path, 1, [made_rollout(i, text=t) for i, t in enumerate(texts)], [0.0] * 10
-    )
+    path = written(tmp_path, 1, [made_rollout(i, text=t) for i, t in enumerate(texts)], [0.0] * 10)
     found = list(blocks(path))
     assert len(found) > 2
     assert b"".join(text for _, text in found) == gzip.decompress(path.read_bytes())
@@ -124,7 +129,7 @@ def test_any_text_and_number_can_be_written(tmp_path: Path) -> None:
         "\x00</script>",
     ]
     rollouts = [made_rollout(i, text=text, reward=math.nan) for i, text in enumerate(texts)]
-    path = write_rollouts(tmp_path, 1, rollouts, [math.inf] * len(texts))
+    path = written(tmp_path, 1, rollouts, [math.inf] * len(texts))
     rows = list(read_rollouts(path))
     assert [row["completion"] for row in rows] == texts
     assert {row["reward"] for row in rows} == {"NaN"}
@@ -155,7 +160,7 @@ def test_files_of_later_steps_are_discarded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["{half", "[1]", '{"completion": "x"}'])
 def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
-    path = write_rollouts(tmp_path, 1, [made_rollout()], [0.0])
+    path = written(tmp_path, 1, [made_rollout()], [0.0])
     before = path.stat().st_size
     path.write_bytes(path.read_bytes() + gzip.compress(f"{line}\n".encode()))
     with pytest.raises(CorruptError, match=rf"(?s)step-00000001\.jsonl.*byte {before}"):
@@ -164,7 +169,7 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:30] + b"x" * 9 + data[39:], lambda data: b"{}"])  # fmt: skip
 def test_damaged_bytes_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    path = write_rollouts(tmp_path, 1, [made_rollout()], [0.0])
+    path = written(tmp_path, 1, [made_rollout()], [0.0])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CorruptError, match=r"step-00000001\.jsonl"):
         list(read_rollouts(path))

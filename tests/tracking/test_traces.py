@@ -12,7 +12,7 @@ from tracking.made_rollouts import made_rollout
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig, TracesConfig
 from burnish.records import RewardCall, Rollout
-from burnish.tracking.rollouts import rollouts_path
+from burnish.tracking.rollouts import rollouts_path, write_rollouts
 from burnish.tracking.rundir import RUN, RunDirectory
 from burnish.tracking.traces import Traces, read_traces
 
@@ -57,7 +57,9 @@ def written(
 ) -> list[list[dict[str, Any]]]:
     """The spans of each trace that a step leaves."""
     traces = Traces(run_directory(root), TracesConfig(**settings), 10**9, 0)
-    traces.take(step, rollouts, [0.5] * len(rollouts), due)
+    advantages = [0.5] * len(rollouts)
+    kept = write_rollouts(root / "rollouts", step, rollouts, advantages) if due else {}
+    traces.take(step, rollouts, advantages, kept)
     path = rollouts_path(root / "traces", step)
     return [spans_of(each) for each in read_traces(path)] if path.exists() else []
 
@@ -193,15 +195,15 @@ def test_a_resumed_run_makes_later_traces_again_and_old_ones_make_room(tmp_path:
     run = run_directory(tmp_path)
     traces = Traces(run, TracesConfig(), 10**9, 0)
     for step in (1, 2, 3):
-        traces.take(step, [made_rollout(index=step)], [0.5], True)
-    traces.take(3, [made_rollout()], None, True)
+        traces.take(step, [made_rollout(index=step)], [0.5], [0])
+    traces.take(3, [made_rollout()], None, [0])
     Traces(run, TracesConfig(), 10**9, 2)
     assert sorted(path.name for path in run.traces.iterdir()) == [
         "step-00000001.jsonl.gz",
         "step-00000002.jsonl.gz",
     ]
     traces = Traces(run, TracesConfig(), 1, 2)
-    traces.take(3, [made_rollout()], [0.5], True)
+    traces.take(3, [made_rollout()], [0.5], [0])
     assert sorted(path.name for path in run.traces.iterdir()) == [
         "step-00000001.jsonl.gz",
         "step-00000003.jsonl.gz",

@@ -288,7 +288,7 @@ def test_the_trace_of_a_rollout(tmp_path: Path) -> None:
     with viewer(tmp_path) as found:
         first, second = found.get("rollouts", run="a", from_step=9)["rows"]
         assert found.get("rollout", run="a", id=second["id"])["trace"] is None
-        Traces(run, TracesConfig(), 10**9, 0).take(9, rollouts, [0.0, 0.0], True)
+        Traces(run, TracesConfig(), 10**9, 0).take(9, rollouts, [0.0, 0.0], [0, 1])
         told = found.get("rollout", run="a", id=second["id"])["trace"]
         spans = {
             span["name"]: (span["start"], span["seconds"], span["depth"], span["error"])
@@ -332,6 +332,22 @@ def test_the_log(tmp_path: Path) -> None:
             read, before = answer["lines"] + read, answer["before"]
         assert read == lines
         assert found.get("log", run="a", rank=5)["lines"] == []
+
+
+def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=2)
+    (run / "logs").mkdir()
+    lines = [f"{number} " + "x" * 200 for number in range(40_000)]
+    (run / "logs" / "rank-0.log").write_text("\n".join(lines) + "\n")
+    with viewer(tmp_path) as found:
+        read: list[str] = []
+        before = ""
+        while before is not None:
+            answer = found.get("log", run="a", lines=10_000, before=before)
+            read, before = answer["lines"] + read, answer["before"]
+        assert read == lines
+        (run / "logs" / "rank-0.log").write_text("x" * (9 << 20))  # one line, longer than a piece
+        assert sum(map(len, found.get("log", run="a")["lines"])) == 4 << 20
 
 
 def test_configurations_beside_each_other(served: Viewer) -> None:
