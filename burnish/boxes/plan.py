@@ -137,6 +137,28 @@ class Cover:
             self.wanted.dtype[self.want],
         )
 
+    def in_turn(self, rank: int, world: int) -> tuple[Moves, Ints]:
+        """Read each part once, for all ranks, from holders that take turns by tensor; tell which parts all ranks hold.
+
+        Those come from `rank` itself.
+        """
+        first, count = self._of_cell()
+        fresh = np.diff(self.held.rank, prepend=-1) != 0
+        fresh |= np.diff(self.cell_held, prepend=-1) != 0  # a rank may hold a cell twice
+        ranks = np.append(0, np.cumsum(fresh))
+        everywhere = (count == world) & (ranks[first + count] - ranks[first] == world)
+        chosen = first + np.where(everywhere, rank, self.want % np.maximum(count, 1))
+        moves = Moves(
+            self.tensors,
+            self.held.rank[chosen],
+            self.held.index[chosen],
+            np.full(len(chosen), rank),
+            self.wanted.index[self.want],
+            self.boxes,
+            self.wanted.dtype[self.want],
+        )
+        return moves, everywhere.astype(np.int64)
+
     def _of_cell(self) -> tuple[Ints, Ints]:
         first = np.searchsorted(self.cell_held, self.cell, side="left")
         return first, np.searchsorted(self.cell_held, self.cell, side="right") - first

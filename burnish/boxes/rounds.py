@@ -46,7 +46,7 @@ def schedule(
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
     group = np.zeros(len(moves), np.int64) if group is None else group
     remote = np.flatnonzero(moves.source != moves.target)
-    travelling, group_of = _cut(moves.take(remote), group[remote], wave_bytes)
+    travelling, group_of = cut(moves.take(remote), group[remote], wave_bytes)
     number = rounds(travelling, group_of, wave_bytes)
     last = np.full(groups, -1)
     np.maximum.at(last, group_of, number)
@@ -130,8 +130,8 @@ def _running(keys: Ints, values: Ints) -> Ints:
     return found
 
 
-def _cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
-    """Cut moves into parts of at most a quarter of a wave; return parts and groups."""
+def cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
+    """Cut moves into parts of at most a quarter of a wave; return parts, and the `group` of each."""
     largest = wave_bytes // (_LONGEST_PARTS * ALIGN) * ALIGN
     origin = np.arange(len(moves))
     while (big := moves.bytes > largest).any():

@@ -91,7 +91,7 @@ class Transfer:
         wave_bytes: int = WAVE_BYTES,
     ) -> None:
         have = list(have)
-        self._have, self._want = _pieces(have), _pieces(want)
+        self._have, self._want = pieces_of(have), pieces_of(want)
         device = accelerator_of(have)
         devices = gather_objects(device, layout)
         tables = [gather_pieces(PieceTable.of(side), layout) for side in (self._have, self._want)]
@@ -105,7 +105,7 @@ class Transfer:
         Raises `ValueError` unless the shards are those of the plan, in its order.
         """
         have, want = list(have), list(want)
-        if _pieces(have) != self._have or _pieces(want) != self._want:
+        if pieces_of(have) != self._have or pieces_of(want) != self._want:
             raise ValueError("the shards are not those that the transfer was planned for")
 
         def read(move: Move, into: Tensor) -> None:
@@ -122,7 +122,8 @@ class Transfer:
                 exchange.run(wave, read, write)
 
 
-def _pieces(shards: Iterable[Shard]) -> list[Piece]:
+def pieces_of(shards: Iterable[Shard]) -> list[Piece]:
+    """Return shards without their memory, in the dtype of that memory."""
     return [(shard.spec._replace(dtype=shard.tensor.dtype), shard.box) for shard in shards]
 
 

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from burnish.distributed.device import uncompiled
 
 # torch 2.13 renamed these and warns at the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch's own, by the name that it has."""
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -94,7 +95,7 @@ class _Linear(torch.autograd.Function):
 
 def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
     gathered = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
-    _all_gather(gathered, rows.contiguous(), group=group)
+    all_gather(gathered, rows.contiguous(), group=group)
     return gathered
 
 

@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from burnish.boxes.box import whole
-from burnish.boxes.shards import Shard
-from burnish.boxes.transfer import Transfer
+from burnish.boxes.gather import Gather, assembled
 from burnish.distributed.collectives import any_rank, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
@@ -37,7 +34,6 @@ class Guard:
     generator: Generator
     prompts: Sequence[Prompt]
     layout: Layout
-    device: torch.device
     first: int
     """The first version that this process publishes."""
 
@@ -88,13 +84,11 @@ class Guard:
 
     def _first_difference(self) -> str | None:
         """Return the name of the first tensor that differs on any rank between engine and generator."""
-        weights = self.update.engine.published()
-        have = [*weights.fixed, *weights.changing]
-        for spec, held in self.generator.checksums():
-            box = whole(spec.shape)
-            copy = Shard(spec, box, torch.empty(spec.shape, dtype=spec.dtype, device=self.device))
-            mine = [shard for shard in have if shard.spec.name == spec.name]
-            Transfer(mine, [copy], self.layout).run(mine, [copy])
-            if any_rank(copy.checksum() != held, self.layout):
-                return spec.name
+        published = self.update.engine.published()
+        have, held = [*published.fixed, *published.changing], list(self.generator.checksums())
+        specs = list(dict.fromkeys(spec for spec, _ in held))
+        for tensor in assembled(Gather(have, specs, self.layout).run(have)):
+            mine = {checksum for spec, checksum in held if spec == tensor.spec}
+            if any_rank(mine != {tensor.checksum()}, self.layout):
+                return tensor.spec.name
         return None

@@ -71,7 +71,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             waiting = config.critic.warmup_steps
             version = weights_version(run.position.step, waiting)
             guard = import_module("burnish.train.guard").Guard
-            check = guard(update, collector.generator, dataset, layout, device, version).check
+            check = guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
             queue = RolloutQueue(sampler, total, check)
             queue.restore(run.pending)

@@ -99,7 +99,7 @@ def checked(
     update = PolicyUpdate(engine, None, None, count_flops(config), settings)
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, rng.integers(3, VOCAB, 3 + i), "", None, None, "", {}) for i in range(3)]
-    guard = Guard(update, generator, prompts, layout, CPU, first=0)
+    guard = Guard(update, generator, prompts, layout, first=0)
     generator.load_weights(engine.published(), 0)
     guard.check(0)
     before = {name: tensor.clone() for name, tensor in tensors(generator).items()}

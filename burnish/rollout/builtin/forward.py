@@ -8,7 +8,7 @@ fused experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.boxes.box import whole
+from burnish.boxes.box import intersect, whole
+from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
-from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.models.kernels.attention import Attends
@@ -74,7 +74,7 @@ class InferenceModel:
         self.forward: Callable[[Tensor, Tensor, Attends, Any], Tensor] = kind(self.module)
         """Maps token ids [T] and positions [T] to hidden states [T, hidden]. A `burnish.models.routing.Routing` records the experts."""
         self._transform = logit_transform(hf_config)
-        self._transfer: Transfer | None = None
+        self._gather: Gather | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, hidden] as `Scorer` computes them, in new memory."""
@@ -91,13 +91,31 @@ class InferenceModel:
 
     def load(self, weights: Publication, layout: Layout) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards."""
-        if self._transfer is None and self._fixed:
-            have, want = list(weights.fixed), list(model_shards(self.module, parts=self._fixed))
-            Transfer(have, want, layout).run(have, want)
-        have, want = list(weights.changing), list(model_shards(self.module, parts=self._changing))
-        if self._transfer is None:
-            self._transfer = Transfer(have, want, layout)
-        self._transfer.run(have, want)
+        if self._gather is None and self._fixed:
+            mine, have = list(model_shards(self.module, parts=self._fixed)), list(weights.fixed)
+            _fill(mine, Gather(have, _specs(mine), layout).run(have))
+        mine = list(model_shards(self.module, parts=self._changing))
+        have = list(weights.changing)
+        if self._gather is None:
+            self._gather = Gather(have, _specs(mine), layout)
+        _fill(mine, self._gather.run(have))
+
+
+def _specs(shards: Iterable[Shard]) -> list[TensorSpec]:
+    return list(dict.fromkeys(shard.spec for shard in shards))
+
+
+@torch.no_grad()
+def _fill(mine: Sequence[Shard], pieces: Iterable[Shard]) -> None:
+    """Copy each piece into this model's tensors."""
+    by_name: dict[str, list[Shard]] = {}
+    for shard in mine:
+        by_name.setdefault(shard.spec.name, []).append(shard)
+    for piece in pieces:
+        for shard in by_name[piece.spec.name]:
+            common = intersect(piece.box, shard.box)
+            if common is not None:
+                shard.part(common).copy_(piece.part(common))
 
 
 def _is_plain(model: PreTrainedModel) -> bool:

@@ -1,0 +1,170 @@
+"""Bring whole tensors to every rank, a bounded number of bytes at a time.
+
+A plan has a row for each piece that a rank holds, not one for each pair of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burnish.boxes.box import Box, whole
+from burnish.boxes.pieces import PieceTable, TensorIndex, gather_pieces
+from burnish.boxes.plan import Cover, Moves
+from burnish.boxes.rounds import ALIGN, WAVE_BYTES, cut
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.boxes.table import Ints
+from burnish.boxes.transfer import accelerator_of, meeting_place, pieces_of
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.distributed.tensor_collectives import all_gather
+
+
+class _Part(NamedTuple):
+    """Elements that go out at once: as many of each of `ranks`, whose rows follow each other."""
+
+    spec: TensorSpec
+    box: Box
+    """The first rank's elements."""
+    ranks: range
+    """Empty where every rank has them all."""
+    have: tuple[int, ...]
+    """The piece of each of these ranks, or else this rank's own."""
+    start: int
+    """Where a rank's message has them, in bytes."""
+
+    @property
+    def all(self) -> Box:
+        """Return the elements of all of `ranks`."""
+        if len(self.ranks) < 2:
+            return self.box
+        rows, *sizes = self.box.sizes
+        return Box(self.box.offsets, (rows * len(self.ranks), *sizes))
+
+    def of(self, number: int) -> Box:
+        """Return the elements of the rank at place `number`."""
+        if number == 0:
+            return self.box
+        rows, *columns = self.box.offsets
+        return Box((rows + number * self.box.sizes[0], *columns), self.box.sizes)
+
+
+class Gather:
+    """Give every rank all of the wanted tensors: planned once, run any number of times. Keeps no tensors."""
+
+    def __init__(
+        self,
+        have: Iterable[Shard],
+        want: Sequence[TensorSpec],
+        layout: Layout,
+        wave_bytes: int = WAVE_BYTES,
+    ) -> None:
+        """Plan from this rank's pieces. Collective; `want` is the same on all ranks.
+
+        Raises `MissingError` for what nobody holds, and `IncompatibleError` for another shape.
+        """
+        have = list(have)
+        self._have, self._layout = pieces_of(have), layout
+        device = accelerator_of(have)
+        self._device = meeting_place(gather_objects(device, layout), device)
+        tensors = TensorIndex()
+        tables = gather_pieces(PieceTable.of(self._have), layout)
+        asked = PieceTable.of((spec, whole(spec.shape)) for spec in want)
+        held, wanted = tensors.merge(tables, [asked])
+        cover = Cover.of(held, wanted, tensors)
+        moves, everywhere = cover.in_turn(layout.rank, layout.world)
+        if not everywhere.all():
+            moves, everywhere = cut(moves, everywhere, wave_bytes)
+        upto = np.cumsum(np.where(everywhere, 0, moves.bytes))
+        wave = np.maximum(upto - 1, 0) // wave_bytes
+        self._waves = [
+            _parts(moves.take(wave == number), everywhere[wave == number], layout.world)
+            for number in np.unique(wave)
+        ]
+
+    def run(self, have: Iterable[Shard]) -> Iterator[Shard]:
+        """Yield pieces that make up the wanted tensors, one tensor after the other, in the wanted dtype. Collective.
+
+        A piece is valid until the next is asked for, and what a rank has itself is a view. All ranks must take all. Raises
+        `ValueError` unless the shards are those of the plan, in its order.
+        """
+        have = list(have)
+        if pieces_of(have) != self._have:
+            raise ValueError("the shards are not those that the gathering was planned for")
+        for parts, sizes in self._waves:
+            room = self._exchanged(have, parts, sizes)
+            for part in parts:
+                held = _elements(room, part) if part.ranks else have[part.have[0]].part(part.box)
+                yield Shard(part.spec, part.all, held.reshape(part.all.sizes).to(part.spec.dtype))
+
+    @torch.no_grad()
+    def _exchanged(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
+        """Return the messages [ranks, bytes] of a wave; `sizes` are their lengths."""
+        rank, world, longest = self._layout.rank, self._layout.world, int(sizes.max())
+        room = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
+        for part in parts:
+            if rank in part.ranks:
+                number = part.ranks.index(rank)
+                mine = have[part.have[number]].part(part.of(number))
+                _elements(room, part)[number].copy_(mine)
+        if not longest:
+            return room
+        if longest * world <= 2 * int(sizes.sum()):
+            all_gather(room.view(-1), room[rank].clone())
+        else:  # few ranks have anything, as the stages of a pipeline
+            for sender in np.flatnonzero(sizes).tolist():
+                dist.broadcast(room[sender, : sizes[sender]], sender)
+        return room
+
+
+def _elements(room: Tensor, part: _Part) -> Tensor:
+    """Return the elements of a part in the messages, [ranks, *sizes of its box], as a view."""
+    size = part.box.elements * part.spec.dtype.itemsize
+    rows = room[part.ranks.start : part.ranks.stop, part.start : part.start + size]
+    return rows.view(part.spec.dtype).view(-1, *part.box.sizes)
+
+
+def _parts(moves: Moves, everywhere: Ints, world: int) -> tuple[list[_Part], Ints]:
+    """Return the parts of a wave, and the bytes of each rank's message.
+
+    Ranks in a row whose pieces are equal and lie one below the other, as FSDP cuts them, send one part.
+    """
+    runs: list[_Part] = []
+    for move, number, held in zip(moves, moves.boxes.tensor, everywhere, strict=True):
+        spec = TensorSpec(moves.tensors.names[number], moves.tensors.shapes[number], move.dtype)
+        ranks = range(0) if held else range(move.source, move.source + 1)
+        if runs and ranks and (before := runs[-1]).ranks and before.spec == spec:
+            count = len(before.ranks)
+            if move.box.sizes and before.of(count) == move.box and before.ranks.stop == move.source:
+                longer = range(before.ranks.start, move.source + 1)
+                runs[-1] = before._replace(ranks=longer, have=(*before.have, move.have))
+                continue
+        runs.append(_Part(spec, move.box, ranks, (move.have,), 0))
+    ends, parts = np.zeros(world, np.int64), list[_Part]()
+    for part in runs:
+        rows = slice(part.ranks.start, part.ranks.stop)
+        start = int(ends[rows].max(initial=0))
+        ends[rows] = start + -(-part.box.elements * part.spec.dtype.itemsize // ALIGN) * ALIGN
+        parts.append(part._replace(start=start))
+    return parts, ends
+
+
+def assembled(pieces: Iterable[Shard]) -> Iterator[Shard]:
+    """Join the pieces of each tensor, which follow each other; yield whole tensors. Those in one piece are not copied."""
+    for spec, group in groupby(pieces, lambda piece: piece.spec):
+        tensor: Tensor | None = None
+        for piece in group:
+            if piece.box == whole(spec.shape):
+                tensor = piece.tensor
+                break
+            if tensor is None:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=piece.tensor.device)
+            tensor[piece.box.slices] = piece.tensor
+        if tensor is not None:
+            yield Shard(spec, whole(spec.shape), tensor)

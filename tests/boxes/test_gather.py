@@ -1,0 +1,142 @@
+"""Gathering against indexing the whole tensors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pieces_for_tests import BF16, F32, random_layout
+from ranks import run_ranks
+from traffic import Traffic
+
+from burnish.boxes.box import Box, whole
+from burnish.boxes.gather import Gather, assembled
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.distributed.layout import Layout
+from burnish.errors import IncompatibleError, MissingError
+
+SHAPES = {"a": (7, 5), "b": (), "d": (300,), "e": (3, 4, 5), "f": (8, 3)}
+
+
+def tensors_of(salt=0):
+    return {
+        name: (torch.arange(whole(shape).elements, dtype=F32) + 1000 * salt + i).reshape(shape) / 7
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def shards_of(pieces, tensors):
+    return [Shard(spec, box, tensors[spec.name][box.slices].clone()) for spec, box in pieces]
+
+
+def rows_of(layout):
+    """Pieces as FSDP cuts them: rows by rank, the last ranks with fewer or none."""
+    found = []
+    for name, shape in SHAPES.items():
+        if not shape:
+            found.append((TensorSpec(name, shape, F32), whole(shape)))
+            continue
+        size = -(-shape[0] // layout.world)
+        start = min(layout.rank * size, shape[0])
+        stop = min(start + size, shape[0])
+        rest = shape[1:]
+        box = Box((start, *[0] * len(rest)), (stop - start, *rest))
+        found += [(TensorSpec(name, shape, F32), box)] if stop > start else []
+    return found
+
+
+def stage_of(layout):
+    """Pieces as a pipeline has them: whole tensors, each on one rank."""
+    return [
+        (TensorSpec(name, shape, F32), whole(shape))
+        for number, (name, shape) in enumerate(SHAPES.items())
+        if number % layout.world == layout.rank
+    ]
+
+
+def check_gathers(layout, pieces, dtype):
+    want = [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
+    gather = None
+    for salt in range(2):  # the second time from the kept plan
+        tensors = tensors_of(salt)
+        have = shards_of(pieces, tensors)
+        gather = gather or Gather(have, want, layout, wave_bytes=256)
+        names = []
+        for shard in assembled(gather.run(have)):
+            names.append(shard.spec.name)
+            assert shard.tensor.dtype == dtype
+            expected = tensors[shard.spec.name].to(dtype)
+            torch.testing.assert_close(shard.tensor, expected, rtol=0, atol=0)
+        assert names == list(SHAPES)
+    return True
+
+
+def check_many(layout):
+    rng = random.Random(0)
+    cuts = [random_layout(rng, SHAPES, layout.world, replicas=2)[layout.rank] for _ in range(6)]
+    for number, pieces in enumerate([*cuts, rows_of(layout), stage_of(layout)]):
+        check_gathers(layout, pieces, [F32, BF16][number % 2])
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_rank_gets_whole_tensors(world):
+    assert run_ranks(check_many, world) == [True] * world
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from([F32, BF16]))
+@settings(max_examples=30)
+def test_one_process_has_them_already(seed, dtype):
+    pieces = random_layout(random.Random(seed), SHAPES, 1, replicas=1)[0]
+    assert check_gathers(Layout(), pieces, dtype)
+
+
+def test_alone_a_piece_is_a_view():
+    spec = TensorSpec("w", (4, 3), F32)
+    have = Shard(spec, whole((4, 3)), torch.ones(4, 3))
+    [piece] = Gather([have], [spec], Layout()).run([have])
+    assert piece.tensor.data_ptr() == have.tensor.data_ptr()
+
+
+def calls_of(layout):
+    """Of pieces by rows, the collectives and the pieces of a run whose wave holds all."""
+    have = shards_of(rows_of(layout), tensors_of())
+    want = [TensorSpec(name, shape, F32) for name, shape in SHAPES.items()]
+    gather = Gather(have, want, layout)
+    with Traffic(layout) as traffic:
+        pieces = [(piece.spec.name, piece.box.sizes) for piece in gather.run(have)]
+    return len(traffic.sent), pieces
+
+
+def test_a_wave_is_one_collective_and_equal_rows_one_piece():
+    for calls, pieces in run_ranks(calls_of, 4):
+        assert calls == 1
+        assert {"d": (300,), "f": (8, 3), "b": ()}.items() <= dict(pieces).items()
+        assert [name for name, _ in pieces].count("f") == 1
+
+
+def test_other_shards_than_planned_are_refused():
+    spec = TensorSpec("w", (4,), F32)
+    shards = [Shard(spec, whole((4,)), torch.zeros(4))]
+    half = [Shard(spec, whole((4,)), torch.zeros(4, dtype=BF16))]
+    gather = Gather(shards, [spec], Layout())
+    with pytest.raises(ValueError, match="shards"):
+        list(gather.run(half))
+
+
+def check_missing(layout):
+    spec = TensorSpec("w", (4, 2), F32)
+    held = Box((layout.rank, 0), (1, 2))
+    have = [Shard(spec, held, torch.zeros(1, 2))]
+    with pytest.raises(MissingError, match="w"):
+        Gather(have, [spec], layout)
+    with pytest.raises(IncompatibleError, match="w"):
+        Gather(have, [TensorSpec("w", (2, 4), F32)], layout)
+    return True
+
+
+def test_what_nobody_has_is_named_on_all_ranks():
+    assert run_ranks(check_missing, 2) == [True, True]
