@@ -21,9 +21,8 @@ from burnish.boxes.rounds import ALIGN, WAVE_BYTES, cut
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import Ints
 from burnish.boxes.transfer import accelerator_of, meeting_place, pieces_of
-from burnish.distributed.collectives import gather_objects
+from burnish.distributed.collectives import all_gather, gather_objects
 from burnish.distributed.layout import Layout
-from burnish.distributed.tensor_collectives import all_gather
 
 
 class _Part(NamedTuple):

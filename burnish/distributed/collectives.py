@@ -24,6 +24,9 @@ from burnish.tracking.stats import Max, Metric, Number, Stats
 
 T = TypeVar("T")
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch's own. 2.13 renamed it and warns at the old name."""
+
 
 def gather_objects(value: T, layout: Layout) -> list[T]:
     """Return every rank's value, by rank, on all ranks."""

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from burnish.distributed.collectives import all_gather
 from burnish.distributed.device import uncompiled
 
-# torch 2.13 renamed these and warns at the old names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch's own, by the name that it has."""
+# torch 2.13 renamed it and warns at the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
