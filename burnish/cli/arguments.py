@@ -24,6 +24,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish chat  MODEL|RUN [key=value ...]         ask a model in the terminal
   burnish runs  [DIR] | compare A B               list runs, or show two beside each other
   burnish view  [DIR]                             look at runs and rollouts in a browser
+  burnish serve [CONFIG] [key=value ...]          generate completions for a run elsewhere
   burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
   burnish check [CONFIG] [--processes N]          compare a layout with one plain process
   burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
@@ -77,6 +78,12 @@ _COMMANDS = {
         "view:view",
         "RUNS_DIR --port --host --no-open",
         "Serve a page that shows runs and rollouts, also while they grow. It changes no run.",
+    ),
+    "serve": (
+        "serve:serve_run",
+        "CONFIG key=value --port --host",
+        "Generate completions for the run of a configuration with rollout.place=servers, until ctrl-C. Start one for each "
+        "server, on any machine that sees the run's directory.",
     ),
     "plan": (
         "plan:run_plan",
@@ -256,7 +263,7 @@ _OPTIONS = {
     "--assets": _argument("directory of config.json and tokenizer, if SOURCE has none", type=Path),
     "--unsafe-pickle": _flag("unpickle (DCP, Megatron, verl), in a process of its own"),
     "--without-sandbox": _flag("unpickle where the kernel has no Landlock as well"),
-    "--port": _argument("where it listens; 0: any that is free", type=int, default=7007),
+    "--port": _argument("where it listens; 0: any that is free; view: 7007 if not given", type=int),
     "--host": _argument(
         "an address of this machine; others than itself reach it with the token in the address that is printed",
         default="127.0.0.1",

@@ -18,6 +18,8 @@ from burnish.cli.output import print_text
 from burnish.errors import MissingError, UsageError, install, neighbours
 from burnish.files.urls import is_url
 
+_PORT = 7007
+
 
 def view(given: Namespace) -> None:
     """Serve the runs below a directory until Ctrl-C."""
@@ -33,7 +35,9 @@ def view(given: Namespace) -> None:
         )
         raise MissingError(problem, have=have, do=install("view")) from error
     with ExitStack() as stack, suppress(KeyboardInterrupt):
-        listener = stack.enter_context(_listening(given.host, given.port))
+        listener = stack.enter_context(
+            _listening(given.host, _PORT if given.port is None else given.port)
+        )
         host, port = listener.getsockname()[:2]
         token = None if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(24)
         root, url = Path(given.root), None

@@ -109,6 +109,12 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
+    ("rollout.servers", "rollout.place=servers", ""),
+    (
+        "rollout.place=child|servers",
+        "model.lora.publish=merged",
+        "other processes get whole weights",
+    ),
 )
 
 
@@ -405,6 +411,18 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
             have=_have(config, "algorithm.dynamic_sampling.part"),
             want=f"one of {', '.join(names)}",
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
+        )
+    redraws = {
+        "algorithm.dynamic_sampling.enabled": config.algorithm.dynamic_sampling.enabled,
+        "algorithm.advantage": config.algorithm.advantage == "remax",
+    }
+    name = next((name for name, redraws_now in redraws.items() if redraws_now), None)
+    if name and config.reward.models and config.rollout.place != "inside":
+        yield UsageError(
+            f"reward models judge whole steps of completions from other processes, and {name} asks for rewards before",
+            have=f"{_have(config, 'rollout.place', name)}, reward.models",
+            want="rollout.place: inside",
+            do=f"set rollout.place=inside, or use reward functions alone, or remove {name}",
         )
     if config.steps is not None and config.critic.warmup_steps >= config.steps:
         yield UsageError(

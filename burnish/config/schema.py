@@ -284,6 +284,14 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
+    engine: MayChange[Literal["builtin"]] = "builtin"
+    """What generates completions. builtin: Burnish's own generator."""
+    place: MayChange[Literal["inside", "child", "servers"]] = "inside"
+    """Where completions are generated. inside: in the training processes, in turns with training. child: in a process beside each of them, so that with `ahead` both work at the same time. servers: by `burnish serve`, on any machine that sees the run's directory."""
+    servers: MayChange[int] = Field(1, ge=1)
+    """How many servers the run waits for and uses, with `place: servers`."""
+    timeout_seconds: MayChange[float] = Field(120.0, gt=0)
+    """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work."""
     ahead: MayChange[int] = Field(0, ge=0)
     """Number of steps by which completions are drawn before they are trained on. Batch t is drawn with the weights after step t - 1 - ahead, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may go on with another number; it first trains on what it has drawn."""
     max_disagreement: MayChange[Literal["auto"] | Annotated[float, Field(gt=0)] | None] = "auto"

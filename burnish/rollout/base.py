@@ -41,7 +41,10 @@ class Sampling:
 
 
 class Generator(Protocol):
-    """Samples from the current weights in this process."""
+    """Samples from the current weights, in this process or in others."""
+
+    central: bool
+    """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None

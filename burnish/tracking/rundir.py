@@ -63,6 +63,8 @@ class RunDirectory:
         """Directory of profiles of steps."""
         self.checkpoints = root / CHECKPOINTS
         """Directory of the committed steps."""
+        self.servers = root / "servers"
+        """Directory of notes on generators that serve the run."""
         self.report = root / "report.html"
 
     @property

@@ -5,11 +5,15 @@ Which weights draw a step's batch follows from `rollout.ahead` alone, never from
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Thread
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -19,10 +23,10 @@ from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, Samp
 from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader
 from burnish.data.tasks import PromptDataset
-from burnish.distributed.collectives import gather_objects
+from burnish.distributed.collectives import from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.errors import UsageError
+from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rewards.overview import Complaints, rollout_stats
 from burnish.rollout.base import Generator, Sampling
@@ -30,6 +34,7 @@ from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
 from burnish.train.signals import Stopper, StopRequested
 
+T = TypeVar("T")
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 """Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
 Judge = Callable[[Sequence[Rollout]], list[Rollout]]
@@ -73,6 +78,9 @@ class Collector:
         Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
         if reward functions fail for all rollouts, round after round.
         """
+        if self.generator.central and self.layout.world > 1:
+            made = partial(self.on_main.collect, prompts, first_key, samples, sampling)
+            return self.judged(_from_main(made, self.layout))
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
         )
@@ -96,8 +104,17 @@ class Collector:
         }
         ordered = [rollout for number in range(len(prompts)) for rollout in by_prompt[number]]
         self.complaints.hear(ordered)
-        judged = iter(self.judge(ordered))
-        return [[next(judged) for _ in by_prompt[number]] for number in range(len(prompts))]
+        return self.judged([by_prompt[number] for number in range(len(prompts))])
+
+    @property
+    def on_main(self) -> Collector:
+        """Return the collector of rank 0 alone, which calls for no other rank and no reward model."""
+        return replace(self, layout=Layout(), judge=list, parks=())
+
+    def judged(self, groups: Groups) -> Groups:
+        """Add what reward models say. Collective."""
+        judged = iter(self.judge([rollout for group in groups for rollout in group]))
+        return [[next(judged) for _ in group] for group in groups]
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         total = sum(request.samples for request in requests)
@@ -167,21 +184,20 @@ class GroupSampler:
         shaped = partial(_shaped, limit=limit, overlong=overlong)
         groups: Groups = []
         wanted, refills = config.batch.prompts, 0
-        with self.collector.parked():
-            while True:
-                first_key = self.loader.cursor
-                prompts = [self.dataset[index] for index in self.loader.take(wanted)]
-                collected = collect(prompts, first_key, config.rollout.n, how)
-                if config.algorithm.advantage == "remax":
-                    greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
-                    baselines = [shaped(rollout).reward for (rollout,) in greedy]
-                    collected = _with_greedy_rewards(collected, baselines)
-                groups += collected
-                rewards = compared(groups, dynamic.part, config.reward.part_names)
-                selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
-                if selection.refill == 0:
-                    break
-                wanted, refills = selection.refill, refills + 1
+        while True:
+            first_key = self.loader.cursor
+            prompts = [self.dataset[index] for index in self.loader.take(wanted)]
+            collected = collect(prompts, first_key, config.rollout.n, how)
+            if config.algorithm.advantage == "remax":
+                greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
+                baselines = [shaped(rollout).reward for (rollout,) in greedy]
+                collected = _with_greedy_rewards(collected, baselines)
+            groups += collected
+            rewards = compared(groups, dynamic.part, config.reward.part_names)
+            selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
+            if selection.refill == 0:
+                break
+            wanted, refills = selection.refill, refills + 1
         found = [[shaped(rollout) for rollout in group] for group in groups]
         left_out = [group for i, group in enumerate(found) if i not in selection.keep]
         return DrawnBatch(step, [found[index] for index in selection.keep], left_out)
@@ -190,11 +206,15 @@ class GroupSampler:
 class RolloutQueue:
     """Draws each batch `rollout.ahead` steps before it is taken, and publishes. Collective.
 
-    So batch t is drawn with the weights after t - `ahead` steps, or with the first.
+    So batch t is drawn with the weights after t - `ahead` steps, or with the first. With a central generator rank 0 draws in a
+    thread while training goes on: from `take` until new weights are published.
     """
 
     def __init__(
-        self, sampler: GroupSampler, total_steps: int, check: Callable[[int], None] | None = None
+        self,
+        sampler: GroupSampler,
+        total_steps: int,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """`check` is called with the version of published weights."""
         self._sampler, self._check = sampler, check
@@ -202,22 +222,58 @@ class RolloutQueue:
         self._waiting = sampler.config.critic.warmup_steps
         self._total_steps = total_steps
         self._pending: deque[DrawnBatch] = deque()
+        self._drawing: Future[tuple[DrawnBatch, int]] | None = None
+        self._waited = 0.0
 
     def publish(self, weights: Publication, version: int) -> None:
-        """Give the generator new weights."""
+        """Give the generator new weights, once it has drawn what the old ones are to draw."""
+        self._finish_drawing()
         self._sampler.collector.generator.load_weights(weights, version)
         if self._check is not None:
             self._check(version)
 
     def take(self, step: int) -> DrawnBatch:
         """Draw what is due before `step`, and return its batch. Steps are taken in order."""
+        self._finish_drawing()
         last = min(step + self._ahead, self._total_steps - 1)
         for number in range(step + len(self._pending), last + 1):
-            self._pending.append(self._sampler.sample(number))
+            self._finish_drawing()
+            if not self._sampler.collector.generator.central:
+                with self._sampler.collector.parked():
+                    self._pending.append(self._sampler.sample(number))
+            else:
+                self._begin_drawing(number)
+                if number == step:
+                    with self._sampler.collector.parked():
+                        self._finish_drawing()
         return self._pending.popleft()
+
+    def _begin_drawing(self, step: int) -> None:
+        """Have rank 0 draw a batch in a thread."""
+        self._drawing, collector = Future(), self._sampler.collector
+        if not collector.layout.is_main:
+            return
+        alone = collector.on_main
+        if self._pending or step:  # nobody waits for it, so another phase has the terminal
+            alone = replace(alone, progress=Progress(False))
+        sampler = replace(self._sampler, collector=alone)
+        thread = Thread(target=_draw, args=(sampler, step, self._drawing), daemon=True)
+        thread.start()
+
+    def _finish_drawing(self) -> None:
+        """Take over on all ranks what rank 0 has drawn. Collective."""
+        drawing, self._drawing = self._drawing, None
+        if drawing is None:
+            return
+        collector, began = self._sampler.collector, time.monotonic()
+        batch, self._sampler.loader.cursor = _from_main(drawing.result, collector.layout)
+        self._waited += time.monotonic() - began
+        groups, left_out = (collector.judged(each) for each in (batch.groups, batch.left_out))
+        self._pending.append(DrawnBatch(batch.step, groups, left_out))
 
     def pending(self) -> tuple[DrawnBatch, ...]:
         """Return the batches drawn and not taken."""
+        self._finish_drawing()
         return tuple(self._pending)
 
     def restore(self, pending: Sequence[DrawnBatch]) -> None:
@@ -232,10 +288,42 @@ class RolloutQueue:
             for rollout in batch.rollouts
         ]
         stats = rollout_stats(batch.generated)
+        if self._sampler.collector.generator.central:
+            stats["perf/wait_seconds"] = Max(self._waited)
+            self._waited = 0.0
         if lags and (self._ahead or any(lags)):
             stats["rollout/staleness/mean"] = Mean(sum(lags), len(lags))
             stats["rollout/staleness/max"] = Max(max(lags))
         return stats
+
+
+def _draw(sampler: GroupSampler, step: int, drawing: Future[tuple[DrawnBatch, int]]) -> None:
+    try:
+        batch = sampler.sample(step)
+        drawing.set_result((batch, sampler.loader.cursor))
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        drawing.set_exception(error)
+
+
+def _from_main(make: Callable[[], T], layout: Layout) -> T:
+    """Return what rank 0 makes, on all ranks; raise there what it raises. Collective."""
+    made: T | None = None
+    stopped: int | None = None
+    error: BurnishError | None = None
+    if layout.is_main:
+        try:
+            made = make()
+        except StopRequested as request:
+            stopped = request.signal_number
+        except BurnishError as raised:
+            error = raised
+    made, stopped, error = from_main((made, stopped, error), layout)
+    if stopped is not None:
+        raise StopRequested(stopped)
+    if error is not None:
+        error.told_elsewhere = layout.world > 1
+        raise error
+    return cast(T, made)
 
 
 def _with_greedy_rewards(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from burnish.checkpoint.steps import Committed, check_small_files, newest
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
-from burnish.distributed.collectives import reduce_stats, same_on_all_ranks
+from burnish.distributed.collectives import agree, reduce_stats, same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import MissingError, StoppedError
@@ -175,9 +176,11 @@ def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> d
             engine = load_frozen(foundation)
             judge = load_judge(foundation, engine)
             collector = make_collector(foundation, pool, stopper, progress, judge)
-            collector.generator.load_weights(engine.published(), version=0)
-            measured = prompt_validation(foundation, collector, held_out)()[0]
-            collector.complaints.require_answer()
+            with closing(collector.generator) as generator:
+                generator.load_weights(engine.published(), version=0)
+                measured = prompt_validation(foundation, collector, held_out)()[0]
+            with agree(foundation.layout):
+                collector.complaints.require_answer()
             return measured
 
 

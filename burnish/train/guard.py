@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from burnish.boxes.gather import Gather, assembled
-from burnish.distributed.collectives import any_rank, gather_objects
+from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.records import Prompt, Request, Rollout
+from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Generator
 from burnish.train.collect import sampling
@@ -71,24 +71,29 @@ class Guard:
     def _drawn(self) -> list[Rollout]:
         """Return a completion of each prompt, by rank in turns, the same on every rank."""
         config, rank, world = self.update.config, self.layout.rank, self.layout.world
+        asking = 1 if self.generator.central else world
         seed = derive_seed(config.seed, "guard") % 2**63
         how = sampling(config.rollout, config.rollout, seed, step=0)
         replayed = config.algorithm.router_replay == "rollout"
         how = replace(how, max_tokens=min(how.max_tokens, _TOKENS), experts=replayed)
-        numbers = range(max(_PROMPTS, world))
+        numbers = range(max(_PROMPTS, world, config.rollout.servers))
         prompts = [self.prompts[number % len(self.prompts)] for number in numbers]
-        requests = [Request(number, prompts[number].token_ids) for number in numbers[rank::world]]
-        drawn = self.generator.generate(requests, how)
+        mine = numbers[rank::asking] if rank < asking else ()
+        requests = [Request(number, prompts[number].token_ids) for number in mine]
+        drawn: list[list[Completion]] = []
+        with agree(self.layout):
+            drawn = self.generator.generate(requests, how) if requests else []
         shares = gather_objects([completion for (completion,) in drawn], self.layout)
-        return [Rollout(prompts[n], 0, shares[n % world][n // world], "") for n in numbers]
+        return [Rollout(prompts[n], 0, shares[n % asking][n // asking], "") for n in numbers]
 
     def _first_difference(self) -> str | None:
         """Return the name of the first tensor that differs on any rank between engine and generator."""
         published = self.update.engine.published()
         have, held = [*published.fixed, *published.changing], list(self.generator.checksums())
-        specs = list(dict.fromkeys(spec for spec, _ in held))
+        told = gather_objects([spec for spec, _ in held], self.layout)
+        specs = list(dict.fromkeys(spec for theirs in told for spec in theirs))
         for tensor in assembled(Gather(have, specs, self.layout).run(have)):
             mine = {checksum for spec, checksum in held if spec == tensor.spec}
-            if any_rank(mine != {tensor.checksum()}, self.layout):
+            if any_rank(bool(mine) and mine != {tensor.checksum()}, self.layout):
                 return tensor.spec.name
         return None

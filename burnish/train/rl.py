@@ -2,12 +2,13 @@
 
 One step: generate a group of completions for each prompt, score them, turn rewards into advantages, update critic and policy,
 and publish the weights to the generator. With `rollout.ahead` completions are older than the step. Every process runs the same
-function. Left out: generation beside training, turns.
+function. Left out: turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,6 +21,7 @@ from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
+from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.rewards.pool import RewardPool
@@ -46,7 +48,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
 
     `local` is the same with paths of copies in place of URLs and ids (`burnish.train.localize`).
     """
-    with open_run(config, "rl", layout, device) as session, RewardPool(local.reward) as pool:
+    with ExitStack() as stack:
+        session = stack.enter_context(open_run(config, "rl", layout, device))
+        pool = stack.enter_context(RewardPool(local.reward))
         spans, progress = session.spans, session.progress
         with progress.phase("setup", 4) as bar:
             cards = import_module("burnish.train.model_card")
@@ -66,6 +70,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             loader.cursor = run.position.cursor
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper, progress, judge)
+            stack.callback(collector.generator.close)
             if config.engine.park:
                 collector = replace(collector, parks=engines)
             waiting = config.critic.warmup_steps
@@ -122,7 +127,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     advantages=credit.means,
                     by_token=credit.by_name(),
                 )
-        collector.complaints.require_answer()
+        with agree(layout):
+            collector.complaints.require_answer()
 
 
 def _models(

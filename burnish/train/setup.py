@@ -35,6 +35,7 @@ from burnish.models.loading import (
 from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
+from burnish.rollout.base import Generator
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
@@ -307,8 +308,16 @@ def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
     return engine
 
 
-def make_generator(foundation: Foundation) -> BuiltinGenerator:
-    """Make the generator, without weights."""
+def make_generator(foundation: Foundation) -> Generator:
+    """Make the generator of `rollout.place`, without weights. Collective."""
+    if foundation.config.rollout.place == "inside":
+        return local_generator(foundation)
+    generator: Generator = import_module("burnish.train.serve").served_generator(foundation)
+    return generator
+
+
+def local_generator(foundation: Foundation) -> BuiltinGenerator:
+    """Make a generator in this process, without weights."""
     config = foundation.config
     model = InferenceModel(
         foundation.hf_config,

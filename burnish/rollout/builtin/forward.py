@@ -22,6 +22,7 @@ from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
+from burnish.errors import IncompatibleError, MissingError
 from burnish.models.kernels.attention import Attends
 from burnish.models.kernels.fused import (
     FusedAttention,
@@ -75,6 +76,7 @@ class InferenceModel:
         """Maps token ids [T] and positions [T] to hidden states [T, hidden]. A `burnish.models.routing.Routing` records the experts."""
         self._transform = logit_transform(hf_config)
         self._gather: Gather | None = None
+        self._loaded = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, hidden] as `Scorer` computes them, in new memory."""
@@ -90,32 +92,63 @@ class InferenceModel:
             yield Shard(spec, whole(spec.shape), head)
 
     def load(self, weights: Publication, layout: Layout) -> None:
-        """See `Generator.load_weights`. Every call must bring the same shards."""
-        if self._gather is None and self._fixed:
-            mine, have = list(model_shards(self.module, parts=self._fixed)), list(weights.fixed)
-            _fill(mine, Gather(have, _specs(mine), layout).run(have))
-        mine = list(model_shards(self.module, parts=self._changing))
-        have = list(weights.changing)
-        if self._gather is None:
-            self._gather = Gather(have, _specs(mine), layout)
-        _fill(mine, self._gather.run(have))
+        """See `Generator.load_weights`. Every call must bring the same shards.
 
+        A lone process takes each shard as it comes, so they may be made one after the other.
+        """
+        if not self._loaded and self._fixed:
+            self._gathered(weights.fixed, self._fixed, layout, None)
+        self._gather = self._gathered(weights.changing, self._changing, layout, self._gather)
+        self._loaded = True
 
-def _specs(shards: Iterable[Shard]) -> list[TensorSpec]:
-    return list(dict.fromkeys(shard.spec for shard in shards))
+    def _gathered(
+        self,
+        shards: Iterable[Shard],
+        parts: Sequence[Region],
+        layout: Layout,
+        gather: Gather | None,
+    ) -> Gather | None:
+        """Fill parts of the model; return how shards like these are gathered."""
+        mine = list(model_shards(self.module, parts=parts))
+        if layout.world > 1:
+            shards = list(shards)
+            specs = list(dict.fromkeys(shard.spec for shard in mine))
+            gather = gather or Gather(shards, specs, layout)
+            shards = gather.run(shards)
+        _fill(mine, shards)
+        return gather
 
 
 @torch.no_grad()
 def _fill(mine: Sequence[Shard], pieces: Iterable[Shard]) -> None:
-    """Copy each piece into this model's tensors."""
-    by_name: dict[str, list[Shard]] = {}
+    """Copy each piece into this model's tensors.
+
+    Raises `IncompatibleError` for another shape, and `MissingError` for what no piece brought.
+    """
+    wanted: dict[str, list[Shard]] = {}
     for shard in mine:
-        by_name.setdefault(shard.spec.name, []).append(shard)
+        wanted.setdefault(shard.spec.name, []).append(shard)
+    left = {name: sum(shard.box.elements for shard in each) for name, each in wanted.items()}
     for piece in pieces:
-        for shard in by_name[piece.spec.name]:
+        name, shape, _ = piece.spec
+        for shard in wanted.get(name, ()):
+            if shard.spec.shape != shape:
+                raise IncompatibleError(
+                    f"tensor {name} has different shapes",
+                    have=list(shape),
+                    want=list(shard.spec.shape),
+                )
             common = intersect(piece.box, shard.box)
             if common is not None:
                 shard.part(common).copy_(piece.part(common))
+                left[name] -= common.elements
+    missing = [name for name, elements in left.items() if elements]
+    if missing:
+        raise MissingError(
+            f"weights lack all or a part of {missing[0]}",
+            have=f"{len(missing)} tensors of {len(wanted)} are incomplete",
+            want="every element of every tensor",
+        )
 
 
 def _is_plain(model: PreTrainedModel) -> bool:

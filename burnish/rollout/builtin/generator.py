@@ -34,6 +34,8 @@ class BuiltinGenerator:
     `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text.
     """
 
+    central = False
+
     def __init__(
         self,
         model: InferenceModel,

@@ -1,0 +1,188 @@
+"""What processes say to a generator in another process: messages over HTTP bodies.
+
+A message is a line of JSON and the bytes of the arrays that it names. No pickle goes over the network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
+from burnish.records import Completion, Request
+from burnish.rollout.base import Sampling
+
+Array = np.ndarray[Any, Any]
+_MOST_BYTES_OF_A_LINE = 64 << 20
+_DTYPES = {np.dtype(name): name for name in ("int64", "int16", "uint8", "float32")}
+_ERRORS = {kind.__name__: kind for kind in (UsageError, IncompatibleError, MissingError)}
+
+
+class Message(NamedTuple):
+    """Fields of JSON, and arrays by name."""
+
+    fields: Mapping[str, Any]
+    arrays: Mapping[str, Array]
+
+
+def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> list[bytes]:
+    """Return a message as its line and the bytes of its arrays."""
+    given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    kinds = {name: [_DTYPES[array.dtype], array.shape] for name, array in given.items()}
+    line = json.dumps({**fields, "arrays": kinds}, allow_nan=False).encode() + b"\n"
+    return [line, *(array.tobytes() for array in given.values())]
+
+
+def read(stream: BinaryIO) -> Message | None:
+    """Read the next message, or return None at the end. Raises `ValueError` for anything else."""
+    line = stream.readline(_MOST_BYTES_OF_A_LINE)
+    if not line:
+        return None
+    fields = json.loads(line)
+    arrays = {}
+    for name, (kind, shape) in fields.pop("arrays").items():
+        if kind not in _DTYPES.values() or any(size < 0 for size in shape):
+            raise ValueError(f"no array is of {kind} {shape}")
+        size = math.prod(shape) * np.dtype(kind).itemsize
+        data = stream.read(size)
+        if len(data) != size:
+            raise ValueError(f"{len(data)} of {size} bytes came")
+        arrays[name] = np.frombuffer(bytearray(data), kind).reshape(shape)
+    return Message(fields, arrays)
+
+
+def encode_shard(shard: Shard) -> list[bytes]:
+    """Return a piece of the weights as a message."""
+    spec, box = shard.spec, shard.box
+    data = shard.tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    fields = {
+        "name": spec.name,
+        "shape": spec.shape,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "offsets": box.offsets,
+        "sizes": box.sizes,
+    }
+    return encode(fields, {"data": data})
+
+
+def read_shards(stream: BinaryIO) -> Iterator[Shard]:
+    """Yield the pieces of weights in a body. Raises `ValueError` unless the last message says that it is the last."""
+    while (message := read(stream)) is not None:
+        fields = message.fields
+        if fields.get("last"):
+            stream.read()
+            return
+        dtype = getattr(torch, fields["dtype"])
+        spec = TensorSpec(fields["name"], tuple(fields["shape"]), dtype)
+        box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
+        yield Shard(spec, box, torch.from_numpy(message.arrays["data"]).view(dtype).view(box.sizes))
+    raise ValueError("the weights ended too early")
+
+
+def encode_requests(requests: Sequence[Request], sampling: Sampling, version: int) -> list[bytes]:
+    """Return what asks for completions by weights of a version."""
+    told = [
+        [each.prompt_key, len(each.token_ids), each.samples, each.first_sample] for each in requests
+    ]
+    ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
+    fields = {"version": version, "sampling": asdict(sampling), "requests": told}
+    return encode(fields, {"token_ids": ids.astype(np.int64)})
+
+
+def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
+    """Return the requests, how they are sampled, and the version of the weights. Raises `ValueError`."""
+    fields = message.fields
+    given: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
+    }
+    told = fields["requests"]
+    ids = np.split(message.arrays["token_ids"], np.cumsum([length for _, length, *_ in told])[:-1])
+    requests = [
+        Request(key, tokens, samples, first)
+        for (key, _, samples, first), tokens in zip(told, ids, strict=bool(told))
+    ]
+    return requests, Sampling(**given), int(fields["version"])
+
+
+def encode_completions(groups: Sequence[Sequence[Completion]]) -> list[bytes]:
+    """Return the answer: the completions of each request."""
+    made = [each for group in groups for each in group]
+    told = [
+        {
+            "tokens": len(each.token_ids),
+            "stop_reason": each.stop_reason,
+            "weights_version": each.weights_version,
+            "times": each.times,
+            "experts": None if each.experts is None else len(each.experts),
+        }
+        for each in made
+    ]
+    parts: dict[str, list[Array]] = {
+        "token_ids": [each.token_ids.astype(np.int64) for each in made],
+        "sampled_logprobs": [each.sampled_logprobs for each in made],
+        "logprobs": [each.logprobs for each in made],
+        "experts": [each.experts for each in made if each.experts is not None],
+    }
+    arrays = {name: np.concatenate(each) for name, each in parts.items() if each}
+    return encode({"groups": [len(group) for group in groups], "completions": told}, arrays)
+
+
+def read_completions(
+    message: Message, requests: Sequence[Request], version: int
+) -> list[list[Completion]]:
+    """Return the completions of each request. Raises `ValueError` unless the message has those that were asked for."""
+    told = message.fields["completions"]
+    if list(message.fields["groups"]) != [each.samples for each in requests]:
+        raise ValueError("these are not the completions that were asked for")
+    tokens = [each["tokens"] for each in told]
+    rows = dict.fromkeys(("token_ids", "sampled_logprobs", "logprobs"), tokens)
+    rows["experts"] = [each["experts"] or 0 for each in told]
+    parts = {}
+    for name, counts in rows.items():
+        array = message.arrays.get(name, np.zeros((0, 0, 0), np.uint8))
+        if len(array) != sum(counts):
+            raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
+        parts[name] = iter(np.split(array, np.cumsum(counts)[:-1]))
+    made: list[Completion] = []
+    for each in told:
+        part = {name: next(arrays) for name, arrays in parts.items()}
+        if each["weights_version"] != version:
+            raise ValueError(f"weights of version {each['weights_version']} made a completion")
+        if not np.isfinite(part["logprobs"]).all() or each["stop_reason"] not in ("stop", "length"):
+            raise ValueError("a completion has log-probs that are not finite, or no reason to end")
+        if each["experts"] is None:
+            part["experts"] = None  # type: ignore[assignment]
+        times = tuple(each["times"]) if each["times"] else None
+        made.append(
+            Completion(
+                stop_reason=each["stop_reason"], weights_version=version, times=times, **part
+            )
+        )
+    remaining = iter(made)
+    return [[next(remaining) for _ in range(each.samples)] for each in requests]
+
+
+LAST = encode({"last": True})
+"""What ends the pieces of weights."""
+
+
+def encode_error(error: BurnishError) -> list[bytes]:
+    """Return an error for people as a message."""
+    return encode({"error": {"kind": type(error).__name__, **error.parts()}})
+
+
+def error_of(fields: Mapping[str, Any]) -> BurnishError | None:
+    """Return the error that a message tells of, if it does."""
+    told = fields.get("error")
+    if told is None:
+        return None
+    kind = _ERRORS.get(told.pop("kind", ""), BurnishError)
+    return kind(told.pop("problem"), **told)

@@ -1,0 +1,271 @@
+"""Generators in processes of their own: start one beside each rank, find those that serve a run, and be one.
+
+A process beside a rank is this module, `python -m burnish.train.serve`; it ends with the rank. `burnish serve` notes its address
+and token in the run's directory, in `servers/`, for the trainer to find.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import xxhash
+
+from burnish.boxes.shards import TensorSpec
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import agree, from_main, gather_objects
+from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
+from burnish.distributed.environment import die_with
+from burnish.distributed.layout import Layout
+from burnish.engines.base import compute_dtype
+from burnish.errors import BurnishError, UsageError
+from burnish.models.meta_init import build_on_meta
+from burnish.models.names import tensor_specs
+from burnish.rollout.client import ServedGenerator, Server, ServerLost
+from burnish.rollout.messages import encode_error, error_of
+from burnish.rollout.server import GeneratorServer
+from burnish.tracking.rundir import RunDirectory, write_atomically
+from burnish.train.setup import Foundation, lay_foundation, local_generator
+
+_START_SECONDS = 600.0
+# How long a generator may take to start.
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC",
+    "SLURM_",
+)
+# A process beside a rank is no rank.
+
+log = logging.getLogger("burnish")
+
+
+def served_generator(foundation: Foundation) -> ServedGenerator:
+    """Return the generator that `rollout.place` names: processes beside the ranks, or servers. Collective.
+
+    Raises `UsageError` if too few servers come, or a process does not start.
+    """
+    config, layout = foundation.config, foundation.layout
+    specs, timeout = _specs(foundation), config.rollout.timeout_seconds
+    child: Child | None = None
+    if config.rollout.place == "servers":
+        found: list[tuple[str, str]] = []
+        with agree(layout):
+            if layout.is_main:
+                directory = RunDirectory(config.directory).servers
+                found = _servers(directory, config.rollout.servers, _fitting(specs))
+        found = from_main(found, layout)
+    else:
+        child = Child(config.model_dump(mode="json"), layout)
+        with agree(layout):
+            child.wait()
+        found = gather_objects((child.url, child.token), layout)
+    servers = [Server(url, token, timeout) for url, token in found]
+    if child is None:
+        return ServedGenerator(servers, specs, layout)
+    return ServedGenerator(servers, specs, layout, child.close)
+
+
+class Child:
+    """A generator in a process beside this one."""
+
+    def __init__(self, settings: Mapping[str, Any], layout: Layout) -> None:
+        """Start it with the `settings` of the run."""
+        self.token, self.url = secrets.token_urlsafe(24), ""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "burnish.train.serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment | {"PYTHONPATH": path},
+            start_new_session=True,  # the terminal's ctrl-C is for this process
+        )
+        given = {
+            "settings": settings,
+            "token": self.token,
+            "parent": os.getpid(),
+            "local_rank": layout.local_rank,
+            "local_world": layout.local_world,
+            "world": layout.world,
+        }
+        self._say(json.dumps(given))
+
+    def wait(self) -> None:
+        """Wait until it listens. Raises `UsageError` if it does not."""
+        timer = threading.Timer(_START_SECONDS, self._process.kill)
+        timer.start()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        timer.cancel()
+        told = json.loads(line) if line else {}
+        error = error_of(told)
+        if error is not None:
+            raise error
+        if "port" not in told:
+            self._process.wait()
+            raise UsageError(
+                "the process that generates completions did not start",
+                have=f"exit status {self._process.returncode}\n{self._last_lines()}",
+                do="look at its last lines above",
+            )
+        host = socket.gethostname() if told["host"] == "0.0.0.0" else told["host"]
+        self.url = f"http://{host}:{told['port']}"
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _last_lines(self) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-20:])
+
+
+def serve(foundation: Foundation, host: str, port: int) -> None:
+    """Serve the foundation's run until SIGTERM or ctrl-C.
+
+    Raises `UsageError` if the address is taken.
+    """
+    config, token = foundation.config, secrets.token_urlsafe(24)
+    server = _made(foundation, token, host, port)
+    where = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    url = f"http://{where}:{server.port}"
+    directory = RunDirectory(config.directory).servers
+    directory.mkdir(parents=True, exist_ok=True)
+    note = directory / f"{where}-{server.port}.json"
+    note.touch(0o600)
+    write_atomically(note, json.dumps({"url": url, "token": token}) + "\n")
+    log.info("serving run %s at %s", config.name, url)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with suppress(KeyboardInterrupt):
+            server.run()
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def _made(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
+    """Return a server with a generator that has no weights yet."""
+    engine = foundation.config.rollout.engine
+    about = {"model": _fitting(_specs(foundation)), "engine": engine}
+    try:
+        return GeneratorServer(
+            local_generator(foundation), token=token, about=about, host=host, port=port
+        )
+    except OSError as error:
+        raise UsageError(
+            f"{host}:{port} cannot be listened at",
+            have=error,
+            want="an address of this machine, and a port that is free",
+            do="give --port another number, or 0 for any that is free",
+        ) from error
+
+
+def _specs(foundation: Foundation) -> list[TensorSpec]:
+    """Return the tensors that a generator wants."""
+    dtype, model = compute_dtype(foundation.config.engine), build_on_meta(foundation.hf_config)
+    return [spec._replace(dtype=dtype) for spec in tensor_specs(model)]
+
+
+def _fitting(specs: Sequence[TensorSpec]) -> str:
+    """Return a digest that generator and trainer share if the one can take the other's weights."""
+    return xxhash.xxh3_128_hexdigest(repr(sorted(map(str, specs))).encode())
+
+
+def _servers(directory: Path, wanted: int, model: str) -> list[tuple[str, str]]:
+    """Return addresses and tokens of so many servers, by address; wait for them."""
+    began, told = time.monotonic(), False
+    while True:
+        notes = [_note(path) for path in sorted(directory.glob("*.json"))]
+        found = {url: token for url, token in notes if _answers(url, token, model)}
+        if len(found) >= wanted:
+            return sorted(found.items())[:wanted]
+        if time.monotonic() - began > _START_SECONDS:
+            raise UsageError(
+                "too few generators serve this run",
+                have=f"{len(found)} in {directory}",
+                want=f"rollout.servers: {wanted}",
+                do="start burnish serve with this run's configuration, once for each",
+            )
+        if not told:
+            told = True
+            log.info("waiting for %d servers: burnish serve CONFIG starts one", wanted - len(found))
+        time.sleep(0.2)
+
+
+def _note(path: Path) -> tuple[str, str]:
+    try:
+        note = json.loads(path.read_bytes())
+        return str(note["url"]), str(note["token"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return "", ""
+
+
+def _answers(url: str, token: str, model: str) -> bool:
+    """Return whether a server is there. Raises `UsageError` for one of another model."""
+    if not url:
+        return False
+    try:
+        about = Server(url, token, 5.0).about()
+    except ServerLost:
+        return False
+    if about.get("model") != model:
+        raise UsageError(
+            f"the server at {url} has another model or precision than this run",
+            do="start burnish serve with this run's configuration",
+        )
+    return True
+
+
+def main(given: Mapping[str, Any], answers: TextIO) -> None:
+    """Be the generator beside a rank, as the rank's `Child` says."""
+    die_with(given["parent"])
+    local = RunConfig.model_validate(given["settings"])
+    share_cores(given["local_world"])
+    device = pick_device(given["local_rank"])
+    if device.type == "cpu":
+        keep_freed_pages()
+    # Rank 0 asks the processes beside all ranks, which may be on other machines.
+    host = "127.0.0.1" if given["world"] == given["local_world"] else "0.0.0.0"
+    server = _made(lay_foundation(local, Layout(), device), given["token"], host, 0)
+    print(json.dumps({"port": server.port, "host": host}), file=answers, flush=True)
+    server.run()
+
+
+if __name__ == "__main__":
+    # Libraries print where they like; the line for the rank goes by itself.
+    _answers_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        main(json.loads(sys.stdin.readline()), _answers_to)
+    except BurnishError as error:
+        _answers_to.write(encode_error(error)[0].decode())
+        sys.exit(error.exit_code)

@@ -1,0 +1,140 @@
+"""Generators in processes of their own: the run is that of a generator inside, to the bit, and a lost one stops nobody else."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from same_runs import assert_same
+from tiny import save_classifier
+from tokenizers_for_tests import save_char_tokenizer
+from training_files import FRESH, RL, Command, done, outcome
+from transformers import AutoConfig, AutoModelForCausalLM
+
+QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "plain": (1, 0, {}),
+    "ahead": (1, 1, {"algorithm": {"mismatch_cap": 2.0}}),
+    "ranks": (2, 1, {}),
+    "dynamic": (
+        1,
+        2,
+        {"algorithm": {"dynamic_sampling": {"enabled": True}, "kl": {"coef": 0.1}}},
+    ),
+    "critic": (
+        2,
+        1,
+        {
+            "algorithm": {"advantage": "gae"},
+            "critic": {"warmup_steps": 2},
+            "engine": {**RL["engine"], "park": True},
+        },
+    ),
+    "remax": (1, 1, {"algorithm": {"advantage": "remax"}}),
+    "judged": (2, 1, {"reward": {"models": [{"path": "judge"}]}}),
+    "merged": (2, 1, {"model": {"path": "base", "lora": {"rank": 4}}}),
+}
+"""Processes, how far ahead, and settings."""
+
+
+def save_base(directory: Path) -> None:
+    settings = dict(FRESH)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    save_char_tokenizer(directory)
+
+
+def written(work: Path, name: str, settings: dict[str, Any], **rollout: Any) -> str:
+    file = work / f"{name}.yaml"
+    given = {**QUICK, **settings, "name": name}
+    file.write_text(json.dumps({**given, "rollout": {**given["rollout"], **rollout}}))
+    return str(file)
+
+
+QUICKLY = ("ahead", "ranks")
+MARKED = [c if c in QUICKLY else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_processes_beside_the_ranks_draw_what_a_generator_inside_draws(
+    work: Path, case: str
+) -> None:
+    save_classifier(work / "judge")
+    save_base(work / "base")
+    world, ahead, settings = CASES[case]
+    found = []
+    for place in ("inside", "child"):
+        name = f"{case}_{place}"
+        config = written(work, name, settings, ahead=ahead, place=place)
+        found.append(outcome(done(work, "rl", config, f"name={name}", world=world)))
+    assert found[0] == found[1]
+
+
+class Servers:
+    """Processes of `burnish serve` for one run."""
+
+    def __init__(self, work: Path, config: str, count: int) -> None:
+        self.commands = [Command(work, ["serve", config, "--port", "0"]) for _ in range(count)]
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for command in self.commands:
+            command.send(signal.SIGTERM)
+            command.wait()
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_servers_draw_what_as_many_processes_beside_ranks_draw(work: Path, world: int) -> None:
+    found = []
+    for place in ("child", "servers"):
+        name = f"{place}_{world}"
+        count = {"servers": world} if place == "servers" else {}
+        config = written(work, name, {}, ahead=1, place=place, **count)
+        with Servers(work, config, count.get("servers", 0)):
+            found.append(outcome(done(work, "rl", config, f"name={name}", world=world)))
+    assert found[0] == found[1]
+    assert not list((work / "runs" / name / "servers").iterdir())
+
+
+@pytest.mark.nightly
+def test_one_server_is_asked_for_all_ranks(work: Path) -> None:
+    config = written(work, "alone", {}, place="servers")
+    with Servers(work, config, 1):
+        run = done(work, "rl", config, "name=alone", world=2)
+    assert_same(run, done(work, "rl", config, "name=beside", "rollout.place=child", world=2))
+
+
+def test_other_servers_take_over_from_one_that_dies(work: Path) -> None:
+    config = written(work, "two", {"steps": 8}, ahead=1, place="servers", servers=2)
+    with Servers(work, config, 2) as servers:
+        training = Command(work, ["rl", config])
+        assert training.reached(3)
+        servers.commands[0].send(signal.SIGKILL)
+        assert training.wait() == 0, training.output
+    wanted = done(
+        work, "rl", config, "name=beside_two", "rollout.place=inside", "rollout.servers=1"
+    )
+    assert_same(work / "runs" / "two", wanted)
+    assert "lost" in training.output
+
+
+def test_a_run_without_servers_ends_by_name_and_goes_on(work: Path) -> None:
+    config = written(work, "none_left", {"steps": 8}, ahead=1, place="servers")
+    with Servers(work, config, 1) as servers:
+        training = Command(work, ["rl", config, "checkpoint.save_every=1"])
+        assert training.reached(3)
+        servers.commands[0].send(signal.SIGKILL)
+        assert training.wait() == 1, training.output
+        assert "Traceback" not in training.output
+    with Servers(work, config, 1):
+        run = done(work, "rl", config, "name=none_left", "checkpoint.save_every=1")
+        wanted = done(work, "rl", config, "name=never_lost", "rollout.place=child")
+    assert (
+        outcome(run).items() >= {k: v for k, v in outcome(wanted).items() if "model" in k}.items()
+    )
