@@ -66,5 +66,8 @@ class Generator(Protocol):
         A tied weight that lies in two places appears twice.
         """
 
+    def release(self) -> None:
+        """Free device memory until `load_weights` brings all weights again; `generate` is refused meanwhile."""
+
     def close(self) -> None:
         """Free all resources."""

@@ -59,6 +59,10 @@ class Server:
             for name, shape, dtype, checksum in told
         ]
 
+    def release(self) -> None:
+        """Have it free device memory until the next weights. Raises `ServerLost`."""
+        self._message("/release", method="POST")
+
     def upload(self, version: int) -> Upload:
         """Begin to send it weights. Raises `ServerLost`."""
         connection = self._connection()
@@ -110,10 +114,12 @@ class Server:
         if asking is not None and asking.sock is not None:
             asking.sock.shutdown(2)
 
-    def _message(self, path: str, timeout: float | None = None) -> messages.Message:
+    def _message(
+        self, path: str, timeout: float | None = None, method: str = "GET"
+    ) -> messages.Message:
         connection = self._connection(timeout)
         try:
-            connection.request("GET", path, headers=self._headers())
+            connection.request(method, path, headers=self._headers())
             return self._next(self._answer(connection))
         except (OSError, HTTPException, ValueError, LookupError) as error:
             raise ServerLost(f"{self.url}: {type(error).__name__}: {error}") from error
@@ -292,6 +298,13 @@ class ServedGenerator:
         for server in self._fed:
             with self._losing(server):
                 yield from server.checksums()
+
+    def release(self) -> None:
+        """See `Generator.release`."""
+        for server in self._fed:
+            with self._losing(server):
+                if server.url not in self._lost:
+                    server.release()
 
     def close(self) -> None:
         """End the generator's use, and what a thread still waits for."""

@@ -2,6 +2,7 @@
 
     PUT  /weights?version=N   pieces of all weights (`burnish.rollout.messages`)
     POST /completions         requests; answers with progress, then completions
+    POST /release             frees device memory until the next weights
     GET  /checksums           of each tensor that it computes with
     GET  /                    what it is
 
@@ -110,6 +111,11 @@ class GeneratorServer:
 
         return messages.encode_completions(self._generator.generate(requests, sampling, watch))
 
+    def release(self) -> None:
+        """Free device memory until the next weights."""
+        self._version = None
+        self._generator.release()
+
     def checksums(self) -> list[bytes]:
         """Return the generator's checksums."""
         told = [
@@ -160,6 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self._refused():
+            return
+        if self.path == "/release":
+            self._result(self._server.call(self._server.release))
             return
         if self.path != "/completions":
             self._error(HTTPStatus.NOT_FOUND)

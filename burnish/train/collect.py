@@ -246,6 +246,8 @@ class RolloutQueue:
                 if number == step:
                     with self._sampler.collector.parked():
                         self._finish_drawing()
+        if self._drawing is None and step >= self._waiting:  # new weights come with this step
+            self._sampler.collector.generator.release()
         return self._pending.popleft()
 
     def _begin_drawing(self, step: int) -> None:

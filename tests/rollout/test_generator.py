@@ -314,6 +314,22 @@ class TestWeights:
         assert_same(new, builtin(second, dtype=dtype).generate(requests, sampling))
         assert (old[0][0].weights_version, new[0][0].weights_version) == (1, 2)
 
+    def test_leave_the_device_until_they_come_again(self) -> None:
+        """On a CPU a generator keeps them, so its model is asked."""
+        model = InferenceModel(tiny_config(), device=CPU, dtype=torch.float32)
+        first, second = tiny_model(seed=1), tiny_model(seed=2)
+        weights = [Publication(model_shards(each)) for each in (first, second)]
+        generator = BuiltinGenerator(model, layout=Layout(), slots=4, eos_token_ids=())
+        generator.load_weights(weights[0], 1)
+        assert model.release()
+        assert not any(p.untyped_storage().nbytes() for p in model.module.parameters())
+        generator.load_weights(weights[1], 2)
+        requests, sampling = make_requests(), Sampling(8)
+        wanted = builtin(second).generate(requests, sampling)
+        assert_same(generator.generate(requests, sampling), wanted)
+        generator.release()
+        assert_same(generator.generate(requests, sampling), wanted)
+
     def test_are_needed(self) -> None:
         generator = BuiltinGenerator(
             InferenceModel(tiny_config(), device=CPU, dtype=torch.float32),

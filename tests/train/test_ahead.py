@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,12 +118,16 @@ class Scripted:
     def __init__(self, ahead: int, cursor: int = 0) -> None:
         rollout, critic = SimpleNamespace(ahead=ahead), SimpleNamespace(warmup_steps=0)
         self.config = SimpleNamespace(rollout=rollout, critic=critic)
-        self.collector = SimpleNamespace(generator=self)
+        self.collector = SimpleNamespace(generator=self, parked=nullcontext)
+        self.central = False
         self.cursor = cursor
         self.version = -1
 
     def load_weights(self, weights: Publication, version: int) -> None:
         self.version = version
+
+    def release(self) -> None:
+        pass
 
     def sample(self, step: int) -> DrawnBatch:
         assert step == self.cursor  # prompts in the order of the data

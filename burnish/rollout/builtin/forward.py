@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -77,6 +77,7 @@ class InferenceModel:
         self._transform = logit_transform(hf_config)
         self._gather: Gather | None = None
         self._loaded = False
+        self._released: list[tuple[UntypedStorage, int]] = []
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, hidden] as `Scorer` computes them, in new memory."""
@@ -91,11 +92,25 @@ class InferenceModel:
             spec = TensorSpec(self._tied_head.name, self._tied_head.shape, head.dtype)
             yield Shard(spec, whole(spec.shape), head)
 
+    def release(self) -> bool:
+        """Free the memory of the weights until `load`, unless some come once only; return whether it is free."""
+        if self._fixed:
+            return False
+        held = [parameter.untyped_storage() for parameter in self.module.parameters()]
+        sizes = {storage.data_ptr(): (storage, storage.nbytes()) for storage in held}
+        self._released = [each for each in sizes.values() if each[1]]
+        for storage, _ in self._released:
+            storage.resize_(0)
+        return True
+
     def load(self, weights: Publication, layout: Layout) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards.
 
         A lone process takes each shard as it comes, so they may be made one after the other.
         """
+        for storage, size in self._released:
+            storage.resize_(size)
+        self._released = []
         if not self._loaded and self._fixed:
             self._gathered(weights.fixed, self._fixed, layout, None)
         self._gather = self._gathered(weights.changing, self._changing, layout, self._gather)

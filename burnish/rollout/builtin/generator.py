@@ -88,6 +88,11 @@ class BuiltinGenerator:
         for shard in self._model.shards():
             yield shard.spec, shard.checksum()
 
+    def release(self) -> None:
+        """See `Generator.release`. A CPU's memory, and a model that an adapter stands beside, stay."""
+        if self._model.device.type != "cpu" and self._model.release():
+            self._version = None
+
     def close(self) -> None:
         """Free the weights and end the generator's use."""
         self._version = None
