@@ -91,7 +91,7 @@ class GivenLengths(BuiltinGenerator):
     ) -> list[list[Completion]]:
         """See `Generator.generate`."""
         decoding = Decoding(self._model, requests, sampling, self.rule, MOST_SLOTS)
-        return decoding.run(self._version or 0, watch, stream)
+        return decoding.run(lambda: self._version or 0, watch, stream)
 
 
 class Ours:

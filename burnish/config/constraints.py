@@ -110,6 +110,12 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
     ("rollout.servers", "rollout.place=servers", ""),
+    ("rollout.in_flight", "rollout.ahead", "nothing is drawn while a step learns"),
+    (
+        "rollout.in_flight",
+        "rollout.place=child|servers",
+        "inside, generating and training take turns",
+    ),
     (
         "rollout.place=child|servers",
         "model.lora.publish=merged",
@@ -539,6 +545,8 @@ def _of_ahead(config: RunConfig) -> Iterator[str]:
             f"rollout.ahead {ahead} trains on completions of older weights, and nothing corrects for their age; "
             "algorithm.mismatch_cap=2 does"
         )
+    if config.rollout.in_flight:
+        yield "rollout.in_flight: time decides which weights draw a token, so this run cannot be repeated to the bit"
     if ahead and steps is not None and ahead >= steps:
         yield f"rollout.ahead {ahead} with steps {steps} draws every completion with the first weights"
 

@@ -294,6 +294,8 @@ class RolloutConfig(SamplingConfig):
     """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work."""
     ahead: MayChange[int] = Field(0, ge=0)
     """Number of steps by which completions are drawn before they are trained on. Batch t is drawn with the weights after step t - 1 - ahead, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may go on with another number; it first trains on what it has drawn."""
+    in_flight: MayChange[bool] = False
+    """Load new weights while completions are drawn: they go on with the new ones, and no generator waits for a step to end. A token is drawn with weights at most `ahead` steps old; by which depends on time, so the run cannot be repeated to the bit. Rows of rollouts say where later weights took over."""
     max_disagreement: MayChange[Literal["auto"] | Annotated[float, Field(gt=0)] | None] = "auto"
     """Stop the run if generator and engine disagree on the log-probs of the same tokens by more than this, on average, in nats. auto: 0.01 in fp32, where rounding explains 1e-6, and 0.2 in bf16, where it explains 0.03. null: do not compare."""
     check_every: MayChange[int] = Field(100, ge=1)

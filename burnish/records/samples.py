@@ -72,11 +72,21 @@ class Completion:
     stop_reason: StopReason
     """Why it ended."""
     weights_version: int
-    """The version given to `load_weights` before it was generated."""
+    """The version given to `load_weights` before its first token."""
     experts: Experts | None = None
     """Where they were asked for: of the prompt's tokens and its own, but for the very last, which nothing was computed from."""
+    later_versions: tuple[tuple[int, int], ...] = ()
+    """Versions that were loaded while it was generated (`rollout.in_flight`), each with the first token that it drew."""
     times: tuple[float, float, float] | None = None
     """When it was asked for, and when its first and its last token came, in seconds since 1970, where the generator knows."""
+
+    @property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """Return the version of the weights that drew each token."""
+        found = np.full(len(self.token_ids), self.weights_version)
+        for version, first in self.later_versions:
+            found[first:] = version
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,12 @@ class Server:
         sampling: Sampling,
         version: int,
         told: queue.SimpleQueue[int],
+        *,
+        in_flight: bool = False,
     ) -> list[list[Completion]]:
         """Return the completions of requests; `told` gets how many have ended. Raises `ServerLost`."""
-        body = b"".join(messages.encode_requests(requests, sampling, version))
+        asked = messages.encode_requests(requests, sampling, version, in_flight=in_flight)
+        body = b"".join(asked)
         self._asking = connection = self._connection()
         try:
             connection.request("POST", "/completions", body, self._headers())
@@ -94,7 +97,7 @@ class Server:
                 raise ValueError(
                     f"it holds weights of version {message.fields['holds']} instead of {version}"
                 )
-            return messages.read_completions(message, requests, version)
+            return messages.read_completions(message, requests, version, in_flight=in_flight)
         except (
             OSError,
             HTTPException,
@@ -190,10 +193,13 @@ class ServedGenerator:
         servers: Sequence[Server],
         specs: Sequence[TensorSpec],
         layout: Layout,
+        *,
+        in_flight: bool = False,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers` are the same on all ranks; their models have tensors of `specs`. `close` calls `end`."""
-        self._end = end
+        """`servers` are the same on all ranks; their models have tensors of `specs`. `close` calls `end`. With `in_flight` they take
+        new weights while they generate."""
+        self._end, self._in_flight = end, in_flight
         self._servers, self._specs, self._layout = tuple(servers), tuple(specs), layout
         self._fed = self._servers[layout.rank :: layout.world]
         self._lost: dict[str, str] = {}
@@ -240,7 +246,7 @@ class ServedGenerator:
         def ask(server: Server, share: Sequence[int]) -> None:
             mine = [requests[number] for number in share]
             try:
-                groups = server.complete(mine, sampling, version, told)
+                groups = server.complete(mine, sampling, version, told, in_flight=self._in_flight)
                 found.update(zip(share, groups, strict=True))
             except ServerLost as error:
                 self._lose(server, error)

@@ -87,13 +87,20 @@ def read_shards(stream: BinaryIO) -> Iterator[Shard]:
     raise ValueError("the weights ended too early")
 
 
-def encode_requests(requests: Sequence[Request], sampling: Sampling, version: int) -> list[bytes]:
-    """Return what asks for completions by weights of a version."""
+def encode_requests(
+    requests: Sequence[Request], sampling: Sampling, version: int, *, in_flight: bool
+) -> list[bytes]:
+    """Return what asks for completions by weights of a version, or `in_flight` also by later ones."""
     told = [
         [each.prompt_key, len(each.token_ids), each.samples, each.first_sample] for each in requests
     ]
     ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
-    fields = {"version": version, "sampling": asdict(sampling), "requests": told}
+    fields = {
+        "version": version,
+        "in_flight": in_flight,
+        "sampling": asdict(sampling),
+        "requests": told,
+    }
     return encode(fields, {"token_ids": ids.astype(np.int64)})
 
 
@@ -120,6 +127,7 @@ def encode_completions(groups: Sequence[Sequence[Completion]]) -> list[bytes]:
             "tokens": len(each.token_ids),
             "stop_reason": each.stop_reason,
             "weights_version": each.weights_version,
+            "later_versions": each.later_versions,
             "times": each.times,
             "experts": None if each.experts is None else len(each.experts),
         }
@@ -136,9 +144,12 @@ def encode_completions(groups: Sequence[Sequence[Completion]]) -> list[bytes]:
 
 
 def read_completions(
-    message: Message, requests: Sequence[Request], version: int
+    message: Message, requests: Sequence[Request], version: int, *, in_flight: bool
 ) -> list[list[Completion]]:
-    """Return the completions of each request. Raises `ValueError` unless the message has those that were asked for."""
+    """Return the completions of each request.
+
+    Raises `ValueError` unless the message has those that were asked for, by weights of `version`, or `in_flight` also by later ones.
+    """
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:
         raise ValueError("these are not the completions that were asked for")
@@ -154,8 +165,10 @@ def read_completions(
     made: list[Completion] = []
     for each in told:
         part = {name: next(arrays) for name, arrays in parts.items()}
-        if each["weights_version"] != version:
-            raise ValueError(f"weights of version {each['weights_version']} made a completion")
+        later = tuple((int(number), int(first)) for number, first in each["later_versions"])
+        mine = int(each["weights_version"])
+        if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
+            raise ValueError(f"weights of version {mine} made a completion")
         if not np.isfinite(part["logprobs"]).all() or each["stop_reason"] not in ("stop", "length"):
             raise ValueError("a completion has log-probs that are not finite, or no reason to end")
         if each["experts"] is None:
@@ -163,7 +176,11 @@ def read_completions(
         times = tuple(each["times"]) if each["times"] else None
         made.append(
             Completion(
-                stop_reason=each["stop_reason"], weights_version=version, times=times, **part
+                stop_reason=each["stop_reason"],
+                weights_version=mine,
+                later_versions=later,
+                times=times,
+                **part,
             )
         )
     remaining = iter(made)

@@ -51,7 +51,8 @@ class GeneratorServer:
         """Listen at once. `about` is told to whoever knows the token. Raises `OSError` if the address is not free."""
         self._generator, self._token, self._about = generator, token, dict(about)
         self._version: int | None = None
-        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._http = _Http((host, port), partial(_Handler, self))
         self.port = self._http.server_port
         """Where it listens."""
@@ -60,14 +61,8 @@ class GeneratorServer:
         """Answer until `stop`."""
         thread = threading.Thread(target=self._http.serve_forever, daemon=True)
         thread.start()
-        while (asked := self._calls.get()) is not None:
-            call, future = asked
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - whoever asked is told
-                future.set_exception(error)
+        while (call := self._calls.get()) is not None:
+            call()
         self._http.shutdown()
         self._http.server_close()
 
@@ -83,11 +78,26 @@ class GeneratorServer:
         """Return what it is."""
         return {**self._about, "version": self._version}
 
-    def call(self, made: Callable[[], Any]) -> Future[Any]:
-        """Have the thread of `run` call a function."""
+    def call(self, made: Callable[[], Any], *, between_steps: bool = False) -> Future[Any]:
+        """Have the thread of `run` call a function: in turn, or soon, in the middle of a generation."""
         future: Future[Any] = Future()
-        self._calls.put((made, future))
+
+        def call() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(made())
+            except Exception as error:  # noqa: BLE001 - whoever asked is told
+                future.set_exception(error)
+
+        if between_steps:
+            self._loads.put(call)
+            call = self._load
+        self._calls.put(call)
         return future
+
+    def _load(self) -> None:
+        while not self._loads.empty():
+            self._loads.get()()
 
     def load_weights(self, body: BinaryIO, version: int) -> None:
         """Load the weights that a body holds; without all of them there is no version."""
@@ -98,13 +108,16 @@ class GeneratorServer:
     def complete(self, asked: messages.Message, say: Callable[[list[bytes]], None]) -> list[bytes]:
         """Return completions, or the version that it holds if that is another; `say` gets messages on the way."""
         requests, sampling, version = messages.read_requests(asked)
-        if version != self._version:
-            return messages.encode({"holds": self._version})
+        held, in_flight = self._version, bool(asked.fields["in_flight"])
+        if held is None or not (held == version or (in_flight and held > version)):
+            return messages.encode({"holds": held})
         told, ended = time.monotonic(), 0
 
         def watch(count: int) -> None:
             nonlocal told, ended
             ended += count
+            if in_flight:
+                self._load()
             if ended or time.monotonic() - told >= _BEAT_SECONDS:
                 say(messages.encode({"ended": ended}))
                 told, ended = time.monotonic(), 0
@@ -162,7 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(HTTPStatus.NOT_FOUND)
             return
         body = self._body()
-        self._result(self._server.call(partial(self._server.load_weights, body, int(version))))
+        load = partial(self._server.load_weights, body, int(version))
+        self._result(self._server.call(load, between_steps=True))
 
     def do_POST(self) -> None:
         if self._refused():

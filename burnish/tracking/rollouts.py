@@ -118,6 +118,7 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
         "length": len(rollout.completion.token_ids),
         "weights_version": rollout.completion.weights_version,
         "source": rollout.prompt.source,
+        **({"later_versions": later} if (later := rollout.completion.later_versions) else {}),
     }
 
 

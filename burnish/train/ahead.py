@@ -91,6 +91,7 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
         "text": rollout.text,
         "stop_reason": completion.stop_reason,
         "weights_version": completion.weights_version,
+        "later_versions": completion.later_versions,
         "reward": json_number(float(rollout.reward)),
         "reward_parts": json_numbers(rollout.reward_parts),
         "greedy_reward": None if greedy is None else json_number(float(greedy)),
@@ -154,6 +155,7 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
                 "length" if told["stop_reason"] == "length" else "stop",
                 int(told["weights_version"]),
                 each["experts"] if told["experts"] else None,
+                tuple((int(number), int(first)) for number, first in told["later_versions"]),
             )
             greedy, error = told["greedy_reward"], told["reward_error"]
             rollout = Rollout(prompt, int(told["sample"]), completion, str(told["text"]))

@@ -5,11 +5,12 @@ Which weights draw a step's batch follows from `rollout.ahead` alone, never from
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Thread
@@ -207,7 +208,7 @@ class RolloutQueue:
     """Draws each batch `rollout.ahead` steps before it is taken, and publishes. Collective.
 
     So batch t is drawn with the weights after t - `ahead` steps, or with the first. With a central generator rank 0 draws in a
-    thread while training goes on: from `take` until new weights are published.
+    thread, which goes on while training does: until new weights are published, or with `rollout.in_flight` beyond that.
     """
 
     def __init__(
@@ -218,65 +219,74 @@ class RolloutQueue:
     ) -> None:
         """`check` is called with the version of published weights."""
         self._sampler, self._check = sampler, check
-        self._ahead = sampler.config.rollout.ahead
+        rollout = sampler.config.rollout
+        self._ahead, self._in_flight = rollout.ahead, rollout.in_flight
         self._waiting = sampler.config.critic.warmup_steps
         self._total_steps = total_steps
         self._pending: deque[DrawnBatch] = deque()
-        self._drawing: Future[tuple[DrawnBatch, int]] | None = None
+        self._drawing: Drawing | None = None
         self._waited = 0.0
 
     def publish(self, weights: Publication, version: int) -> None:
-        """Give the generator new weights, once it has drawn what the old ones are to draw."""
-        self._finish_drawing()
+        """Give the generator new weights, by default once it has drawn what the old ones are to draw."""
+        if not self._in_flight:
+            self._take_over(self._left)
         self._sampler.collector.generator.load_weights(weights, version)
-        if self._check is not None:
+        if self._check is not None and self._left == 0:
             self._check(version)
 
     def take(self, step: int) -> DrawnBatch:
         """Draw what is due before `step`, and return its batch. Steps are taken in order."""
-        self._finish_drawing()
+        collector = self._sampler.collector
         last = min(step + self._ahead, self._total_steps - 1)
-        for number in range(step + len(self._pending), last + 1):
-            self._finish_drawing()
-            if not self._sampler.collector.generator.central:
-                with self._sampler.collector.parked():
+        if not collector.generator.central:
+            for number in range(step + len(self._pending), last + 1):
+                with collector.parked():
                     self._pending.append(self._sampler.sample(number))
-            else:
-                self._begin_drawing(number)
-                if number == step:
-                    with self._sampler.collector.parked():
-                        self._finish_drawing()
-        if self._drawing is None and step >= self._waiting:  # new weights come with this step
-            self._sampler.collector.generator.release()
+        else:
+            if self._drawing is None:
+                self._drawing = Drawing(self._sampler, step + len(self._pending))
+            self._drawing.go_on(last)
+            if not self._pending:
+                with collector.parked():
+                    self._take_over(1)
+        if self._left == 0 and step >= self._waiting:  # new weights come with this step
+            collector.generator.release()
         return self._pending.popleft()
 
-    def _begin_drawing(self, step: int) -> None:
-        """Have rank 0 draw a batch in a thread."""
-        self._drawing, collector = Future(), self._sampler.collector
-        if not collector.layout.is_main:
-            return
-        alone = collector.on_main
-        if self._pending or step:  # nobody waits for it, so another phase has the terminal
-            alone = replace(alone, progress=Progress(False))
-        sampler = replace(self._sampler, collector=alone)
-        thread = Thread(target=_draw, args=(sampler, step, self._drawing), daemon=True)
-        thread.start()
+    @property
+    def _left(self) -> int:
+        """Batches that may be drawn and are not taken over."""
+        return 0 if self._drawing is None else self._drawing.left
 
-    def _finish_drawing(self) -> None:
-        """Take over on all ranks what rank 0 has drawn. Collective."""
-        drawing, self._drawing = self._drawing, None
-        if drawing is None:
+    def _take_over(self, count: int) -> None:
+        """Wait for batches that rank 0 draws, and have them on all ranks. Collective."""
+        drawing, collector, began = self._drawing, self._sampler.collector, time.monotonic()
+        if drawing is None or count == 0:
             return
-        collector, began = self._sampler.collector, time.monotonic()
-        batch, self._sampler.loader.cursor = _from_main(drawing.result, collector.layout)
+        drawn = _from_main(lambda: [drawing.next() for _ in range(count)], collector.layout)
+        drawing.left -= count
         self._waited += time.monotonic() - began
-        groups, left_out = (collector.judged(each) for each in (batch.groups, batch.left_out))
-        self._pending.append(DrawnBatch(batch.step, groups, left_out))
+        for batch, self._sampler.loader.cursor in drawn:
+            groups, left_out = (collector.judged(each) for each in (batch.groups, batch.left_out))
+            self._pending.append(DrawnBatch(batch.step, groups, left_out))
+
+    def idle(self) -> None:
+        """Wait until nothing is drawn."""
+        self._take_over(self._left)
 
     def pending(self) -> tuple[DrawnBatch, ...]:
-        """Return the batches drawn and not taken."""
-        self._finish_drawing()
+        """Return the batches drawn and not taken. With `rollout.in_flight` one that is being drawn is left out."""
+        count = self._left
+        if self._in_flight and self._drawing is not None:
+            count = from_main(self._drawing.ready(), self._sampler.collector.layout)
+        self._take_over(count)
         return tuple(self._pending)
+
+    def close(self) -> None:
+        """Draw no more."""
+        if self._drawing is not None:
+            self._drawing.close()
 
     def restore(self, pending: Sequence[DrawnBatch]) -> None:
         """Go on with batches that a save held."""
@@ -285,9 +295,11 @@ class RolloutQueue:
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
         learned = max(0, batch.step - self._waiting)
+        made = [rollout.completion for rollout in batch.rollouts]
         lags = [
-            learned - max(0, rollout.completion.weights_version - self._waiting)
-            for rollout in batch.rollouts
+            float(np.mean(learned - np.maximum(0, each.versions - self._waiting)))
+            for each in made
+            if len(each.token_ids)
         ]
         stats = rollout_stats(batch.generated)
         if self._sampler.collector.generator.central:
@@ -295,16 +307,57 @@ class RolloutQueue:
             self._waited = 0.0
         if lags and (self._ahead or any(lags)):
             stats["rollout/staleness/mean"] = Mean(sum(lags), len(lags))
-            stats["rollout/staleness/max"] = Max(max(lags))
+            oldest = min(each.weights_version for each in made)
+            stats["rollout/staleness/max"] = Max(learned - max(0, oldest - self._waiting))
         return stats
 
 
-def _draw(sampler: GroupSampler, step: int, drawing: Future[tuple[DrawnBatch, int]]) -> None:
-    try:
-        batch = sampler.sample(step)
-        drawing.set_result((batch, sampler.loader.cursor))
-    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-        drawing.set_exception(error)
+class Drawing:
+    """Batches that rank 0 draws one after the other in a thread; the other ranks only count them."""
+
+    def __init__(self, sampler: GroupSampler, first: int) -> None:
+        """Begin with batch `first`, once `go_on` lets it."""
+        self.left = 0
+        """Batches that may be drawn and are not taken over."""
+        self._last = first - 1
+        self._may_draw: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._drawn: queue.SimpleQueue[tuple[DrawnBatch, int] | BaseException] = queue.SimpleQueue()
+        collector = sampler.collector
+        if collector.layout.is_main:
+            # Nobody waits for most of it, and training has the terminal.
+            alone = replace(collector.on_main, progress=Progress(False))
+            sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
+            Thread(target=self._draw, args=(sampler,), daemon=True).start()
+
+    def go_on(self, last: int) -> None:
+        """Let it draw up to batch `last`."""
+        for number in range(self._last + 1, last + 1):
+            self._may_draw.put(number)
+            self.left += 1
+        self._last = max(self._last, last)
+
+    def ready(self) -> int:
+        """Return how many batches rank 0 has drawn that are not taken over."""
+        return self._drawn.qsize()
+
+    def next(self) -> tuple[DrawnBatch, int]:
+        """Wait for the next batch, and the place in the data after it. Raises what its drawing raised. For rank 0."""
+        drawn = self._drawn.get()
+        if isinstance(drawn, BaseException):
+            raise drawn
+        return drawn
+
+    def close(self) -> None:
+        """Draw no more."""
+        self._may_draw.put(None)
+
+    def _draw(self, sampler: GroupSampler) -> None:
+        while (number := self._may_draw.get()) is not None:
+            try:
+                self._drawn.put((sampler.sample(number), sampler.loader.cursor))
+            except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
+                self._drawn.put(error)
+                return
 
 
 def _from_main(make: Callable[[], T], layout: Layout) -> T:

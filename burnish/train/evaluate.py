@@ -60,8 +60,9 @@ def prompt_validation(
     foundation: Foundation,
     collector: Collector,
     dataset: PromptDataset,
+    before: Callable[[], None] = lambda: None,
 ) -> Validation:
-    """Return a function that answers held-out prompts and scores the answers."""
+    """Return a function that answers held-out prompts and scores the answers, and calls `before` first."""
     config = foundation.config
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
     judged_by = config.reward.part_names[0]
@@ -69,6 +70,7 @@ def prompt_validation(
     how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
 
     def validate() -> tuple[dict[str, float], Sequence[Rollout]]:
+        before()
         with collector.parked():
             groups = collector.collect(prompts, 0, config.evaluation.n, how)
         numbers = _by_source(groups, judged_by, config.evaluation.solved)

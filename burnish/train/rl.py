@@ -8,7 +8,7 @@ function. Left out: turns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -78,7 +78,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             guard = import_module("burnish.train.guard").Guard
             check = guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
-            queue = RolloutQueue(sampler, total, check)
+            queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
             queue.restore(run.pending)
             queue.publish(update.engine.published(), version)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
@@ -87,7 +87,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             validate: Validation | None = None
             if held_out:
                 evaluation = import_module("burnish.train.evaluate")
-                validate = evaluation.prompt_validation(foundation, collector, held_out)
+                validate = evaluation.prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
         policy, critic = update.engine, update.critic
         with run.training(validate, queue.pending):

@@ -78,9 +78,8 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
             child.wait()
         found = gather_objects((child.url, child.token), layout)
     servers = [Server(url, token, timeout) for url, token in found]
-    if child is None:
-        return ServedGenerator(servers, specs, layout)
-    return ServedGenerator(servers, specs, layout, child.close)
+    end = (lambda: None) if child is None else child.close
+    return ServedGenerator(servers, specs, layout, in_flight=config.rollout.in_flight, end=end)
 
 
 class Child:

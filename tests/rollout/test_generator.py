@@ -314,6 +314,29 @@ class TestWeights:
         assert_same(new, builtin(second, dtype=dtype).generate(requests, sampling))
         assert (old[0][0].weights_version, new[0][0].weights_version) == (1, 2)
 
+    def test_may_be_replaced_between_steps(self) -> None:
+        """A completion says which weights drew which token; those before the change are as without it."""
+        first, second = tiny_model(seed=1), tiny_model(seed=2)
+        generator, steps = builtin(first, version=1, slots=2), 0
+
+        def watch(ended: int) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                generator.load_weights(Publication(model_shards(second)), 5)
+
+        requests, sampling = make_requests(samples=1), Sampling(8)
+        made = [each for (each,) in generator.generate(requests, sampling, watch)]
+        before = [each for (each,) in builtin(first).generate(requests, sampling)]
+        after = [each for (each,) in builtin(second).generate(requests, sampling)]
+        assert [each.versions.tolist() for each in made[:2]] == [[1] * 4 + [5] * 4] * 2
+        assert [each.weights_version for each in made] == [1, 1, 5, 5, 5]
+        for one, other in zip(made[:2], before[:2], strict=True):
+            np.testing.assert_array_equal(one.token_ids[:4], other.token_ids[:4])
+            np.testing.assert_allclose(one.logprobs[:4], other.logprobs[:4], atol=1e-5)
+            assert (one.logprobs[4:] != other.logprobs[4:]).all()
+        assert_same([made[2:]], [after[2:]])
+
     def test_leave_the_device_until_they_come_again(self) -> None:
         """On a CPU a generator keeps them, so its model is asked."""
         model = InferenceModel(tiny_config(), device=CPU, dtype=torch.float32)

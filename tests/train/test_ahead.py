@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import fields, replace
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from corruption import flip
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_runs import assert_same
 from tiny import save_classifier
@@ -28,6 +29,7 @@ from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed, committed
 from burnish.checkpoint.tools.verify import verify
 from burnish.config.schema import RunConfig
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
 from burnish.rollout.builtin.generator import BuiltinGenerator
@@ -112,16 +114,11 @@ def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
     assert max(found["lags"]) == min(lag, RL["steps"] - 1 - waiting)
 
 
-class Scripted:
-    """Stands for `GroupSampler` and its generator: a batch says which weights drew it, and is the next that was not drawn."""
+class Weights:
+    """Stands for a generator: knows the version of what it has."""
 
-    def __init__(self, ahead: int, cursor: int = 0) -> None:
-        rollout, critic = SimpleNamespace(ahead=ahead), SimpleNamespace(warmup_steps=0)
-        self.config = SimpleNamespace(rollout=rollout, critic=critic)
-        self.collector = SimpleNamespace(generator=self, parked=nullcontext)
-        self.central = False
-        self.cursor = cursor
-        self.version = -1
+    def __init__(self, central: bool) -> None:
+        self.central, self.version = central, -1
 
     def load_weights(self, weights: Publication, version: int) -> None:
         self.version = version
@@ -129,52 +126,105 @@ class Scripted:
     def release(self) -> None:
         pass
 
+
+@dataclass
+class Collected:
+    """Stands for a collector."""
+
+    generator: Weights
+    layout: Layout = field(default_factory=Layout)
+    progress: Any = None
+    parked = nullcontext
+
+    @property
+    def on_main(self) -> Collected:
+        return self
+
+    def judged(self, groups: Any) -> Any:
+        return groups
+
+
+@dataclass
+class Scripted:
+    """Stands for `GroupSampler`: a batch says which weights drew its first and its last token, and is the next that was not drawn."""
+
+    config: Any
+    collector: Collected
+    loader: Any
+    delays: list[float]
+
     def sample(self, step: int) -> DrawnBatch:
-        assert step == self.cursor  # prompts in the order of the data
-        self.cursor += 1
-        return DrawnBatch(step, [[rollout_of(np.arange(1), self.version)]])
+        assert step == self.loader.cursor  # prompts in the order of the data
+        self.loader.cursor += 1
+        first = self.collector.generator.version
+        time.sleep(self.delays[step % len(self.delays)])
+        last = self.collector.generator.version
+        drawn = rollout_of(np.arange(2), first)
+        later = () if last == first else ((last, 1),)
+        completion = replace(drawn.completion, later_versions=later)
+        return DrawnBatch(step, [[replace(drawn, completion=completion)]])
 
 
-def versions(total: int, starts: Sequence[tuple[int, int]]) -> list[int]:
+def queue_of(
+    total: int, ahead: int, cursor: int, place: str, delays: Sequence[float] = (0.0,)
+) -> tuple[RolloutQueue, Scripted]:
+    """A queue whose generator is inside, or elsewhere, perhaps with new weights in flight."""
+    rollout = SimpleNamespace(ahead=ahead, in_flight=place == "in flight")
+    config = SimpleNamespace(rollout=rollout, critic=SimpleNamespace(warmup_steps=0))
+    collector = Collected(Weights(central=place != "inside"))
+    sampler = Scripted(config, collector, SimpleNamespace(cursor=cursor), list(delays))
+    return RolloutQueue(sampler, total), sampler  # type: ignore[arg-type]
+
+
+def versions(total: int, starts: Sequence[tuple[int, int]], place: str) -> list[int]:
     """The weights that drew each step's batch, in a run of several starts: how many steps until it is killed, and `ahead`."""
     found: list[int] = []
     pending: tuple[DrawnBatch, ...] = ()
     for steps, ahead in starts:
         step = len(found)
-        queue = RolloutQueue(Scripted(ahead, step + len(pending)), total)  # type: ignore[arg-type]
-        queue.restore(pending)
-        queue.publish(NOTHING, step)
-        for number in range(step, min(step + steps, total)):
-            batch = queue.take(number)
-            (made,) = batch.rollouts
-            found.append(made.completion.weights_version)
-            queue.publish(NOTHING, number + 1)
-            pending = queue.pending()
-            assert [each.step for each in pending] == [number + 1 + i for i in range(len(pending))]
-            stats = queue.stats(batch).values_by_name()
-            assert stats.get("rollout/staleness/max", 0.0) == number - found[-1]
-        if step + steps < total:  # killed in the next step, after it drew
-            queue.take(step + steps)
+        queue, sampler = queue_of(total, ahead, step + len(pending), place)
+        with closing(queue):
+            queue.restore(pending)
+            queue.publish(NOTHING, step)
+            for number in range(step, min(step + steps, total)):
+                batch = queue.take(number)
+                (made,) = batch.rollouts
+                assert made.completion.later_versions == ()
+                found.append(made.completion.weights_version)
+                queue.publish(NOTHING, number + 1)
+                pending = queue.pending()
+                numbers = [number + 1 + i for i in range(len(pending))]
+                assert [each.step for each in pending] == numbers
+                assert sampler.loader.cursor == number + 1 + len(pending)
+                stats = queue.stats(batch).values_by_name()
+                assert stats.get("rollout/staleness/max", 0.0) == number - found[-1]
+            if step + steps < total:  # killed in the next step, after it drew
+                queue.take(step + steps)
     return found
 
 
+PLACES = st.sampled_from(["inside", "elsewhere"])
 STARTS = st.lists(st.integers(1, 4), max_size=4)
 
 
-@given(st.integers(1, 12), st.integers(0, 5), STARTS)
+@given(st.integers(1, 12), st.integers(0, 5), STARTS, PLACES)
 def test_the_schedule_is_a_function_of_the_settings(
-    total: int, ahead: int, starts: list[int]
+    total: int, ahead: int, starts: list[int], place: str
 ) -> None:
     script = [*((steps, ahead) for steps in starts), (total, ahead)]
-    assert versions(total, script) == [max(0, step - ahead) for step in range(total)]
+    assert versions(total, script, place) == [max(0, step - ahead) for step in range(total)]
 
 
-@given(st.integers(1, 12), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4))
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=4),
+    PLACES,
+)
 def test_with_another_ahead_a_run_first_trains_on_what_is_drawn(
-    total: int, starts: list[tuple[int, int]]
+    total: int, starts: list[tuple[int, int]], place: str
 ) -> None:
     """No batch is staler than the largest `ahead` so far, and each is drawn as early as its start may draw it."""
-    found = versions(total, [*starts, (total, 0)])
+    found = versions(total, [*starts, (total, 0)], place)
     drawn, step = 0, 0
     for steps, ahead in [*starts, (total, 0)]:
         for number in range(step, min(step + steps, total)):
@@ -183,6 +233,39 @@ def test_with_another_ahead_a_run_first_trains_on_what_is_drawn(
                 drawn = due + 1
         step += steps
     assert found == sorted(found)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(2, 12),
+    st.integers(1, 4),
+    st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=1),
+    st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=1),
+    st.integers(1, 12),
+)
+def test_in_flight_no_token_is_staler_than_so_many_steps(
+    total: int, ahead: int, draws: list[float], learns: list[float], killed: int
+) -> None:
+    """Whatever ends first. Batches come in order, none is lost and none comes twice, also after a kill."""
+    step, pending = 0, tuple[DrawnBatch, ...]()
+    while step < total:
+        queue, sampler = queue_of(total, ahead, step + len(pending), "in flight", draws)
+        with closing(queue):
+            queue.restore(pending)
+            queue.publish(NOTHING, step)
+            for number in range(step, min(step + killed, total)):
+                batch = queue.take(number)
+                assert batch.step == number
+                time.sleep(learns[number % len(learns)])
+                (made,) = batch.rollouts
+                assert made.completion.versions.min() >= number - ahead
+                assert (np.diff(made.completion.versions) >= 0).all()
+                stats = queue.stats(batch).values_by_name()
+                assert stats["rollout/staleness/max"] == number - made.completion.weights_version
+                queue.publish(NOTHING, number + 1)
+                pending = queue.pending()
+                assert sampler.loader.cursor == number + 1 + len(pending)
+                step = number + 1
 
 
 def rollout_of(tokens: Any, version: int = 0, **changes: Any) -> Rollout:

@@ -12,7 +12,7 @@ import torch
 from same_runs import assert_same
 from tiny import save_classifier
 from tokenizers_for_tests import save_char_tokenizer
-from training_files import FRESH, RL, Command, done, outcome
+from training_files import FRESH, RL, Command, done, metrics, outcome, ranks, rollouts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
@@ -72,6 +72,30 @@ def test_processes_beside_the_ranks_draw_what_a_generator_inside_draws(
         config = written(work, name, settings, ahead=ahead, place=place)
         found.append(outcome(done(work, "rl", config, f"name={name}", world=world)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_new_weights_in_flight_make_no_token_staler_than_ahead(work: Path, world: int) -> None:
+    """Also after a kill in the middle, which loses no batch and repeats none."""
+    name = f"flight_{world}"
+    given = {"steps": 8, "checkpoint": {"save_every": 1}, "algorithm": {"mismatch_cap": 2.0}}
+    flight = {"ahead": 2, "place": "child", "in_flight": True, "slots": 1}
+    config = written(work, name, given, **flight)
+    killed = ranks(work, ["rl", config], world)
+    assert killed[0].reached(4)
+    for each in killed:
+        each.send(signal.SIGKILL)
+        each.wait()
+    run = done(work, "rl", config, f"name={name}", world=world)
+    rows = [row for row in metrics(run) if row["step"]]
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert max(row["rollout/staleness/max"] for row in rows) <= 2
+    prompts = [row["prompt_index"] for step in range(1, 9) for row in rollouts(run, step)]
+    assert len(prompts) == 8 * 16
+    wanted = done(work, "rl", config, f"name={name}_strict", "rollout.in_flight=false")
+    assert (
+        prompts[::4] == [r["prompt_index"] for s in range(1, 9) for r in rollouts(wanted, s)][::4]
+    )
 
 
 class Servers:

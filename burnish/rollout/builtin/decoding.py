@@ -50,6 +50,8 @@ class _Chunk:
     """Hidden state after each prompt's last token [prompts, hidden]."""
     experts: Sequence[Experts]
     """Experts of each prompt's tokens; empty unless asked for."""
+    version: int
+    """Of the weights that read it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,8 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
     """Experts of the prompt, then of each computed token."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of the weights, each with the first token that it drew."""
     reason: StopReason | None = None
     """Why it has ended; None while it runs."""
     first: float = 0.0
@@ -77,13 +81,14 @@ class _Sequence:
     last: float = 0.0
     """When its last token came."""
 
-    def finished(self, version: int, asked: float) -> Completion:
+    def finished(self, asked: float) -> Completion:
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             stop_reason=self.reason or "length",
-            weights_version=version,
+            weights_version=self.versions[0][0],
+            later_versions=tuple(self.versions[1:]),
             experts=np.concatenate(self.experts) if self.experts else None,
             times=(asked, self.first, self.last),
         )
@@ -114,20 +119,21 @@ class Decoding:
         self._readbacks: deque[Readback] = deque()
         self._behind = steps_behind(model.device)
         self._ended = 0
+        self._version: Callable[[], int] = lambda: 0
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
     def run(
         self,
-        version: int,
+        version: Callable[[], int],
         watch: Watch | None = None,
         stream: Callable[[Sequence[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """Decode to the end; return each request's completions, marked with the weights' `version`.
+        """Decode to the end; return each request's completions. `version` is that of the model's weights, which `watch` may replace.
 
         `stream` gets the first completion's tokens so far, before each step.
         """
-        reported = 0
+        reported, self._version = 0, version
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
                 if stream is not None:
@@ -138,7 +144,7 @@ class Decoding:
                     reported = self._ended
         if watch is not None:
             watch(self._ended - reported)
-        return [[each.finished(version, self._asked) for each in group] for group in self._groups]
+        return [[each.finished(self._asked) for each in group] for group in self._groups]
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
@@ -189,6 +195,12 @@ class Decoding:
                 sequence.prompt.chunk = None
 
     def _chunk_of(self, prompt: _Prompt) -> _Chunk:
+        if prompt.chunk is not None and prompt.chunk.version != self._version():
+            waiting = dict.fromkeys([prompt, *(sequence.prompt for sequence in self._waiting)])
+            stale = [each for each in waiting if each.chunk is prompt.chunk]
+            self._unread.extendleft(reversed(stale))
+            for each in stale:
+                each.chunk = None
         while prompt.chunk is None:
             self._read_ahead()
         return prompt.chunk
@@ -221,7 +233,7 @@ class Decoding:
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
         last = torch.from_numpy(ends - 1).to(device, non_blocking=True)
-        read = _Chunk(cache, hidden[last], experts)
+        read = _Chunk(cache, hidden[last], experts, self._version())
         for index, prompt in enumerate(prompts):
             prompt.chunk, prompt.index = read, index
 
@@ -250,7 +262,7 @@ class Decoding:
         self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None = None
     ) -> None:
         """Start copying drawn tokens to the host; append those that have arrived."""
-        self._readbacks.append(Readback(sequences, drawn, experts))
+        self._readbacks.append(Readback(sequences, drawn, experts, self._version()))
         while len(self._readbacks) > self._behind:
             readback = self._readbacks.popleft()
             tokens, sampled, logprobs, made_by = readback.wait()
@@ -259,6 +271,8 @@ class Decoding:
                 if sequence.reason is not None:
                     continue
                 sequence.first, sequence.last = sequence.first or now, now
+                if not sequence.versions or sequence.versions[-1][0] != readback.version:
+                    sequence.versions.append((readback.version, len(sequence.tokens)))
                 sequence.tokens.append(tokens[row])
                 sequence.sampled_logprobs.append(sampled[row])
                 sequence.logprobs.append(logprobs[row])
@@ -308,10 +322,14 @@ class Readback:
     """A step's drawn tokens, on their way to the host."""
 
     def __init__(
-        self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None
+        self,
+        sequences: Sequence[_Sequence],
+        drawn: Drawn,
+        experts: Tensor | None,
+        version: int,
     ) -> None:
         """Start copying `drawn` for n sequences and `experts` [n, L, k]; do not wait."""
-        self.sequences = tuple(sequences)
+        self.sequences, self.version = tuple(sequences), version
         device = drawn.tokens.device
         self._parts = [
             part.to("cpu", non_blocking=True)

@@ -76,7 +76,7 @@ class BuiltinGenerator:
             longest = max((len(request.token_ids) for request in requests), default=0)
             slots = self._slots_that_fit(longest + sampling.max_tokens)
         decoding = Decoding(self._model, requests, sampling, stop_rule, slots)
-        return decoding.run(self._version, watch, stream)
+        return decoding.run(lambda: self._version or 0, watch, stream)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards."""
