@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVICES := .venv-trackers
+VLLM := .venv-vllm
 
 .PHONY: demo test nightly lint docs contract faults bench clean
 
@@ -19,9 +20,10 @@ test: lint docs
 	$(PYTEST) $(WORKERS)
 
 # What is slow and far from training. Run it before an issue ends.
-nightly: $(STAMP) $(SERVICES)/.installed
+nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
 	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
+	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -51,13 +53,16 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
 	@touch $@
 
-# The clients of the services that runs log to, beside the packages of the environment above.
-$(SERVICES)/.installed: $(STAMP) constraints/trackers.txt
-	$(PYTHON) -m venv $(SERVICES)
+# Beside the packages of the environment above: the clients of the services that runs log to, and vLLM.
+$(SERVICES)/.installed: constraints/trackers.txt
+$(VLLM)/.installed: constraints/vllm.txt
+$(VLLM)/.installed: NO_DEPS := --no-deps
+$(SERVICES)/.installed $(VLLM)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> "$$($(SERVICES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/burnish.pth"
-	$(SERVICES)/bin/python -m pip install --quiet --requirement constraints/trackers.txt
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/burnish.pth"
+	$(@D)/bin/python -m pip install --quiet $(NO_DEPS) --requirement $(filter constraints/%,$^)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVICES) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) $(VLLM) .venv-peers .mypy_cache .ruff_cache site

@@ -111,6 +111,12 @@ def position_limit(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Return the most tokens of a sequence that is generated; None without a limit."""
+    limits = (getattr(config, "max_position_embeddings", None), position_limit(config))
+    return min(filter(None, limits), default=None)
+
+
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
     """Return the weights that transformers keeps in fp32 in any model dtype, such as DeepSeek-V3's router biases."""
     kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from burnish.boxes.shards import Publication, TensorSpec
+from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
 
 Watch = Callable[[int], None]
@@ -71,3 +72,41 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Free all resources."""
+
+
+def require_valid(
+    requests: Sequence[Request], sampling: Sampling, max_positions: int | None
+) -> None:
+    """Raise `UsageError` for a value out of range, and for a prompt that is empty or leaves no room for `max_tokens`.
+
+    A sequence has at most `max_positions` tokens; None: any number.
+    """
+    rules = {
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "temperature": (sampling.temperature >= 0, "0 or more"),
+        "top_k": (sampling.top_k >= 0, "0 or more"),
+        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
+        "min_p": (0 <= sampling.min_p < 1, "in [0, 1)"),
+    }
+    for name, (fine, want) in rules.items():
+        if not fine:
+            raise UsageError(f"{name} is out of range", have=getattr(sampling, name), want=want)
+    for request in requests:
+        length = len(request.token_ids)
+        if length == 0:
+            raise UsageError(f"prompt {request.prompt_key} is empty", want="at least one token")
+        if max_positions is not None and length + sampling.max_tokens > max_positions:
+            raise UsageError(
+                f"prompt {request.prompt_key} and its completion may exceed the model's positions",
+                have=f"{length} prompt tokens + {sampling.max_tokens} new ones",
+                want=f"at most {max_positions} (max_position_embeddings)",
+                do="lower max_prompt_length or max_response_length",
+            )
+
+
+def not_finite() -> BurnishError:
+    """Return the error for a model whose logits are not finite."""
+    return BurnishError(
+        "the model's logits are not finite, so no token can be drawn",
+        do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
+    )

@@ -89,9 +89,13 @@ class GeneratorContract:
     ) -> Generator:
         raise NotImplementedError
 
+    def model(self, family: str = "qwen3") -> PreTrainedModel:
+        """A tiny model of a family; an implementation may want other sizes, or skip the test."""
+        return tiny_model(family)
+
     @pytest.mark.parametrize("family", FAMILIES)
     def test_logprobs_are_those_of_plain_transformers(self, family: str) -> None:
-        model, requests = tiny_model(family), make_requests()
+        model, requests = self.model(family), make_requests()
         groups = self.make(model).generate(requests, Sampling(20, seed=1))
         for request, group in zip(requests, groups, strict=True):
             assert len(group) == request.samples
@@ -106,7 +110,7 @@ class GeneratorContract:
 
     def test_times_are_in_order_where_they_are_known(self) -> None:
         before = time.time()
-        groups = self.make(tiny_model("qwen3"), slots=2).generate(make_requests(), Sampling(9))
+        groups = self.make(self.model("qwen3"), slots=2).generate(make_requests(), Sampling(9))
         found = [completion for group in groups for completion in group]
         for times in filter(None, (completion.times for completion in found)):
             asked, first, last = times
@@ -126,7 +130,7 @@ class GeneratorContract:
     def test_sampled_logprobs_are_those_of_the_distribution_drawn_from(
         self, options: dict[str, Any]
     ) -> None:
-        model, requests, sampling = tiny_model(), make_requests(), Sampling(16, **options)
+        model, requests, sampling = self.model(), make_requests(), Sampling(16, **options)
         for request, group in zip(
             requests, self.make(model).generate(requests, sampling), strict=True
         ):
@@ -140,7 +144,7 @@ class GeneratorContract:
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_greedy_is_greedy_search_of_transformers(self, family: str) -> None:
-        model, requests = tiny_model(family), make_requests(samples=2)
+        model, requests = self.model(family), make_requests(samples=2)
         groups = self.make(model).generate(requests, Sampling(12, temperature=0.0))
         for request, group in zip(requests, groups, strict=True):
             ids = torch.from_numpy(request.token_ids)[None]
@@ -153,7 +157,7 @@ class GeneratorContract:
                 np.testing.assert_array_equal(completion.sampled_logprobs, np.zeros(12))
 
     def test_completions_do_not_depend_on_slots_order_or_company(self) -> None:
-        model, sampling = tiny_model(), Sampling(24, top_p=0.97, seed=5, step=3)
+        model, sampling = self.model(), Sampling(24, top_p=0.97, seed=5, step=3)
         requests, eos = make_requests(), range(3, 9)
         together = self.make(model, slots=64, eos=eos).generate(requests, sampling)
         lengths = {len(c.token_ids) for group in together for c in group}
@@ -167,7 +171,7 @@ class GeneratorContract:
         assert_same([generator.generate([r], sampling)[0] for r in requests], together)
 
     def test_samples_of_a_prompt_may_be_drawn_in_several_calls(self) -> None:
-        generator, sampling = self.make(tiny_model()), Sampling(10, seed=2)
+        generator, sampling = self.make(self.model()), Sampling(10, seed=2)
         (request,) = make_requests((6,), samples=5)
         key, ids = request.prompt_key, request.token_ids
         parts = [Request(key, ids, 2), Request(key, ids, 0), Request(key, ids, 3, first_sample=2)]
@@ -177,7 +181,7 @@ class GeneratorContract:
         )
 
     def test_seed_step_prompt_and_sample_each_change_the_draw(self) -> None:
-        generator = self.make(tiny_model())
+        generator = self.make(self.model())
         (request,) = make_requests((6,), samples=2)
         other = Request(request.prompt_key + 1, request.token_ids)
         base = Sampling(16, seed=1, step=1)
@@ -188,7 +192,7 @@ class GeneratorContract:
         assert len({tuple(completion.token_ids) for completion in drawn}) == len(drawn)
 
     def test_ends_at_eos_and_stop_ids_and_keeps_them(self) -> None:
-        model, requests = tiny_model(), make_requests(samples=8)
+        model, requests = self.model(), make_requests(samples=8)
         free = self.make(model).generate(requests, Sampling(30))
         stopped = self.make(model, eos=(7, 8)).generate(
             requests, Sampling(30, stop_token_ids=(9, 10, 11))
@@ -204,16 +208,16 @@ class GeneratorContract:
         assert reasons == {"stop", "length"}
 
     def test_one_token(self) -> None:
-        groups = self.make(tiny_model()).generate(make_requests(), Sampling(1))
+        groups = self.make(self.model()).generate(make_requests(), Sampling(1))
         assert {len(c.token_ids) for group in groups for c in group} == {1}
 
     def test_nothing_asked_nothing_made(self) -> None:
-        generator = self.make(tiny_model())
+        generator = self.make(self.model())
         assert generator.generate([], Sampling(4)) == []
         assert generator.generate(make_requests((3, 4), samples=0), Sampling(4)) == [[], []]
 
     def test_who_watches_hears_of_every_completion_and_can_end_it(self) -> None:
-        generator = self.make(tiny_model(), slots=4)
+        generator = self.make(self.model(), slots=4)
         ended: list[int] = []
         generator.generate(make_requests(), Sampling(6), ended.append)
         assert sum(ended) == sum(request.samples for request in make_requests())
@@ -227,12 +231,12 @@ class GeneratorContract:
         generator.generate(make_requests(), Sampling(6))  # and can be asked again
 
     def test_the_version_of_the_weights_is_on_every_completion(self) -> None:
-        groups = self.make(tiny_model(), version=17).generate(make_requests(), Sampling(2))
+        groups = self.make(self.model(), version=17).generate(make_requests(), Sampling(2))
         assert {c.weights_version for group in groups for c in group} == {17}
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_checksums_are_those_of_the_weights_and_a_tied_head_counts(self, family: str) -> None:
-        model = tiny_model(family)
+        model = self.model(family)
         found = [(spec.name, digest) for spec, digest in self.make(model).checksums()]
         wanted = {shard.spec.name: shard.checksum() for shard in model_shards(model)}
         assert dict(found) == wanted
@@ -240,13 +244,13 @@ class GeneratorContract:
 
     def test_refuses_an_empty_prompt(self) -> None:
         with pytest.raises(UsageError, match="prompt 9"):
-            self.make(tiny_model()).generate(
+            self.make(self.model()).generate(
                 [Request(9, np.array([], dtype=np.int64))], Sampling(4)
             )
 
     def test_refuses_more_tokens_than_the_model_has_positions(self) -> None:
         with pytest.raises(UsageError, match=r"(?s)40.*89"):
-            self.make(tiny_model()).generate(make_requests(), Sampling(89))
+            self.make(self.model()).generate(make_requests(), Sampling(89))
 
     @pytest.mark.parametrize(
         "options",
@@ -254,6 +258,6 @@ class GeneratorContract:
     )
     def test_refuses_values_that_mean_nothing(self, options: dict[str, Any]) -> None:
         with pytest.raises(UsageError, match=f"{next(iter(options))} is out of range"):
-            self.make(tiny_model()).generate(
+            self.make(self.model()).generate(
                 make_requests(), Sampling(**{"max_tokens": 4, **options})
             )

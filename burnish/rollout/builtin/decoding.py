@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
-from burnish.errors import BurnishError, IncompatibleError
+from burnish.errors import IncompatibleError
 from burnish.records import Completion, Experts, Request, StopReason
-from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.base import Sampling, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
@@ -349,10 +349,7 @@ class Readback:
             self._copied.synchronize()
         tokens, sampled, logprobs = self._parts
         if not bool(logprobs.isfinite().all()):
-            raise BurnishError(
-                "the model's logits are not finite, so no token can be drawn",
-                do="look at the loss and gradient norm of the steps before; the weights may hold NaN",
-            )
+            raise not_finite()
         # Copied: completions keep them to their end, and the copy from the device is in pinned memory.
         experts = None if self._experts is None else self._experts.numpy().copy()
         return tokens.tolist(), sampled.tolist(), logprobs.tolist(), experts

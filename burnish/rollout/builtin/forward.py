@@ -31,7 +31,7 @@ from burnish.models.kernels.fused import (
     rotate,
     rotation_of,
 )
-from burnish.models.meta_init import build_on_meta, materialize, position_limit
+from burnish.models.meta_init import build_on_meta, longest_sequence, materialize
 from burnish.models.names import Region, model_shards, regions, tied_names
 from burnish.models.scorer import logit_transform
 
@@ -52,8 +52,7 @@ class InferenceModel:
         Raises `IncompatibleError` if Burnish cannot build the model, or it lacks the layers of
         `lora`.
         """
-        limits = (getattr(hf_config, "max_position_embeddings", None), position_limit(hf_config))
-        self.max_positions: int | None = min(filter(None, limits), default=None)
+        self.max_positions = longest_sequence(hf_config)
         """Most tokens of a sequence; None without a limit."""
         self.device, self.layers = device, hf_config.get_text_config().num_hidden_layers
         self.module = build_on_meta(hf_config)

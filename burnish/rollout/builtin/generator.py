@@ -19,7 +19,7 @@ from burnish.distributed.device import free_memory
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.records import Completion, Request
-from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.base import Sampling, Watch, require_valid
 from burnish.rollout.builtin.decoding import Decoding, slot_bytes
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
@@ -67,9 +67,7 @@ class BuiltinGenerator:
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
-        _check_sampling(sampling)
-        for request in requests:
-            self._check_length(request, sampling.max_tokens)
+        require_valid(requests, sampling, self._model.max_positions)
         stop_rule = StopRule(sampling, self._eos_token_ids, self._decode)
         slots = self._slots
         if slots == "auto":
@@ -113,29 +111,3 @@ class BuiltinGenerator:
         while slots > 1 and slots * (length * token + vocabulary) > room:
             slots //= 2
         return slots
-
-    def _check_length(self, request: Request, max_tokens: int) -> None:
-        length = len(request.token_ids)
-        if length == 0:
-            raise UsageError(f"prompt {request.prompt_key} is empty", want="at least one token")
-        most = self._model.max_positions
-        if most is not None and length + max_tokens > most:
-            raise UsageError(
-                f"prompt {request.prompt_key} and its completion may exceed the model's positions",
-                have=f"{length} prompt tokens + {max_tokens} new ones",
-                want=f"at most {most} (max_position_embeddings)",
-                do="lower max_prompt_length or max_response_length",
-            )
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    rules = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-        "temperature": (sampling.temperature >= 0, "0 or more"),
-        "top_k": (sampling.top_k >= 0, "0 or more"),
-        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
-        "min_p": (0 <= sampling.min_p < 1, "in [0, 1)"),
-    }
-    for name, (fine, want) in rules.items():
-        if not fine:
-            raise UsageError(f"{name} is out of range", have=getattr(sampling, name), want=want)

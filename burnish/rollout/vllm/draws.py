@@ -1,0 +1,134 @@
+"""Draw tokens inside vLLM as the built-in generator draws them.
+
+vLLM samples greedily and reports processed logits. A logits processor draws the token of each row and leaves two logits: the drawn
+token's, which is −(its log-prob after temperature and filters), and its neighbour's, which is its log-prob under the model. The first
+is positive and the second is not, so vLLM takes the drawn token and reports both. `read` undoes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from burnish.records import Floats
+from burnish.rollout.base import Sampling, not_finite
+from burnish.rollout.builtin.sampling import draw, uniforms
+
+_ARGUMENT = "burnish"
+# Its name in `SamplingParams.extra_args`.
+_LEAST = 1e-37
+# Stands for a log-prob of 0: the drawn token's logit has to be above its neighbour's.
+
+
+class Settings(NamedTuple):
+    """What requests that are drawn together have in common."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def request_params(sampling: Sampling, key: int) -> SamplingParams:
+    """Return vLLM's parameters for a completion whose random numbers have the key `key`."""
+    settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=sampling.max_tokens,
+        logprobs=2,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={_ARGUMENT: [key, *settings]},
+    )
+
+
+def arguments_of(params: SamplingParams) -> tuple[int, Settings] | None:
+    """Return key and settings of a request; None for one that Burnish did not make."""
+    key, *settings = (params.extra_args or {}).get(_ARGUMENT) or (None,)
+    return None if key is None else (key, Settings(*settings))
+
+
+def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
+    """Return sampled and raw log-probs of the first `tokens` tokens from vLLM's flat log-probs. Raises `BurnishError` for NaN."""
+    table = np.array(reported[: 3 * tokens], dtype=np.float32).reshape(-1, 3)
+    if not np.isfinite(table).all():
+        raise not_finite()
+    # The drawn token's, then the two largest, of which it is the first.
+    chosen = table[:, 0]
+    return np.where(chosen > _LEAST, -chosen, np.float32(0)), table[:, 2]
+
+
+def rewrite(
+    logits: Tensor, groups: Iterable[tuple[Settings, Tensor]], keys: Tensor, counts: Tensor
+) -> None:
+    """Draw rows of `logits` [n, V] fp32 and leave their two logits, in place.
+
+    `groups` are settings and their rows. `keys` and `counts` [n] are as for `uniforms`.
+    """
+    numbers = uniforms(keys, counts)
+    for settings, rows in groups:
+        if len(rows) == len(logits):
+            _draw(logits, settings, numbers)
+        else:
+            part = logits[rows]
+            _draw(part, settings, numbers[rows.to(numbers.device)])
+            logits[rows] = part
+
+
+def _draw(logits: Tensor, settings: Settings, numbers: Tensor) -> None:
+    drawn = draw(logits, Sampling(1, *settings), numbers)
+    chosen = drawn.tokens[:, None]
+    neighbour = (chosen + 1) % logits.shape[-1]
+    logits.fill_(-torch.inf)
+    logits.scatter_(1, neighbour, drawn.logprobs[:, None].clamp(max=0))
+    logits.scatter_(1, chosen, -drawn.sampled_logprobs[:, None].clamp(max=-_LEAST))
+
+
+class DrawingProcessor(LogitsProcessor):
+    """Draw for vLLM's model runner V1, which has one row a request."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._device = device
+        self._held: dict[int, tuple[int, Settings, list[int]]] = {}
+        """By row: key, settings, and vLLM's own list of the tokens so far."""
+        self._outputs: list[list[int]] = []
+        self._groups: list[tuple[Settings, Tensor]] = []
+        self._keys = torch.zeros(0, dtype=torch.int64)
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False: it decides which token is the most probable."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow requests as they come, go and move to other rows."""
+        if not process_dict_updates(self._held, batch_update, _held):
+            return
+        rows: dict[Settings, list[int]] = {}
+        keys = [0] * (max(self._held, default=-1) + 1)
+        self._outputs = [[] for _ in keys]
+        for row, (key, settings, output) in self._held.items():
+            rows.setdefault(settings, []).append(row)
+            keys[row], self._outputs[row] = key, output
+        self._groups = [(each, torch.tensor(own).to(self._device)) for each, own in rows.items()]
+        self._keys = torch.tensor(keys, dtype=torch.int64).to(self._device)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Draw a token for every row."""
+        counts = np.fromiter(map(len, self._outputs), np.int64, len(self._outputs))
+        rewrite(logits, self._groups, self._keys, torch.from_numpy(counts).to(self._device))
+        return logits
+
+
+def _held(
+    params: SamplingParams, _: list[int] | None, output: list[int]
+) -> tuple[int, Settings, list[int]] | None:
+    asked = arguments_of(params)
+    return None if asked is None else (*asked, output)

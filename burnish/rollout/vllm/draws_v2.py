@@ -1,0 +1,59 @@
+"""Draw tokens in vLLM's model runner V2, the default on GPUs.
+
+Written from the source of vLLM 0.32. No test runs it inside vLLM, which has no runner V2 without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
+
+from burnish.rollout.vllm.draws import Settings, arguments_of, rewrite
+
+
+class SlotDrawingProcessor(LogitsProcessor):
+    """Draw for requests that stay in one slot, whatever their row; see `DrawingProcessor`."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self._states = req_states
+        self._keys = np.zeros(req_states.max_num_reqs, np.int64)
+        self._kinds = np.full(req_states.max_num_reqs, -1)
+        """By slot: index of its settings, or -1."""
+        self._settings: list[Settings] = []
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Note what a request that enters a slot asks for."""
+        asked = arguments_of(sampling_params)
+        self._kinds[req_idx] = -1
+        if asked is None:
+            return False
+        self._keys[req_idx], settings = asked
+        if settings not in self._settings:
+            self._settings.append(settings)
+        self._kinds[req_idx] = self._settings.index(settings)
+        return True
+
+    def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        """Draw a token for every row; `ctx.pos` is the position of the token before it."""
+        slots, device = ctx.idx_mapping_np, logits.device
+        kinds = self._kinds[slots]
+        groups = [
+            (self._settings[kind], _on(np.flatnonzero(kinds == kind), device))
+            for kind in np.unique(kinds[kinds >= 0])
+        ]
+        prompts = self._states.prompt_len.gpu[ctx.idx_mapping]
+        rewrite(logits, groups, _on(self._keys[slots], device), (ctx.pos + 1 - prompts).long())
+        return logits
+
+
+def _on(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -1,0 +1,171 @@
+"""Give vLLM new weights, and read back those that it computes with.
+
+The functions whose first argument is a worker run in vLLM's workers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.errors import IncompatibleError, few
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
+# What families call two of an expert's three matrices. vLLM joins the first, gate_proj or w1, and the second.
+_JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+# What vLLM joins even where a model's `packed_modules_mapping` does not say so.
+_ROWS = 256
+# Rows of the identity that are multiplied at a time.
+
+
+def whole_tensors(
+    shards: Iterable[Shard], wanted: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each wanted tensor, in new memory and its dtype, once all its pieces have come.
+
+    Raises `IncompatibleError` for a tensor that is unknown, has another shape, comes twice or never.
+    """
+    left = dict(wanted)
+    begun: dict[str, tuple[Tensor, int]] = {}
+    for shard in shards:
+        name, shape = shard.spec.name, shard.spec.shape
+        if name not in left or left[name].shape != shape:
+            raise IncompatibleError(
+                f"the weights do not fit vLLM's model: {name}",
+                have=f"shape {shape}" + (", after all of it" if name in wanted else ""),
+                want=f"shape {left[name].shape}" if name in left else "each tensor of the model",
+            )
+        if name not in begun:
+            begun[name] = torch.empty(shape, dtype=left[name].dtype), math.prod(shape)
+        tensor, missing = begun.pop(name)
+        tensor[shard.box.slices].copy_(shard.tensor)
+        missing -= shard.box.elements
+        if missing > 0:
+            begun[name] = tensor, missing
+        else:
+            del left[name]
+            yield name, tensor
+    if left:
+        raise IncompatibleError(
+            f"the weights for vLLM lack {next(iter(left))}",
+            have=f"{len(wanted) - len(left)} of {len(wanted)} tensors",
+            want=few(list(left)),
+        )
+
+
+def begin_load(worker: Any) -> frozenset[str]:
+    """Prepare for new weights; return vLLM's names of all that have to come."""
+    model = worker.get_model()
+    names = frozenset(name for name, _ in model.named_parameters())
+    for module in model.modules() if current_platform.is_cpu() else ():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None  # vLLM packs experts only when it makes this
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+    return names
+
+
+def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
+    """Hand tensors to the model; return vLLM's names of what they fill. vLLM keeps them until their layer is complete."""
+    with set_current_vllm_config(worker.vllm_config):
+        return frozenset(worker.get_model().load_weights(tensors))
+
+
+def end_load(worker: Any) -> None:
+    """Put the new weights into the form that vLLM computes with."""
+    model = worker.get_model()
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.model_config)
+        for module in model.modules():  # a tied head gets no tensor, so vLLM leaves its packed copy
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def read_tensor(
+    worker: Any, name: str, shapes: Mapping[str, tuple[int, ...]], head: bool = False
+) -> Tensor | None:
+    """Return the checkpoint's tensor `name` as the model computes with it; with `head`, as the output layer does.
+
+    None where this cannot be told. `shapes` are those of all tensors of the checkpoint.
+    """
+    model = worker.get_model()
+    modules: dict[str, Any] = dict(model.named_modules())
+    owner, _, kind = name.rpartition(".")
+    start = 0
+    if head:
+        owner = next((n for n, each in modules.items() if isinstance(each, ParallelLMHead)), "")
+    elif expert := _EXPERT.fullmatch(name):
+        inside = modules[expert[1]].modules() if expert[1] in modules else ()
+        experts = next((each for each in inside if hasattr(each, "w13_weight")), None)
+        return experts and _expert(experts, int(expert[2]), expert[3], shapes[name])
+    elif owner not in modules:
+        parent, _, last = owner.rpartition(".")
+        joined = {**_JOINED, **getattr(model, "packed_modules_mapping", {})}
+        for one, parts in joined.items():
+            if last in parts:
+                owner, before = f"{parent}.{one}", parts[: parts.index(last)]
+                start = sum(shapes[f"{parent}.{part}.{kind}"][0] for part in before)
+    module = modules.get(owner)
+    if not hasattr(module, kind):
+        return None
+    width, dtype = shapes[name][-1], worker.model_config.dtype
+    held = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
+    result: Tensor = held[start : start + shapes[name][0]]
+    return result
+
+
+def _matrix(module: Any, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of a module with `width` inputs; of what is packed for the CPU, its product with the identity."""
+    weight: Tensor = module.weight.detach()
+    is_head = isinstance(module, ParallelLMHead)
+    looks_up = isinstance(module, VocabParallelEmbedding) and not is_head
+    if weight.device.type != "cpu" or looks_up or not hasattr(module, "quant_method"):
+        return weight
+    rows = torch.eye(width, dtype=dtype).chunk(-(-width // _ROWS))
+    return torch.cat([module.quant_method.apply(module, each) for each in rows]).t()
+
+
+def _expert(module: Any, index: int, kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    held: Tensor = (module.w2_weight if kind in _DOWN else module.w13_weight)[index].detach()
+    method = module.quant_method
+    if held.device.type == "cpu":
+        isa = getattr(method.moe_kernel.fused_experts, "isa", None)
+        if isa is None:
+            return None
+        held = _unpacked(held, isa)
+    elif method.unquantized_backend.name != "TRITON":  # others keep it in another order
+        return None
+    start = held.shape[0] // 2 if kind in _SECOND else 0
+    return held[start : start + shape[0], : shape[1]]
+
+
+def _unpacked(packed: Tensor, isa: str) -> Tensor:
+    """Undo vLLM's packing of an expert's matrix, by packing the places of its elements as it does."""
+    places = torch.arange(packed.numel(), dtype=torch.int32).view(1, *packed.shape, 1)
+    unit = torch.int32 if packed.itemsize == 4 else torch.int16
+    digits = [
+        cpu_prepack_moe_weight(digit.contiguous().view(packed.dtype), isa).view(unit)
+        for digit in places.view(unit).unbind(-1)
+    ]
+    order = torch.stack(digits, dim=-1).view(torch.int32).view(-1).long()
+    plain = torch.empty_like(packed).view(-1)
+    plain[order] = packed.reshape(-1)
+    return plain.view(packed.shape)

@@ -1,0 +1,324 @@
+"""vLLM against the built-in generator, the oracle, and against plain transformers. Runs in .venv-vllm (see the Makefile)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.generator import (
+    GeneratorContract,
+    assert_same,
+    chosen,
+    logits_by_hand,
+    make_requests,
+)
+from tiny import tiny_model
+from transformers import AutoConfig, PreTrainedModel
+
+from burnish.boxes.box import Box, whole
+from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.models.names import model_shards
+from burnish.records import Request
+from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.sampling import draw, uniforms
+from burnish.rollout.builtin.stopping import Decode
+from burnish.rollout.vllm.vllm_generator import VllmGenerator
+
+pytest.importorskip("vllm", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("default"),  # vLLM has its own
+]
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+# vLLM's attention on CPUs wants heads of 32 and more.
+
+
+def made(family: str = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return tiny_model(family, seed, **{**SIZES, **changes})
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[Any, VllmGenerator]]:
+    """vLLM takes seconds to start, so tests share it where only weights differ."""
+    held: dict[Any, VllmGenerator] = {}
+    vllm(held, made("mixtral"))  # first, as only then are there groups for mixtures
+    yield held
+    for generator in held.values():
+        generator.close()
+
+
+def vllm(
+    engines: dict[Any, VllmGenerator],
+    model: PreTrainedModel,
+    *,
+    slots: int = 8,
+    eos: Sequence[int] = (),
+    version: int = 1,
+    decode: Decode | None = None,
+) -> VllmGenerator:
+    """vLLM with the model's weights."""
+    key = model.config.to_json_string(), slots, tuple(eos), decode
+    if key not in engines:
+        engines[key] = VllmGenerator(
+            model.config,
+            device=CPU,
+            dtype=torch.float32,
+            slots=slots,
+            eos_token_ids=eos,
+            decode=decode,
+        )
+    engines[key].load_weights(Publication(model_shards(model)), version)
+    return engines[key]
+
+
+def builtin(
+    model: PreTrainedModel, eos: Sequence[int] = (), decode: Decode | None = None
+) -> BuiltinGenerator:
+    """The oracle."""
+    inference = InferenceModel(model.config, device=CPU, dtype=torch.float32)
+    generator = BuiltinGenerator(
+        inference, layout=Layout(), slots=16, eos_token_ids=eos, decode=decode
+    )
+    generator.load_weights(Publication(model_shards(model)), 1)
+    return generator
+
+
+class TestContract(GeneratorContract):
+    @pytest.fixture(autouse=True)
+    def _engines(self, engines: dict[Any, VllmGenerator]) -> None:
+        self.engines = engines
+
+    def make(self, model: PreTrainedModel, **options: Any) -> Generator:
+        return vllm(self.engines, model, **options)
+
+    def model(self, family: str = "qwen3") -> PreTrainedModel:
+        if family == "olmo2":
+            pytest.skip("vLLM 0.32 cannot run it on a CPU")
+        return made(family)
+
+
+SAMPLINGS = [
+    Sampling(24, seed=3, step=2),
+    Sampling(24, temperature=0.7, top_k=12, top_p=0.9, min_p=0.05, seed=4),
+    Sampling(24, temperature=0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": False}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"moe_intermediate_size": 32}),
+        ("qwen2", {}),
+        ("llama", {}),
+    ],
+    ids=["tied", "untied", "mixture whose experts vLLM pads", "mixture", "biases", "llama"],
+)
+def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
+    engines: dict[Any, VllmGenerator], family: str, changes: dict[str, Any]
+) -> None:
+    """The same prompts, longer than a block of vLLM's prefix cache, with two sets of weights."""
+    requests = make_requests((1, 33, 70, 40), samples=4)
+    for version, model in enumerate((made(family, 0, **changes), made(family, 1, **changes))):
+        ours, oracle = vllm(engines, model, version=version), builtin(model)
+        for sampling in SAMPLINGS:
+            found = ours.generate(requests, sampling)
+            assert_same(found, oracle.generate(requests, sampling))
+            assert {c.weights_version for c in chain(*found)} == {version}
+        request, group = requests[2], ours.generate(requests, SAMPLINGS[0])[2]
+        for each in group:
+            want = logits_by_hand(model, request, each).log_softmax(-1)
+            np.testing.assert_allclose(each.logprobs, chosen(want, each), atol=1e-5)
+
+
+def letters(ids: Sequence[int]) -> str:
+    """A text of one letter per token, of few letters."""
+    return "".join("abcdefg"[token % 7] for token in ids)
+
+
+@pytest.mark.parametrize("strings", [("ab",), ("cd", "gfa"), ("a", "ddd")])
+def test_stop_strings_and_ids_end_as_the_built_in_generator_ends(
+    engines: dict[Any, VllmGenerator], strings: tuple[str, ...]
+) -> None:
+    model, requests = made(), make_requests(samples=6)
+    sampling = Sampling(30, stop_strings=strings, stop_token_ids=(11, 12), seed=1)
+    oracle = builtin(model, (5,), letters).generate(requests, sampling)
+    assert {c.stop_reason for c in chain(*oracle)} == {"stop", "length"} or strings[0] == "a"
+    ours = vllm(engines, model, eos=(5,), decode=letters)
+    assert_same(ours.generate(requests, sampling), oracle)
+    assert not ours._engine.has_unfinished_requests()
+
+
+def test_too_little_memory_for_all_changes_nothing(
+    engines: dict[Any, VllmGenerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM drops completions that run, and reads what they have again later."""
+    model, requests = made(), make_requests((40, 30, 20), samples=4)
+    token = 2 * 2 * 2 * 32 * 4
+    monkeypatch.setattr(
+        "burnish.rollout.vllm.vllm_generator.free_memory", lambda _: 8 * 32 * token / 0.4
+    )
+    few: dict[Any, VllmGenerator] = {}
+    engines["few"] = ours = vllm(few, model)
+    found = ours.generate(requests, Sampling(60, seed=8))
+    scheduler = ours._engine.engine_core.engine_core.scheduler
+    assert scheduler.kv_cache_config.num_blocks == 8
+    assert_same(found, builtin(model).generate(requests, Sampling(60, seed=8)))
+
+
+def test_logits_that_are_not_finite_are_refused(engines: dict[Any, VllmGenerator]) -> None:
+    model = made()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = torch.nan
+    ours = vllm(engines, model, slots=3)  # of its own: NaN stays in vLLM's cache of keys and values
+    with pytest.raises(BurnishError, match="finite"):
+        ours.generate([Request(0, np.array([5, 6]))], Sampling(4))
+
+
+class TestWeights:
+    def test_pieces_of_rows_in_any_order(self, engines: dict[Any, VllmGenerator]) -> None:
+        model = made("qwen3_moe")
+        ours = vllm(engines, made("qwen3_moe", 1))
+        ours.load_weights(Publication(list(halves(model))[::-1]), 5)
+        assert_same(
+            ours.generate(make_requests(), Sampling(9)),
+            builtin(model).generate(make_requests(), Sampling(9)),
+        )
+
+    def test_new_ones_in_the_middle_of_completions_draw_the_rest(
+        self, engines: dict[Any, VllmGenerator]
+    ) -> None:
+        """vLLM reads again what completions have, so the rest is as if the new weights had read all of it."""
+        first, second = made(seed=1), made(seed=2)
+        ours, steps = vllm(engines, first, slots=2), 0
+
+        def watch(ended: int) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 4:
+                ours.load_weights(Publication(model_shards(second)), 5)
+
+        requests, sampling = make_requests((40, 3, 5, 33), samples=1), Sampling(8)
+        found = [each for (each,) in ours.generate(requests, sampling, watch)]
+        before = [each for (each,) in builtin(first).generate(requests, sampling)]
+        after = builtin(second).generate(requests, sampling)
+        assert [each.versions.tolist() for each in found[:2]] == [[1] * 4 + [5] * 4] * 2
+        for request, one, other in zip(requests, found[:2], before, strict=False):
+            np.testing.assert_array_equal(one.token_ids[:4], other.token_ids[:4])
+            np.testing.assert_allclose(one.logprobs[:4], other.logprobs[:4], atol=1e-5)
+            want = chosen(logits_by_hand(second, request, one).log_softmax(-1), one)
+            np.testing.assert_allclose(one.logprobs[4:], want[4:], atol=1e-5)
+        assert_same([[each] for each in found[2:]], after[2:])
+
+    @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "twice"])
+    def test_what_does_not_fit_is_named_and_leaves_no_weights(
+        self, engines: dict[Any, VllmGenerator], fault: str
+    ) -> None:
+        model, name = made(), "model.layers.1.self_attn.k_proj.weight"
+        ours, shards = vllm(engines, model), list(model_shards(made(seed=1)))
+        index = next(i for i, shard in enumerate(shards) if shard.spec.name == name)
+        other = {
+            "missing": [],
+            "unknown": [Shard(TensorSpec("model.x", (1,), torch.float32), whole((1,)), ONE)],
+            "shape": [Shard(TensorSpec(name, (1,), torch.float32), whole((1,)), ONE)],
+            "twice": [shards[index]] * 2,
+        }[fault]
+        with pytest.raises(IncompatibleError, match="model.x" if fault == "unknown" else name):
+            ours.load_weights(Publication([*shards[:index], *other, *shards[index + 1 :]]), 2)
+        with pytest.raises(UsageError):
+            ours.generate(make_requests(), Sampling(4))
+        again = vllm(engines, model)
+        assert_same(
+            again.generate(make_requests(), Sampling(9)),
+            builtin(model).generate(make_requests(), Sampling(9)),
+        )
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_checksums_show_a_head_and_a_layer_that_keep_old_weights(
+        self, engines: dict[Any, VllmGenerator], tied: bool
+    ) -> None:
+        """Those that vLLM multiplies with, not the parameters they were packed from."""
+        models = [made(seed=seed, tie_word_embeddings=tied) for seed in (0, 1)]
+        ours = vllm(engines, models[0])
+        [packed] = ours._engine.apply_model(lambda model: packed_layers(model))
+        vllm(engines, models[1])
+        wanted = {shard.spec.name: shard.checksum() for shard in model_shards(models[1])}
+        assert {wanted[spec.name] == digest for spec, digest in ours.checksums()} == {True}
+        ours._engine.apply_model(lambda model: packed_layers(model, packed))
+        stale = {spec.name for spec, digest in ours.checksums() if wanted[spec.name] != digest}
+        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        assert stale == {head, "model.layers.1.mlp.down_proj.weight"}
+
+
+ONE = torch.ones(1)
+
+
+def packed_layers(model: Any, new: Sequence[Any] = ()) -> list[Any]:
+    """What two of vLLM's layers multiply with; `new` takes its place."""
+    layers = [model.lm_head, model.model.layers[1].mlp.down_proj]
+    for layer, packed in zip(layers, new, strict=False):
+        layer.cpu_linear = packed
+    return [layer.cpu_linear for layer in layers]
+
+
+def halves(model: PreTrainedModel) -> Iterator[Shard]:
+    """The model's tensors, each in two pieces of rows."""
+    for shard in model_shards(model):
+        cut = len(shard.tensor) // 2
+        for start, rows in ((0, shard.tensor[:cut]), (cut, shard.tensor[cut:])):
+            offsets = (start, *[0] * (rows.dim() - 1))
+            yield Shard(shard.spec, Box(offsets, tuple(rows.shape)), rows)
+
+
+def test_experts_are_refused(engines: dict[Any, VllmGenerator]) -> None:
+    ours = vllm(engines, made("qwen3_moe"))
+    with pytest.raises(UsageError, match=r"algorithm\.router_replay"):
+        ours.generate(make_requests(), Sampling(4, experts=True))
+
+
+def test_a_model_that_vllm_does_not_know_is_refused() -> None:
+    config = AutoConfig.for_model("xglm", vocab_size=97, d_model=32, num_layers=1, ffn_dim=32)
+    with pytest.raises(IncompatibleError, match="xglm"):
+        VllmGenerator(
+            config, device=CPU, dtype=torch.float32, slots=4, eos_token_ids=(), decode=None
+        )
+
+
+def test_the_processor_for_runner_v2_draws_the_same() -> None:
+    """With the slots, positions and prompt lengths that vLLM would give it; slots are in another order than rows."""
+    draws_v2, draws = (
+        import_module(f"burnish.rollout.vllm.{name}") for name in ("draws_v2", "draws")
+    )
+    prompts, slots = torch.tensor([0, 7, 0, 3, 9]), np.array([3, 1, 4])
+    states = SimpleNamespace(max_num_reqs=5, prompt_len=SimpleNamespace(gpu=prompts))
+    processor = draws_v2.SlotDrawingProcessor(None, states)
+    samplings = [Sampling(8), Sampling(8, temperature=0.0), Sampling(8, top_k=4)]
+    for slot, sampling in zip(slots, samplings, strict=True):
+        assert processor.add_request(slot, draws.request_params(sampling, int(slot) * 1001))
+    drawn = torch.tensor([0, 5, 2])
+    context = SimpleNamespace(
+        idx_mapping=torch.from_numpy(slots), idx_mapping_np=slots, pos=prompts[slots] + drawn - 1
+    )
+    logits = torch.randn(3, 97)
+    left = processor.apply(logits.clone(), context)
+    for row, sampling in enumerate(samplings):
+        number = uniforms(torch.tensor([int(slots[row]) * 1001]), drawn[row : row + 1])
+        want = draw(logits[row : row + 1].clone(), sampling, number)
+        two = left[row].topk(2)
+        assert int(two.indices[0]) == int(want.tokens)
+        sampled, raw = draws.read([float(two.values[0]), *two.values.tolist()], 1)
+        np.testing.assert_array_equal(sampled, want.sampled_logprobs)
+        np.testing.assert_array_equal(raw, want.logprobs)
