@@ -229,8 +229,10 @@ class RolloutQueue:
 
     def publish(self, weights: Publication, version: int) -> None:
         """Give the generator new weights, by default once it has drawn what the old ones are to draw."""
-        if not self._in_flight:
-            self._take_over(self._left)
+        count = self._left
+        if self._in_flight and self._drawing is not None:
+            count = from_main(self._drawing.ready(), self._sampler.collector.layout)
+        self._take_over(count)
         self._sampler.collector.generator.load_weights(weights, version)
         if self._check is not None and self._left == 0:
             self._check(version)
@@ -276,11 +278,7 @@ class RolloutQueue:
         self._take_over(self._left)
 
     def pending(self) -> tuple[DrawnBatch, ...]:
-        """Return the batches drawn and not taken. With `rollout.in_flight` one that is being drawn is left out."""
-        count = self._left
-        if self._in_flight and self._drawing is not None:
-            count = from_main(self._drawing.ready(), self._sampler.collector.layout)
-        self._take_over(count)
+        """Return the batches drawn and not taken, up to the place in the data that the loader has."""
         return tuple(self._pending)
 
     def close(self) -> None:
