@@ -23,7 +23,7 @@ test: lint docs
 nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
 	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
-	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py
+	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

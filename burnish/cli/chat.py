@@ -27,7 +27,7 @@ from burnish.train.evaluate import newest_model
 from burnish.train.intact import Intact
 from burnish.train.localize import local_inputs
 from burnish.train.newest_steps import at_newest_steps
-from burnish.train.setup import Foundation, lay_foundation, load_frozen, local_generator, prove
+from burnish.train.setup import Foundation, builtin_generator, lay_foundation, load_frozen, prove
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 # Ends a text whose last character has not all its tokens yet.
@@ -54,7 +54,7 @@ def chat(given: Namespace) -> None:
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
         if step is not None:
             foundation = replace(foundation, source=CheckpointSource(step, layout))
-        generator = local_generator(foundation)
+        generator = builtin_generator(foundation)
         generator.load_weights(load_frozen(foundation).published(), version=0)
         _converse(foundation, generator)
 

@@ -109,6 +109,14 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
+    ("rollout.engine=vllm", "rollout.place=child|servers", "vLLM wants a process of its own"),
+    (
+        "rollout.engine=vllm",
+        "algorithm.router_replay=none|recompute",
+        "its experts are not recorded",
+    ),
+    ("rollout.tensor_parallel", "rollout.engine=vllm", ""),
+    ("rollout.tensor_parallel", "rollout.place=servers", "a process beside a rank has its device"),
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.in_flight", "rollout.ahead", "nothing is drawn while a step learns"),
     (

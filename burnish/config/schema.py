@@ -284,12 +284,14 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
-    engine: MayChange[Literal["builtin"]] = "builtin"
-    """What generates completions. builtin: Burnish's own generator."""
+    engine: MayChange[Literal["builtin", "vllm"]] = "builtin"
+    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm."""
     place: MayChange[Literal["inside", "child", "servers"]] = "inside"
     """Where completions are generated. inside: in the training processes, in turns with training. child: in a process beside each of them, so that with `ahead` both work at the same time. servers: by `burnish serve`, on any machine that sees the run's directory."""
     servers: MayChange[int] = Field(1, ge=1)
     """How many servers the run waits for and uses, with `place: servers`."""
+    tensor_parallel: MayChange[int] = Field(1, ge=1)
+    """Devices that share the model of one server, with vllm."""
     timeout_seconds: MayChange[float] = Field(120.0, gt=0)
     """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work."""
     ahead: MayChange[int] = Field(0, ge=0)

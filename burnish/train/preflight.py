@@ -71,6 +71,9 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
                 problems += _noted(_data(path, f"data.{name}"))
     if command != "sft":
         problems += _rewards(config.reward)
+        if config.rollout.engine == "vllm" and config.rollout.place == "child":
+            do = f"{install('vllm')}, or set rollout.engine=builtin"
+            problems += _package("vllm", "rollout.engine: vllm", "vLLM", do)
     if command != "eval":
         problems += _trackers(config.tracking.trackers)
         if config.tracking.traces.endpoint:

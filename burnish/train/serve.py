@@ -88,7 +88,6 @@ class Child:
     def __init__(self, settings: Mapping[str, Any], layout: Layout) -> None:
         """Start it with the `settings` of the run."""
         self.token, self.url = secrets.token_urlsafe(24), ""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
@@ -97,7 +96,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,  # the terminal's ctrl-C is for this process
         )
         given = {
@@ -173,6 +172,8 @@ def serve(foundation: Foundation, host: str, port: int) -> None:
 
 def _made(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
     """Return a server with a generator that has no weights yet."""
+    for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
+        del os.environ[name]  # this process is no rank, whoever started it
     engine = foundation.config.rollout.engine
     about = {"model": _fitting(_specs(foundation)), "engine": engine}
     try:

@@ -316,8 +316,25 @@ def make_generator(foundation: Foundation) -> Generator:
     return generator
 
 
-def local_generator(foundation: Foundation) -> BuiltinGenerator:
-    """Make a generator in this process, without weights."""
+def local_generator(foundation: Foundation) -> Generator:
+    """Make the generator of `rollout.engine` in this process, without weights."""
+    if foundation.config.rollout.engine == "builtin":
+        return builtin_generator(foundation)
+    rollout, vllm = foundation.config.rollout, import_module("burnish.rollout.vllm.vllm_generator")
+    generator: Generator = vllm.VllmGenerator(
+        foundation.hf_config,
+        device=foundation.device,
+        dtype=compute_dtype(foundation.config.engine),
+        slots=rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=foundation.tokenizer.decode,
+        tensor_parallel=rollout.tensor_parallel,
+    )
+    return generator
+
+
+def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
+    """Make the built-in generator in this process, without weights."""
     config = foundation.config
     model = InferenceModel(
         foundation.hf_config,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from same_runs import assert_same
+from servers_for_tests import Servers
 from tiny import save_classifier
 from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, RL, Command, done, metrics, outcome, ranks, rollouts
@@ -98,21 +99,6 @@ def test_new_weights_in_flight_make_no_token_staler_than_ahead(work: Path, world
         )
         assert found == strict
         assert len(found) == 16
-
-
-class Servers:
-    """Processes of `burnish serve` for one run."""
-
-    def __init__(self, work: Path, config: str, count: int) -> None:
-        self.commands = [Command(work, ["serve", config, "--port", "0"]) for _ in range(count)]
-
-    def __enter__(self) -> Servers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for command in self.commands:
-            command.send(signal.SIGTERM)
-            command.wait()
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])

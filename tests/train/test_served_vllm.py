@@ -1,0 +1,77 @@
+"""Runs whose completions vLLM draws: those of the built-in generator, to the byte. Runs in .venv-vllm (see the Makefile)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from servers_for_tests import Servers
+from tokenizers_for_tests import save_char_tokenizer
+from training_files import FRESH, RL, burnish, done, rollouts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from burnish.checkpoint.steps import committed
+
+pytest.importorskip("vllm", exc_type=ImportError)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+WIDE = {**FRESH, "hidden_size": 64, "head_dim": 32}
+"""vLLM's attention on CPUs wants heads of 32 and more."""
+UNTIED = {**WIDE, "tie_word_embeddings": False}
+MIXTURE = {
+    **WIDE,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tied": (1, "child", {"model": {**RL["model"], "fresh": WIDE}}),
+    "untied": (1, "servers", {"model": {**RL["model"], "fresh": UNTIED}}),
+    "ranks": (2, "child", {"model": {**RL["model"], "fresh": WIDE}}),
+    "mixture": (1, "child", {"model": {**RL["model"], "fresh": MIXTURE}}),
+    "merged": (1, "child", {"model": {"path": "wide", "lora": {"rank": 4}}}),
+}
+"""Processes, who generates, and settings."""
+
+
+def digest(run: Path) -> str:
+    newest = committed(run / "checkpoints")[-1].path
+    files = sorted((newest / "model").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def save_wide(directory: Path) -> None:
+    settings = dict(WIDE)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    save_char_tokenizer(directory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_draws_what_the_built_in_generator_draws(work: Path, case: str) -> None:
+    save_wide(work / "wide")
+    world, place, settings = CASES[case]
+    given = {**RL, **settings, "steps": 3, "evaluation": {"before": False, "every": 0}}
+    found = []
+    for engine, where in (("builtin", "inside"), ("vllm", place)):
+        name = f"{case}_{engine}"
+        how = {**RL["rollout"], "ahead": 1, "engine": engine, "place": where}
+        config = work / f"{name}.yaml"
+        config.write_text(json.dumps({**given, "name": name, "rollout": how}))
+        with Servers(work, str(config), int(where == "servers")):
+            run = done(work, "rl", str(config), f"name={name}", world=world)
+        found.append(([rollouts(run, step) for step in range(1, 4)], digest(run)))
+    assert found[0] == found[1]
+
+
+def test_a_model_that_vllm_does_not_know_is_refused_by_name(work: Path) -> None:
+    fresh = json.dumps({**WIDE, "model_type": "seed_oss", "head_dim": 24})
+    asked = [f"model.fresh={fresh}", "rollout.engine=vllm", "rollout.place=child", "name=unknown"]
+    code, output = burnish(work, "rl", "rl.yaml", *asked)
+    assert code != 0
+    assert "Traceback" not in output
