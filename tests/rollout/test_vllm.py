@@ -54,8 +54,7 @@ def engines() -> Iterator[dict[Any, VllmGenerator]]:
     held: dict[Any, VllmGenerator] = {}
     vllm(held, made("mixtral"))  # first, as only then are there groups for mixtures
     yield held
-    for generator in held.values():
-        generator.close()
+    held.popitem()[1].close()  # which closes the groups of all
 
 
 def vllm(
@@ -175,8 +174,14 @@ def test_too_little_memory_for_all_changes_nothing(
     engines["few"] = ours = vllm(few, model)
     found = ours.generate(requests, Sampling(60, seed=8))
     scheduler = ours._engine.engine_core.engine_core.scheduler
-    assert scheduler.kv_cache_config.num_blocks == 8
+    assert scheduler.kv_cache_config.num_blocks == 9 * 160 // 8 // 32
     assert_same(found, builtin(model).generate(requests, Sampling(60, seed=8)))
+
+
+def test_a_model_that_memory_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.rollout.vllm.vllm_generator.free_memory", lambda _: 1e5)
+    with pytest.raises(IncompatibleError, match=r"rollout\.slots"):
+        vllm({}, made())
 
 
 def test_logits_that_are_not_finite_are_refused(engines: dict[Any, VllmGenerator]) -> None:
@@ -322,3 +327,24 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
         sampled, raw = draws.read([float(two.values[0]), *two.values.tolist()], 1)
         np.testing.assert_array_equal(sampled, want.sampled_logprobs)
         np.testing.assert_array_equal(raw, want.logprobs)
+
+
+def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> None:
+    """With tensor parallelism, before and after new weights."""
+    requests, sampling = make_requests((40, 3)), Sampling(12, top_p=0.9)
+    engines["two"] = ours = VllmGenerator(
+        made().config,
+        device=CPU,
+        dtype=torch.float32,
+        slots=8,
+        eos_token_ids=(),
+        decode=None,
+        max_length=60,
+        tensor_parallel=2,
+    )
+    for seed in (0, 1):
+        ours.load_weights(Publication(model_shards(made(seed=seed))), seed)
+        oracle = builtin(made(seed=seed))
+        assert_same(ours.generate(requests, sampling), oracle.generate(requests, sampling))
+    with pytest.raises(UsageError, match="60"):
+        ours.generate(requests, Sampling(21))

@@ -25,7 +25,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS
-from burnish.distributed.device import free_memory
+from burnish.distributed.device import free_memory, total_memory
 from burnish.errors import (
     BurnishError,
     IncompatibleError,
@@ -49,8 +49,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 # What the caller's environment leaves open. vLLM reads the first two later, the others when it is imported.
-_KV_SHARE = 0.4
-# Of a CPU's free memory that keys and values may take.
+_CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
+# Of free memory: what keys and values may take on a CPU, and what vLLM may take on an accelerator.
 _CPU_BLOCK = 32
 # Tokens of a block of keys and values, the fewest that vLLM's kernels allow: completions share their prompt's whole blocks.
 _WAVE_BYTES = 64 << 20
@@ -135,11 +135,19 @@ class VllmGenerator:
             if device.type == "cpu":
                 options |= {"enforce_eager": True, "block_size": _CPU_BLOCK}
                 options["kv_cache_memory_bytes"] = self._cpu_cache(hf_config, dtype, slots)
-            config = vllm.EngineArgs(**options).create_engine_config()
-            v2 = getattr(config, "use_v2_model_runner", False)
-            processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
-            config.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
-            self._engine: Any = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+            else:
+                share = _DEVICE_SHARE * free_memory(device) / total_memory(device)
+                options["gpu_memory_utilization"] = round(share, 3)
+            with refusing(
+                f"vLLM {vllm.__version__} does not start with this model",
+                IncompatibleError,
+                do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
+            ):
+                config = vllm.EngineArgs(**options).create_engine_config()
+                v2 = getattr(config, "use_v2_model_runner", False)
+                processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
+                config.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
+                self._engine: Any = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
@@ -278,12 +286,13 @@ class VllmGenerator:
         return self._engine.collective_rpc(getattr(self._weights, function), args=arguments)[0]
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
-        """Return the bytes for keys and values of all slots, as far as memory has room."""
+        """Return the bytes for keys and values of all slots, or the half of that and so on, for which memory has room."""
         sizes = model_sizes(config)
-        token = 2 * sizes.depth * sizes.key * dtype.itemsize
         longest = self._max_positions or config.get_text_config().max_position_embeddings
-        room = int(_KV_SHARE * free_memory(torch.device("cpu")))
-        return min((slots + 1) * (longest + _CPU_BLOCK) * token, room)
+        size = (slots + 1) * (longest + _CPU_BLOCK) * 2 * sizes.depth * sizes.key * dtype.itemsize
+        while size > _CPU_SHARE * free_memory(torch.device("cpu")):
+            size //= 2
+        return size
 
 
 def _imported(device: torch.device) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -159,10 +159,11 @@ def _expert(module: Any, index: int, kind: str, shape: tuple[int, ...]) -> Tenso
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
     """Undo vLLM's packing of an expert's matrix, by packing the places of its elements as it does."""
+    pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     places = torch.arange(packed.numel(), dtype=torch.int32).view(1, *packed.shape, 1)
     unit = torch.int32 if packed.itemsize == 4 else torch.int16
     digits = [
-        cpu_prepack_moe_weight(digit.contiguous().view(packed.dtype), isa).view(unit)
+        pack(digit.contiguous().view(packed.dtype), isa).view(unit)
         for digit in places.view(unit).unbind(-1)
     ]
     order = torch.stack(digits, dim=-1).view(torch.int32).view(-1).long()
