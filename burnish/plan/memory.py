@@ -87,7 +87,7 @@ class Needs:
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of each phase's fullest moment, in the order of a step."""
-        update = self._resting | max(self._updates(checkpointing), key=total_of)
+        update = self._learning | max(self._updates(checkpointing), key=total_of)
         found = self._before | {"update": update} | self._after
         if self._cpu and (away := total_of(self._away(checkpointing))):
             found = {phase: parts | {"host": away} for phase, parts in found.items()}
@@ -104,7 +104,7 @@ class Needs:
         if self._work.slots:
             found["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
         if self._work.scorings or self._critic:
-            found["log-probs"] = self._resting | max(self._scorings(), key=total_of)
+            found["log-probs"] = self._learning | max(self._scorings(), key=total_of)
         return found
 
     @cached_property
@@ -203,6 +203,13 @@ class Needs:
     def _left_gathered(self) -> float:
         layers = 0.0 if self._regathers else self._sum(self._layers)
         return self._width * (self._root + layers)
+
+    @property
+    def _learning(self) -> Parts:
+        """What rests beside an update; a generator that gets all its weights anew is not there (`Generator.release`)."""
+        if self._cpu or self._model.published_adapter or self._work.generates_beside:
+            return self._resting
+        return {name: size for name, size in self._resting.items() if name != "generator"}
 
     @property
     def _while_generating(self) -> Parts:

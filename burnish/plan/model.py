@@ -392,6 +392,8 @@ class Workload:
     """Whether a second model learns values."""
     slots: int = 0
     """Most sequences that a device generates at one time; 0: none are generated."""
+    generates_beside: bool = False
+    """Whether completions are generated on the same device during updates."""
     fits_slots: bool = False
     """Whether they are halved until memory has room for them."""
     is_nucleus: bool = False
@@ -421,6 +423,7 @@ class Workload:
         several = batch.minibatches * batch.epochs > 1
         replay = algorithm.router_replay
         recomputes = several and "recompute" in (algorithm.old_logprobs, replay)
+        slots = MOST_SLOTS if rollout.slots == "auto" else rollout.slots
         compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
         return cls(
             budget=batch.tokens_per_device,
@@ -432,7 +435,8 @@ class Workload:
             scorings=int(recomputes) + compared,
             has_reference=compared > 0,
             has_critic=algorithm.advantage == "gae",
-            slots=MOST_SLOTS if rollout.slots == "auto" else rollout.slots,
+            slots=slots if rollout.place != "servers" else 0,
+            generates_beside=rollout.place == "child" and rollout.ahead > 0,
             fits_slots=rollout.slots == "auto",
             is_nucleus=rollout.top_p < 1,
             samples=rollout.n,

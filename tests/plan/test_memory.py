@@ -139,3 +139,21 @@ def test_reward_models_lie_beside_the_policy():
     assert "gathered" in wide
     assert "kv cache" not in wide  # reading what was generated needs more than generating it
     assert found.seconds["rollout"] > plan("rl").seconds["rollout"]
+
+
+def test_a_generators_weights_are_where_they_generate():
+    """On an accelerator they leave it while training, unless the next batch is drawn meanwhile; behind servers they are elsewhere."""
+
+    def phases(devices="1xH100-80G", **rollout):
+        given = {"n": 1, "max_response_length": 48, **rollout}
+        return plan("rl", devices, rollout=given).phases
+
+    def held(found):
+        return {name for name, parts in found.items() if "generator" in parts}
+
+    assert held(phases()) == {"rollout", "publish", "save"}
+    assert held(phases(place="child")) == {"rollout", "publish", "save"}
+    assert held(phases(place="child", ahead=1)) == set(phases())
+    assert held(phases("1xCPU-24G")) == set(phases())
+    assert held(phases(place="servers")) == set()
+    assert "rollout" not in phases(place="servers")
