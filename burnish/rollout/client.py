@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -19,7 +21,7 @@ import torch
 
 from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, TensorSpec
-from burnish.data.balance import share_evenly
+from burnish.data.balance import Bins, share_evenly
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
@@ -31,8 +33,12 @@ log = logging.getLogger("burnish")
 
 _POLL_SECONDS = 0.2
 # Between looks for a signal while servers generate.
-_PROBE_SECONDS = 5.0
-# How long a lost server has to answer before it gets weights again.
+_GRACE_SECONDS = 2.0
+# How long a signal that has ended all servers may be on its way to this process.
+_WRONG = (OSError, HTTPException, *messages.NONSENSE)
+
+Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
+"""Given the urls of lost servers and of the others, returns urls and tokens of what stands in for which lost one. Raises nothing."""
 
 
 class ServerLost(Exception):
@@ -44,7 +50,7 @@ class Server:
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
         """`timeout` is the longest silence, in seconds, after which it counts as lost."""
-        self.url, self._token, self._timeout = url, token, timeout
+        self.url, self._token, self.timeout = url, token, timeout
         self._asking: HTTPConnection | None = None
 
     def about(self, timeout: float | None = None) -> dict[str, Any]:
@@ -53,11 +59,11 @@ class Server:
 
     def checksums(self) -> list[tuple[TensorSpec, str]]:
         """Return its generator's checksums. Raises `ServerLost`."""
-        told = self._message("/checksums").fields["checksums"]
-        return [
-            (TensorSpec(name, tuple(shape), getattr(torch, dtype)), checksum)
-            for name, shape, dtype, checksum in told
-        ]
+        with self.losing():
+            return [
+                (TensorSpec(name, tuple(shape), getattr(torch, dtype)), checksum)
+                for name, shape, dtype, checksum in self._message("/checksums").fields["checksums"]
+            ]
 
     def release(self) -> None:
         """Have it free device memory until the next weights. Raises `ServerLost`."""
@@ -65,14 +71,12 @@ class Server:
 
     def upload(self, version: int) -> Upload:
         """Begin to send it weights. Raises `ServerLost`."""
-        connection = self._connection()
-        try:
+        with self.losing():
+            connection = self._connection()
             connection.putrequest("PUT", f"/weights?version={version}")
             connection.putheader("Authorization", f"Bearer {self._token}")
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
-        except OSError as error:
-            raise ServerLost(f"{self.url}: {error}") from error
         return Upload(self, connection)
 
     def complete(
@@ -86,48 +90,40 @@ class Server:
     ) -> list[list[Completion]]:
         """Return the completions of requests; `told` gets how many have ended. Raises `ServerLost`."""
         asked = messages.encode_requests(requests, sampling, version, in_flight=in_flight)
-        body = b"".join(asked)
-        self._asking = connection = self._connection()
-        try:
-            connection.request("POST", "/completions", body, self._headers())
-            answer = self._answer(connection)
-            while "ended" in (message := self._next(answer)).fields:
+        with self.losing(), closing(self._connection()) as self._asking:
+            self._asking.request("POST", "/completions", b"".join(asked), self._headers())
+            answer = self.answer(self._asking)
+            while "ended" in (message := self.next(answer)).fields:
                 told.put(int(message.fields["ended"]))
             if "holds" in message.fields:
                 raise ValueError(
                     f"it holds weights of version {message.fields['holds']} instead of {version}"
                 )
-            return messages.read_completions(message, requests, version, in_flight=in_flight)
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            raise ServerLost(f"{self.url}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-            self._asking = None
+            return messages.read_completions(
+                message, requests, sampling, version, in_flight=in_flight
+            )
 
     def hang_up(self) -> None:
         """End what `complete` waits for, from another thread."""
-        asking = self._asking
-        if asking is not None and asking.sock is not None:
-            asking.sock.shutdown(2)
+        asked = None if self._asking is None else self._asking.sock
+        if asked is not None:
+            with suppress(OSError):  # it has ended
+                asked.shutdown(socket.SHUT_RDWR)
 
     def _message(
         self, path: str, timeout: float | None = None, method: str = "GET"
     ) -> messages.Message:
-        connection = self._connection(timeout)
-        try:
+        with self.losing(), closing(self._connection(timeout)) as connection:
             connection.request(method, path, headers=self._headers())
-            return self._next(self._answer(connection))
-        except (OSError, HTTPException, ValueError, LookupError) as error:
+            return self.next(self.answer(connection))
+
+    @contextmanager
+    def losing(self) -> Iterator[None]:
+        """Raise `ServerLost` for whatever a network or a server can do wrong in the block."""
+        try:
+            yield
+        except _WRONG as error:
             raise ServerLost(f"{self.url}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token}"}
@@ -135,22 +131,26 @@ class Server:
     def _connection(self, timeout: float | None = None) -> HTTPConnection:
         url = urlsplit(self.url)
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        return kind(url.hostname or "", url.port, timeout=timeout or self._timeout)
+        return kind(url.hostname or "", url.port, timeout=timeout or self.timeout)
 
-    def _answer(self, connection: HTTPConnection) -> HTTPResponse:
+    def answer(self, connection: HTTPConnection) -> HTTPResponse:
+        """Return the answer. Raises `ServerLost` if it is none."""
         answer = connection.getresponse()
         if answer.status != 200:
+            answer.close()
             raise ServerLost(f"{self.url}: answers {answer.status} {answer.reason}")
         return answer
 
-    def _next(self, answer: HTTPResponse) -> messages.Message:
-        """Read a message. Raises an error for people if it is one."""
+    def next(self, answer: HTTPResponse) -> messages.Message:
+        """Read a message. Raises an error for people if it is one, and `ServerLost` for another failure."""
         message = messages.read(cast(BinaryIO, answer))
         if message is None:
             raise ServerLost(f"{self.url}: ended without an answer")
         error = messages.error_of(message.fields)
         if error is not None:
             raise error
+        if "failed" in message.fields:
+            raise ServerLost(f"{self.url}: it failed: {message.fields['failed']}")
         return message
 
 
@@ -162,25 +162,23 @@ class Upload:
 
     def send(self, message: Sequence[bytes]) -> None:
         """Send a message of `burnish.rollout.messages`. Raises `ServerLost`."""
-        try:
+        with self._server.losing():
             for part in message:
                 if len(part):
                     self._connection.send(b"%x\r\n" % len(part))
                     self._connection.send(part)
                     self._connection.send(b"\r\n")
-        except OSError as error:
-            raise ServerLost(f"{self._server.url}: {error}") from error
 
     def finish(self) -> None:
         """Wait until the server holds the weights. Raises `ServerLost`, or the server's own error."""
         self.send(messages.LAST)
-        try:
+        with self._server.losing():
             self._connection.send(b"0\r\n\r\n")
-            self._server._next(self._server._answer(self._connection))
-        except (OSError, HTTPException, ValueError) as error:
-            raise ServerLost(f"{self._server.url}: {type(error).__name__}: {error}") from error
-        finally:
-            self._connection.close()
+            self._server.next(self._server.answer(self._connection))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
 
 
 class ServedGenerator:
@@ -195,13 +193,16 @@ class ServedGenerator:
         layout: Layout,
         *,
         in_flight: bool = False,
+        revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers` are the same on all ranks; their models have tensors of `specs`. `close` calls `end`. With `in_flight` they take
-        new weights while they generate."""
-        self._end, self._in_flight = end, in_flight
+        """`servers` are the same on all ranks; their models have tensors of `specs`.
+
+        With `in_flight` they take new weights while they generate. Before weights are loaded each rank calls `revive` if a server is
+        lost. `close` calls `end`.
+        """
+        self._revive, self._end, self._in_flight = revive, end, in_flight
         self._servers, self._specs, self._layout = tuple(servers), tuple(specs), layout
-        self._fed = self._servers[layout.rank :: layout.world]
         self._lost: dict[str, str] = {}
         self._gather: Gather | None = None
         self._version: int | None = None
@@ -211,49 +212,54 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
-        Deals requests by length among the servers. Those of a server that gets lost go to the others. Raises `BurnishError` if
-        none is left.
+        Deals requests by length, a share for each server. The whole share of a lost one goes to another, so who is lost does not
+        change what is computed together, and no bit. Raises `BurnishError` if none is left.
         """
         if self._version is None:
             raise UsageError("the servers have no weights", do="call load_weights first")
+        lengths = np.array([max(1, len(each.token_ids)) for each in requests])
+        shares = share_evenly(lengths, min(len(self._servers), len(requests))) if requests else []
         found: dict[int, list[Completion]] = {}
-        while waiting := [number for number in range(len(requests)) if number not in found]:
+        while waiting := [share for share in enumerate(shares) if share[1][0] not in found]:
             alive = [server for server in self._servers if server.url not in self._lost]
             if not alive:
-                raise self._all_lost()
-            lengths = np.array([len(requests[number].token_ids) for number in waiting])
-            dealt = share_evenly(lengths, min(len(alive), len(waiting)))
-            shares = {
-                server: [waiting[place] for place in places]
-                for server, places in zip(alive, dealt, strict=False)
-            }
-            found |= self._asked(shares, requests, sampling, watch)
+                raise self._none_left(watch)
+            dealt: dict[Server, Bins] = {}
+            for number, share in waiting:
+                own = self._servers[number]
+                server = own if own in alive else alive[number % len(alive)]
+                dealt.setdefault(server, []).append(share)
+            found |= self._asked(dealt, requests, sampling, watch)
         return [found[number] for number in range(len(requests))]
 
     def _asked(
         self,
-        shares: Mapping[Server, Sequence[int]],
+        dealt: Mapping[Server, Bins],
         requests: Sequence[Request],
         sampling: Sampling,
         watch: Watch | None,
     ) -> dict[int, list[Completion]]:
-        """Ask all servers at the same time, each for its share; return the completions by request."""
+        """Ask all servers at the same time, each for its shares; return the completions by request."""
         found: dict[int, list[Completion]] = {}
-        errors: list[BurnishError] = []
+        errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()
-        version = self._version or 0
+        left, version = threading.Event(), self._version or 0
 
-        def ask(server: Server, share: Sequence[int]) -> None:
-            mine = [requests[number] for number in share]
+        def ask(server: Server, shares: Bins) -> None:
             try:
-                groups = server.complete(mine, sampling, version, told, in_flight=self._in_flight)
-                found.update(zip(share, groups, strict=True))
+                for share in shares:
+                    mine = [requests[number] for number in share]
+                    groups = server.complete(
+                        mine, sampling, version, told, in_flight=self._in_flight
+                    )
+                    found.update(zip(share, groups, strict=True))
             except ServerLost as error:
-                self._lose(server, error)
-            except BurnishError as error:
+                if not left.is_set():
+                    self._lose(server.url, str(error))
+            except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
-        threads = [threading.Thread(target=ask, args=each, daemon=True) for each in shares.items()]
+        threads = [threading.Thread(target=ask, args=each, daemon=True) for each in dealt.items()]
         for thread in threads:
             thread.start()
         try:
@@ -262,7 +268,8 @@ class ServedGenerator:
                     thread.join(_POLL_SECONDS)
                     _tell(told, watch)
         except BaseException:
-            for server in shares:
+            left.set()
+            for server in dealt:
                 server.hang_up()
             raise
         _tell(told, watch)
@@ -270,34 +277,57 @@ class ServedGenerator:
             raise errors[0]
         return found
 
+    @property
+    def _fed(self) -> list[Server]:
+        """Return the servers that get weights from this rank, but for lost ones."""
+        mine = self._servers[self._layout.rank :: self._layout.world]
+        return [server for server in mine if server.url not in self._lost]
+
     def load_weights(self, weights: Publication, version: int) -> None:
-        """See `Generator.load_weights`. A lost server that answers again takes part again."""
-        have, before = list(weights.changing), self._lost
+        """See `Generator.load_weights`. A lost server that is revived takes part again."""
+        have = list(weights.changing)
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
-        self._lost = {}
+        self._revive_lost()
         uploads: dict[Server, Upload] = {}
-        for server in self._fed:
-            with self._losing(server):
-                if server.url in before:
-                    server.about(_PROBE_SECONDS)
-                uploads[server] = server.upload(version)
-        for piece in self._gather.run(have):
-            message = messages.encode_shard(piece) if uploads else []
-            for server in [server for server in uploads if server.url not in self._lost]:
+        with ExitStack() as stack:
+            for server in self._fed:
                 with self._losing(server):
-                    uploads[server].send(message)
-        for server in [server for server in uploads if server.url not in self._lost]:
-            with self._losing(server):
-                uploads[server].finish()
-        for theirs in gather_objects(self._lost, self._layout):
-            self._lost = theirs | self._lost
+                    uploads[server] = stack.enter_context(closing(server.upload(version)))
+            for piece in self._gather.run(have):
+                message = messages.encode_shard(piece) if uploads else []
+                for server in uploads.keys() & self._fed:
+                    with self._losing(server):
+                        uploads[server].send(message)
+            for server in uploads.keys() & self._fed:
+                with self._losing(server):
+                    uploads[server].finish()
+        self._tell_of_lost()
         self._version = version
-        if self._layout.is_main:
-            for url in self._lost.keys() - before:
-                log.warning("a generator is lost, and others take over: %s", self._lost[url])
-            for url in before.keys() - self._lost:
-                log.warning("the generator at %s is back", url)
+
+    def _tell_of_lost(self) -> None:
+        """Have all ranks know which servers are lost. Collective."""
+        for theirs in gather_objects(dict(self._lost), self._layout):
+            for url, why in theirs.items():
+                self._lose(url, why)
+
+    def _revive_lost(self) -> None:
+        """Put others in the place of lost servers, as far as there are some. Collective."""
+        self._tell_of_lost()
+        if not self._lost:
+            return
+        lost, revived = list(self._lost), dict[str, tuple[str, str]]()
+        others = [server.url for server in self._servers if server.url not in lost]
+        for theirs in gather_objects(self._revive(lost, others), self._layout):
+            revived |= theirs
+        self._servers = tuple(
+            Server(*revived[each.url], each.timeout) if each.url in revived else each
+            for each in self._servers
+        )
+        for url in revived:
+            del self._lost[url]
+            if self._layout.is_main:
+                log.warning("the generator at %s takes part again", revived[url][0])
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: those of the servers that this rank sends weights to."""
@@ -309,8 +339,7 @@ class ServedGenerator:
         """See `Generator.release`."""
         for server in self._fed:
             with self._losing(server):
-                if server.url not in self._lost:
-                    server.release()
+                server.release()
 
     def close(self) -> None:
         """End the generator's use, and what a thread still waits for."""
@@ -323,15 +352,19 @@ class ServedGenerator:
     def _losing(self, server: Server) -> Iterator[None]:
         try:
             yield
-        except ServerLost as error:
-            self._lost[server.url] = str(error)
+        except (ServerLost, BurnishError) as error:
+            self._lose(server.url, str(error))
 
-    def _lose(self, server: Server, error: ServerLost) -> None:
-        if server.url not in self._lost:
-            self._lost[server.url] = str(error)
-            log.warning("a generator is lost, and others take over: %s", error)
+    def _lose(self, url: str, why: str) -> None:
+        if url not in self._lost:
+            self._lost[url] = why
+            if self._layout.is_main:
+                log.warning("a generator is lost, and others take over: %s", why)
 
-    def _all_lost(self) -> BurnishError:
+    def _none_left(self, watch: Watch | None) -> BurnishError:
+        for _ in range(round(_GRACE_SECONDS / _POLL_SECONDS) if watch is not None else 0):
+            _tell(queue.SimpleQueue(), watch)  # which raises if a signal ended all of them
+            time.sleep(_POLL_SECONDS)
         return BurnishError(
             "no generator is left",
             have="; ".join(self._lost.values()),

@@ -21,9 +21,11 @@ from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling
 
 Array = np.ndarray[Any, Any]
-_MOST_BYTES_OF_A_LINE = 64 << 20
+_MOST_BYTES_OF_A_LINE, _BYTES_AT_ONCE = 64 << 20, 8 << 20
 _DTYPES = {np.dtype(name): name for name in ("int64", "int16", "uint8", "float32")}
 _ERRORS = {kind.__name__: kind for kind in (UsageError, IncompatibleError, MissingError)}
+NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What the functions that read raise for anything else than what those that encode make."""
 
 
 class Message(NamedTuple):
@@ -42,7 +44,7 @@ def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None)
 
 
 def read(stream: BinaryIO) -> Message | None:
-    """Read the next message, or return None at the end. Raises `ValueError` for anything else."""
+    """Read the next message, or return None at the end. Raises `NONSENSE`. Takes only the memory of what comes."""
     line = stream.readline(_MOST_BYTES_OF_A_LINE)
     if not line:
         return None
@@ -52,10 +54,12 @@ def read(stream: BinaryIO) -> Message | None:
         if kind not in _DTYPES.values() or any(size < 0 for size in shape):
             raise ValueError(f"no array is of {kind} {shape}")
         size = math.prod(shape) * np.dtype(kind).itemsize
-        data = stream.read(size)
+        data = bytearray()
+        while part := stream.read(min(size - len(data), _BYTES_AT_ONCE)):
+            data += part
         if len(data) != size:
             raise ValueError(f"{len(data)} of {size} bytes came")
-        arrays[name] = np.frombuffer(bytearray(data), kind).reshape(shape)
+        arrays[name] = np.frombuffer(data, kind).reshape(shape)
     return Message(fields, arrays)
 
 
@@ -74,7 +78,7 @@ def encode_shard(shard: Shard) -> list[bytes]:
 
 
 def read_shards(stream: BinaryIO) -> Iterator[Shard]:
-    """Yield the pieces of weights in a body. Raises `ValueError` unless the last message says that it is the last."""
+    """Yield the pieces of weights in a body. Raises `NONSENSE` unless the last message says that it is the last."""
     while (message := read(stream)) is not None:
         fields = message.fields
         if fields.get("last"):
@@ -105,7 +109,7 @@ def encode_requests(
 
 
 def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
-    """Return the requests, how they are sampled, and the version of the weights. Raises `ValueError`."""
+    """Return the requests, how they are sampled, and the version of the weights. Raises `NONSENSE`."""
     fields = message.fields
     given: dict[str, Any] = {
         name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
@@ -144,24 +148,33 @@ def encode_completions(groups: Sequence[Sequence[Completion]]) -> list[bytes]:
 
 
 def read_completions(
-    message: Message, requests: Sequence[Request], version: int, *, in_flight: bool
+    message: Message,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    version: int,
+    *,
+    in_flight: bool,
 ) -> list[list[Completion]]:
     """Return the completions of each request.
 
-    Raises `ValueError` unless the message has those that were asked for, by weights of `version`, or `in_flight` also by later ones.
+    Raises `NONSENSE` unless the message has those that were asked for, by weights of `version`, or `in_flight` also by later ones.
     """
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:
         raise ValueError("these are not the completions that were asked for")
     tokens = [each["tokens"] for each in told]
-    rows = dict.fromkeys(("token_ids", "sampled_logprobs", "logprobs"), tokens)
-    rows["experts"] = [each["experts"] or 0 for each in told]
+    if any(not 0 < count <= sampling.max_tokens for count in tokens):
+        raise ValueError(f"a completion has not 1 to {sampling.max_tokens} tokens")
+    experts = [each["experts"] or 0 for each in told]
     parts = {}
-    for name, counts in rows.items():
-        array = message.arrays.get(name, np.zeros((0, 0, 0), np.uint8))
+    for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
+        counts = experts if name == "experts" else tokens
+        array = message.arrays.get(name, np.zeros(0, np.float32))
         if len(array) != sum(counts):
             raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
-        parts[name] = iter(np.split(array, np.cumsum(counts)[:-1]))
+        parts[name] = iter(np.split(array, np.cumsum(counts, dtype=int)[:-1]))
+        if "logprobs" in name and not np.isfinite(array).all():
+            raise ValueError("a completion has log-probs that are not finite")
     made: list[Completion] = []
     for each in told:
         part = {name: next(arrays) for name, arrays in parts.items()}
@@ -169,8 +182,8 @@ def read_completions(
         mine = int(each["weights_version"])
         if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
             raise ValueError(f"weights of version {mine} made a completion")
-        if not np.isfinite(part["logprobs"]).all() or each["stop_reason"] not in ("stop", "length"):
-            raise ValueError("a completion has log-probs that are not finite, or no reason to end")
+        if each["stop_reason"] not in ("stop", "length") or (part["token_ids"] < 0).any():
+            raise ValueError("a completion has tokens that are none, or no reason to end")
         if each["experts"] is None:
             part["experts"] = None  # type: ignore[assignment]
         times = tuple(each["times"]) if each["times"] else None

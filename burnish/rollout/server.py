@@ -15,10 +15,12 @@ import hmac
 import io
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +32,7 @@ from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
 
-_BEAT_SECONDS = 1.0
+_POLL_SECONDS, _BEAT_SECONDS = 0.2, 1.0
 # A client hears of a call under way at least so often, unless the generator hangs.
 
 log = logging.getLogger("burnish")
@@ -47,24 +49,36 @@ class GeneratorServer:
         about: Mapping[str, Any],
         host: str = "127.0.0.1",
         port: int = 0,
+        timeout: float = 600.0,
     ) -> None:
-        """Listen at once. `about` is told to whoever knows the token. Raises `OSError` if the address is not free."""
+        """Listen at once. `about` is told to whoever knows the token.
+
+        A client that is silent for `timeout` seconds in the middle of something counts as gone. Raises `OSError` if the address is
+        not free.
+        """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._version: int | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._http = _Http((host, port), partial(_Handler, self))
+        self._http = _Http((host, port), partial(_Handler, self, timeout))
         self.port = self._http.server_port
         """Where it listens."""
 
-    def run(self) -> None:
-        """Answer until `stop`."""
-        thread = threading.Thread(target=self._http.serve_forever, daemon=True)
-        thread.start()
-        while (call := self._calls.get()) is not None:
-            call()
-        self._http.shutdown()
-        self._http.server_close()
+    def run(self, check: Callable[[], None] = lambda: None) -> None:
+        """Answer until `stop`, or until `check` raises an exception between two calls."""
+        serve = partial(self._http.serve_forever, _POLL_SECONDS)
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            while True:
+                check()
+                with suppress(queue.Empty):
+                    call = self._calls.get(timeout=_POLL_SECONDS)
+                    if call is None:
+                        return
+                    call()
+        finally:
+            self._http.shutdown()
+            self._http.server_close()
 
     def stop(self) -> None:
         """End `run` after the call under way."""
@@ -83,7 +97,8 @@ class GeneratorServer:
         future: Future[Any] = Future()
 
         def call() -> None:
-            future.set_running_or_notify_cancel()
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(made())
             except Exception as error:  # noqa: BLE001 - whoever asked is told
@@ -118,6 +133,8 @@ class GeneratorServer:
             ended += count
             if in_flight:
                 self._load()
+            if self._version is None:
+                raise ValueError("the new weights have not come as a whole")
             if ended or time.monotonic() - told >= _BEAT_SECONDS:
                 say(messages.encode({"ended": ended}))
                 told, ended = time.monotonic(), 0
@@ -141,17 +158,28 @@ class GeneratorServer:
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1
+    disable_nagle_algorithm = True
 
-    def __init__(self, server: GeneratorServer, *args: Any) -> None:
-        self._server = server
+    def __init__(self, server: GeneratorServer, timeout: float, *args: Any) -> None:
+        self._server, self._timeout, self._saying = server, timeout, threading.Lock()
         super().__init__(*args)
+
+    def setup(self) -> None:
+        self.request.settimeout(self._timeout)
+        super().setup()
+
+    def handle(self) -> None:
+        self.handle_one_request()  # a connection has one: perhaps nobody has read all of its body
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
@@ -162,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             self._answer(messages.encode(self._server.about()))
         elif self.path == "/checksums":
-            self._result(self._server.call(self._server.checksums))
+            self._answer(_told(self._server.call(self._server.checksums)))
         else:
             self._error(HTTPStatus.NOT_FOUND)
 
@@ -174,22 +202,22 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path != "/weights" or not version.isdecimal():
             self._error(HTTPStatus.NOT_FOUND)
             return
-        body = self._body()
+        body = io.BufferedReader(_Body(self))
         load = partial(self._server.load_weights, body, int(version))
-        self._result(self._server.call(load, between_steps=True))
+        self._answer(_told(self._server.call(load, between_steps=True)))
 
     def do_POST(self) -> None:
         if self._refused():
             return
         if self.path == "/release":
-            self._result(self._server.call(self._server.release))
+            self._answer(_told(self._server.call(self._server.release)))
             return
         if self.path != "/completions":
             self._error(HTTPStatus.NOT_FOUND)
             return
         try:
-            asked = messages.read(self._body())
-        except ValueError:
+            asked = messages.read(io.BufferedReader(_Body(self)))
+        except messages.NONSENSE:
             asked = None
         if asked is None:
             self._error(HTTPStatus.BAD_REQUEST)
@@ -199,44 +227,29 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         call = self._server.call(partial(self._server.complete, asked, self._say))
         told = time.monotonic()
-        while not call.running() and not call.done():  # another call is under way
-            time.sleep(0.001)
-            if time.monotonic() - told >= _BEAT_SECONDS:
-                self._say(messages.encode({"ended": 0}))
-                told = time.monotonic()
         try:
-            self._say(call.result())
-        except BurnishError as error:
-            self._say(messages.encode_error(error))
+            while not call.running() and not call.done():  # another call is under way
+                time.sleep(0.001)
+                if time.monotonic() - told >= _BEAT_SECONDS:
+                    self._say(messages.encode({"ended": 0}))
+                    told = time.monotonic()
+            self._say(_told(call))
+        finally:
+            call.cancel()
         self.wfile.write(b"0\r\n\r\n")
 
     def _say(self, message: list[bytes]) -> None:
         """Send a message as a chunk. Raises `OSError` when nobody listens any more, which ends the call."""
-        self.wfile.write(b"%x\r\n" % sum(map(len, message)))
-        for part in message:
-            self.wfile.write(part)
-        self.wfile.write(b"\r\n")
-        self.wfile.flush()
-
-    def _result(self, call: Future[Any]) -> None:
-        try:
-            found = call.result()
-        except (BurnishError, ValueError, OSError) as error:
-            if not isinstance(error, BurnishError):
-                error = BurnishError(f"the request cannot be read: {error}")
-            found = messages.encode_error(error)
-            self.close_connection = True  # perhaps with a part of the body that nobody reads
-        self._answer(found or messages.encode({}))
+        with self._saying:
+            self.wfile.write(b"".join([b"%x\r\n" % sum(map(len, message)), *message, b"\r\n"]))
 
     def _answer(self, message: list[bytes]) -> None:
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Length", str(sum(map(len, message))))
         self.end_headers()
-        for part in message:
-            self.wfile.write(part)
+        self.wfile.write(b"".join(message))
 
     def _error(self, status: HTTPStatus) -> None:
-        self.close_connection = True
         self.send_error(status)
 
     def _refused(self) -> bool:
@@ -245,33 +258,43 @@ class _Handler(BaseHTTPRequestHandler):
         self._error(HTTPStatus.UNAUTHORIZED)
         return True
 
-    def _body(self) -> BinaryIO:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            return io.BufferedReader(_Chunks(cast(BinaryIO, self.rfile)), 1 << 20)
-        return io.BytesIO(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+def _told(call: Future[Any]) -> list[bytes]:
+    """Return the answer to a call, or what it failed at."""
+    try:
+        return call.result() or messages.encode({})
+    except BurnishError as error:
+        return messages.encode_error(error)
+    except Exception as error:
+        level = logging.DEBUG if isinstance(error, OSError | ValueError) else logging.ERROR
+        log.log(level, "a call failed", exc_info=error)
+        return messages.encode({"failed": f"{type(error).__name__}: {error}"})
 
 
-class _Chunks(io.RawIOBase):
-    """The body of a chunked request as a stream."""
+class _Body(io.RawIOBase):
+    """The body of a request as a stream: so many bytes, or chunks. Raises `ValueError` for anything else."""
 
-    def __init__(self, source: BinaryIO) -> None:
-        self._source, self._left, self._ended = source, 0, False
+    def __init__(self, request: _Handler) -> None:
+        self._source = cast(Any, request.rfile)
+        self._in_chunks = request.headers.get("Transfer-Encoding") == "chunked"
+        length = "0" if self._in_chunks else request.headers.get("Content-Length", "0")
+        self._left = int(length) if length.isdecimal() else -1
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._left == 0 and not self._ended:
+        if self._left == 0 and self._in_chunks:
             self._left = int(self._source.readline(20), 16)
             if self._left == 0:
+                self._in_chunks = False
                 self._source.readline(2)
-                self._ended = True
-        if self._ended:
-            return 0
-        size = cast(Any, self._source).readinto(memoryview(buffer)[: self._left])
-        if not size:
-            raise EOFError("the sender is gone")
+        if self._left < 0:
+            raise ValueError("a body has no such length")
+        size = self._source.readinto(memoryview(buffer)[: self._left]) if self._left else 0
+        if self._left and not size:
+            raise ValueError("the sender is gone")
         self._left -= size
-        if self._left == 0:
+        if self._left == 0 and self._in_chunks:
             self._source.readline(2)
         return int(size)

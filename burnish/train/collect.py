@@ -9,7 +9,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +42,7 @@ Judge = Callable[[Sequence[Rollout]], list[Rollout]]
 """Adds to the rewards of rollouts, which all ranks have alike. Collective."""
 Groups = list[list[Rollout]]
 """Rollouts by prompt."""
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ class RolloutQueue:
             self._drawing.go_on(last)
             if not self._pending:
                 with collector.parked():
-                    self._take_over(1)
+                    self._take_over(1, collector.stopper.check)
         if self._left == 0 and step >= self._waiting:  # new weights come with this step
             collector.generator.release()
         return self._pending.popleft()
@@ -261,12 +262,16 @@ class RolloutQueue:
         """Batches that may be drawn and are not taken over."""
         return 0 if self._drawing is None else self._drawing.left
 
-    def _take_over(self, count: int) -> None:
-        """Wait for batches that rank 0 draws, and have them on all ranks. Collective."""
+    def _take_over(self, count: int, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for batches that rank 0 draws, and have them on all ranks. Collective.
+
+        `check` is called meanwhile. An exception that it raises gives up what is drawn: only before an update, because after it a
+        save needs these batches.
+        """
         drawing, collector, began = self._drawing, self._sampler.collector, time.monotonic()
         if drawing is None or count == 0:
             return
-        drawn = _from_main(lambda: [drawing.next() for _ in range(count)], collector.layout)
+        drawn = _from_main(lambda: [drawing.next(check) for _ in range(count)], collector.layout)
         drawing.left -= count
         self._waited += time.monotonic() - began
         for batch, self._sampler.loader.cursor in drawn:
@@ -275,7 +280,7 @@ class RolloutQueue:
 
     def idle(self) -> None:
         """Wait until nothing is drawn."""
-        self._take_over(self._left)
+        self._take_over(self._left, self._sampler.collector.stopper.check)
 
     def pending(self) -> tuple[DrawnBatch, ...]:
         """Return the batches drawn and not taken, up to the place in the data that the loader has."""
@@ -322,8 +327,8 @@ class Drawing:
         self._drawn: queue.SimpleQueue[tuple[DrawnBatch, int] | BaseException] = queue.SimpleQueue()
         collector = sampler.collector
         if collector.layout.is_main:
-            # Nobody waits for most of it, and training has the terminal.
-            alone = replace(collector.on_main, progress=Progress(False))
+            # Nobody waits for most of it, and training has the terminal, and the signals.
+            alone = replace(collector.on_main, progress=Progress(False), stopper=Stopper())
             sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
             Thread(target=self._draw, args=(sampler,), daemon=True).start()
 
@@ -338,9 +343,13 @@ class Drawing:
         """Return how many batches rank 0 has drawn that are not taken over."""
         return self._drawn.qsize()
 
-    def next(self) -> tuple[DrawnBatch, int]:
-        """Wait for the next batch, and the place in the data after it. Raises what its drawing raised. For rank 0."""
-        drawn = self._drawn.get()
+    def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, int]:
+        """Wait for the next batch, and the place in the data after it. Raises what its drawing or `check` raises. For rank 0."""
+        drawn: tuple[DrawnBatch, int] | BaseException | None = None
+        while drawn is None:
+            check()
+            with suppress(queue.Empty):
+                drawn = self._drawn.get(timeout=_POLL_SECONDS)
         if isinstance(drawn, BaseException):
             raise drawn
         return drawn

@@ -17,18 +17,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import xxhash
 
 from burnish.boxes.shards import TensorSpec
+from burnish.checkpoint.subprocess import accompany
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
-from burnish.distributed.environment import die_with
+from burnish.distributed.environment import STOPPING
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
@@ -39,9 +42,10 @@ from burnish.rollout.messages import encode_error, error_of
 from burnish.rollout.server import GeneratorServer
 from burnish.tracking.rundir import RunDirectory, write_atomically
 from burnish.train.setup import Foundation, lay_foundation, local_generator
+from burnish.train.signals import StopRequested, catch_signals
 
-_START_SECONDS = 600.0
-# How long a generator may take to start.
+_START_SECONDS, _PROBE_SECONDS = 500.0, 5.0
+# How long generators may take to start, less than other ranks wait by default; and to answer what they are.
 _LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -64,22 +68,22 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     """
     config, layout = foundation.config, foundation.layout
     specs, timeout = _specs(foundation), config.rollout.timeout_seconds
-    child: Child | None = None
+    in_flight = config.rollout.in_flight
     if config.rollout.place == "servers":
         found: list[tuple[str, str]] = []
+        look = partial(_answering, RunDirectory(config.directory).servers, _fitting(specs))
         with agree(layout):
             if layout.is_main:
-                directory = RunDirectory(config.directory).servers
-                found = _servers(directory, config.rollout.servers, _fitting(specs))
-        found = from_main(found, layout)
-    else:
-        child = Child(config.model_dump(mode="json"), layout)
-        with agree(layout):
-            child.wait()
-        found = gather_objects((child.url, child.token), layout)
-    servers = [Server(url, token, timeout) for url, token in found]
-    end = (lambda: None) if child is None else child.close
-    return ServedGenerator(servers, specs, layout, in_flight=config.rollout.in_flight, end=end)
+                found = _servers(look, config.rollout.servers)
+        servers = [Server(*each, timeout) for each in from_main(found, layout)]
+        others = partial(_others, look, layout)
+        return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=others)
+    child = Child(config.model_dump(mode="json"), layout)
+    with agree(layout):
+        child.wait()
+    servers = [Server(*each, timeout) for each in gather_objects((child.url, child.token), layout)]
+    revive, end = child.revive, child.close
+    return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=revive, end=end)
 
 
 class Child:
@@ -88,18 +92,7 @@ class Child:
     def __init__(self, settings: Mapping[str, Any], layout: Layout) -> None:
         """Start it with the `settings` of the run."""
         self.token, self.url = secrets.token_urlsafe(24), ""
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "burnish.train.serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # the terminal's ctrl-C is for this process
-        )
-        given = {
+        self._given = {
             "settings": settings,
             "token": self.token,
             "parent": os.getpid(),
@@ -107,7 +100,42 @@ class Child:
             "local_world": layout.local_world,
             "world": layout.world,
         }
-        self._say(json.dumps(given))
+        self._start()
+
+    def _start(self) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until `accompany`
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "burnish.train.serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # the terminal's ctrl-C is for this process
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._say(json.dumps(self._given))
+
+    def revive(self, lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Start it again if it is lost."""
+        before = self.url
+        if before not in lost:
+            return {}
+        self._process.kill()
+        status, lines = self._process.wait(), self._last_lines()
+        log.warning("starting a generator again, after exit status %d\n%s", status, lines)
+        self.close()
+        self._start()
+        try:
+            self.wait()
+        except BurnishError as error:
+            log.error("%s", error)
+            return {}
+        return {before: (self.url, self.token)}
 
     def wait(self) -> None:
         """Wait until it listens. Raises `UsageError` if it does not."""
@@ -155,19 +183,17 @@ def serve(foundation: Foundation, host: str, port: int) -> None:
     config, token = foundation.config, secrets.token_urlsafe(24)
     server = _made(foundation, token, host, port)
     where = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    url = f"http://{where}:{server.port}"
+    url = f"http://{f'[{where}]' if ':' in where else where}:{server.port}"
     directory = RunDirectory(config.directory).servers
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(0o700, parents=True, exist_ok=True)  # the notes hold tokens
     note = directory / f"{where}-{server.port}.json"
-    note.touch(0o600)
-    write_atomically(note, json.dumps({"url": url, "token": token}) + "\n")
-    log.info("serving run %s at %s", config.name, url)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        with suppress(KeyboardInterrupt):
-            server.run()
-    finally:
-        note.unlink(missing_ok=True)
+    with catch_signals() as stopper, suppress(StopRequested):
+        try:
+            write_atomically(note, json.dumps({"url": url, "token": token}) + "\n")
+            log.info("serving run %s at %s", config.run_name, url)
+            server.run(stopper.check)
+        finally:
+            note.unlink(missing_ok=True)
 
 
 def _made(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
@@ -178,9 +204,14 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
     about = {"model": _fitting(_specs(foundation)), "engine": engine}
     try:
         return GeneratorServer(
-            local_generator(foundation), token=token, about=about, host=host, port=port
+            local_generator(foundation),
+            token=token,
+            about=about,
+            host=host,
+            port=port,
+            timeout=foundation.config.rollout.timeout_seconds,
         )
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise UsageError(
             f"{host}:{port} cannot be listened at",
             have=error,
@@ -200,18 +231,17 @@ def _fitting(specs: Sequence[TensorSpec]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(sorted(map(str, specs))).encode())
 
 
-def _servers(directory: Path, wanted: int, model: str) -> list[tuple[str, str]]:
+def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str, str]]:
     """Return addresses and tokens of so many servers, by address; wait for them."""
     began, told = time.monotonic(), False
     while True:
-        notes = [_note(path) for path in sorted(directory.glob("*.json"))]
-        found = {url: token for url, token in notes if _answers(url, token, model)}
+        found = look()
         if len(found) >= wanted:
             return sorted(found.items())[:wanted]
         if time.monotonic() - began > _START_SECONDS:
             raise UsageError(
                 "too few generators serve this run",
-                have=f"{len(found)} in {directory}",
+                have=f"{len(found)} that answer",
                 want=f"rollout.servers: {wanted}",
                 do="start burnish serve with this run's configuration, once for each",
             )
@@ -221,33 +251,53 @@ def _servers(directory: Path, wanted: int, model: str) -> list[tuple[str, str]]:
         time.sleep(0.2)
 
 
-def _note(path: Path) -> tuple[str, str]:
+def _others(
+    look: Callable[[], dict[str, str]], layout: Layout, lost: Sequence[str], others: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Return servers that rank 0 finds for lost ones, perhaps the same."""
+    if not layout.is_main:
+        return {}
+    try:
+        free = sorted(each for each in look().items() if each[0] not in others)
+    except UsageError as error:
+        log.error("%s", error)
+        return {}
+    return dict(zip(lost, free, strict=False))
+
+
+def _answering(directory: Path, model: str) -> dict[str, str]:
+    """Return addresses and tokens of the servers noted that answer. Raises `UsageError` for one of another model."""
+    notes = dict(filter(None, map(_note, directory.glob("*.json"))))
+    with ThreadPoolExecutor(max(1, len(notes))) as pool:
+        told = dict(zip(notes, pool.map(_about, notes, notes.values()), strict=True))
+    for url, about in told.items():
+        if about is not None and about.get("model") != model:
+            raise UsageError(
+                f"the server at {url} has another model or precision than this run",
+                do="start burnish serve with this run's configuration",
+            )
+    return {url: token for url, token in notes.items() if told[url] is not None}
+
+
+def _note(path: Path) -> tuple[str, str] | None:
     try:
         note = json.loads(path.read_bytes())
         return str(note["url"]), str(note["token"])
     except (OSError, ValueError, LookupError, TypeError):
-        return "", ""
+        return None
 
 
-def _answers(url: str, token: str, model: str) -> bool:
-    """Return whether a server is there. Raises `UsageError` for one of another model."""
-    if not url:
-        return False
+def _about(url: str, token: str) -> dict[str, Any] | None:
+    """Return what a server is, or None if there is none."""
     try:
-        about = Server(url, token, 5.0).about()
-    except ServerLost:
-        return False
-    if about.get("model") != model:
-        raise UsageError(
-            f"the server at {url} has another model or precision than this run",
-            do="start burnish serve with this run's configuration",
-        )
-    return True
+        return Server(url, token, _PROBE_SECONDS).about()
+    except (ServerLost, BurnishError):
+        return None
 
 
 def main(given: Mapping[str, Any], answers: TextIO) -> None:
     """Be the generator beside a rank, as the rank's `Child` says."""
-    die_with(given["parent"])
+    accompany(given["parent"])
     local = RunConfig.model_validate(given["settings"])
     share_cores(given["local_world"])
     device = pick_device(given["local_rank"])

@@ -35,6 +35,7 @@ from burnish.records import Completion, Prompt, Rollout
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
+from burnish.train.signals import Stopper
 
 NOTHING = Publication([])
 MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -134,6 +135,7 @@ class Collected:
     generator: Weights
     layout: Layout = field(default_factory=Layout)
     progress: Any = None
+    stopper: Stopper = field(default_factory=Stopper)
     parked = nullcontext
 
     @property

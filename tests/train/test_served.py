@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from same_runs import assert_same
+from served_runs import written
 from servers_for_tests import Servers
 from tiny import save_classifier
 from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, RL, Command, done, metrics, outcome, ranks, rollouts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "plain": (1, 0, {}),
     "ahead": (1, 1, {"algorithm": {"mismatch_cap": 2.0}}),
@@ -47,13 +46,6 @@ def save_base(directory: Path) -> None:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     save_char_tokenizer(directory)
-
-
-def written(work: Path, name: str, settings: dict[str, Any], **rollout: Any) -> str:
-    file = work / f"{name}.yaml"
-    given = {**QUICK, **settings, "name": name}
-    file.write_text(json.dumps({**given, "rollout": {**given["rollout"], **rollout}}))
-    return str(file)
 
 
 QUICKLY = ("ahead", "ranks")

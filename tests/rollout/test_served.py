@@ -1,0 +1,600 @@
+"""Generators behind sockets: what every generator owes, and what those do that die, hang and lie."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from io import BytesIO
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.generator import GeneratorContract, assert_same, make_requests
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_model
+from transformers import PreTrainedModel
+
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.models.names import model_shards
+from burnish.records import Completion, Request
+from burnish.rollout import messages
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.client import ServedGenerator, Server, ServerLost, Upload
+from burnish.rollout.server import GeneratorServer
+
+TOKEN, CPU = "secret", torch.device("cpu")
+SAMPLING = Sampling(6, seed=3)
+
+
+def own(model: PreTrainedModel, slots: int = 4, eos: Sequence[int] = ()) -> BuiltinGenerator:
+    held = InferenceModel(model.config, device=CPU, dtype=torch.float32)
+    return BuiltinGenerator(held, layout=Layout(), slots=slots, eos_token_ids=eos)
+
+
+@contextmanager
+def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> Iterator[Server]:
+    """A server in a thread."""
+    server = GeneratorServer(generator, token=TOKEN, about={}, timeout=timeout, host=host)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield Server(f"http://{name}:{server.port}", TOKEN, timeout)
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def served(servers: Sequence[Server], model: PreTrainedModel, **more: Any) -> ServedGenerator:
+    specs = list(dict.fromkeys(shard.spec for shard in model_shards(model)))
+    return ServedGenerator(servers, specs, Layout(), **more)
+
+
+def loaded(servers: Sequence[Server], version: int = 1, **more: Any) -> ServedGenerator:
+    """One with weights."""
+    model = tiny_model()
+    generator = served(servers, model, **more)
+    generator.load_weights(Publication(model_shards(model)), version)
+    return generator
+
+
+def alone(requests: Sequence[Request], sampling: Sampling = SAMPLING) -> list[list[Completion]]:
+    """What a generator inside draws."""
+    generator = own(tiny_model())
+    generator.load_weights(Publication(model_shards(tiny_model())), 1)
+    return generator.generate(requests, sampling)
+
+
+class TestServedGenerator(GeneratorContract):
+    @pytest.fixture(autouse=True)
+    def _stack(self) -> Iterator[None]:
+        with ExitStack() as self.stack:
+            yield
+
+    def make(
+        self, model: PreTrainedModel, *, slots: int = 4, eos: Sequence[int] = (), version: int = 1
+    ) -> ServedGenerator:
+        servers = [self.stack.enter_context(serving(own(model, slots, eos))) for _ in range(2)]
+        generator = served(servers, model)
+        generator.load_weights(Publication(model_shards(model)), version)
+        return generator
+
+    @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+    def test_checksums_are_those_of_the_weights_and_a_tied_head_counts(self, family: str) -> None:
+        """Each server tells its own."""
+        model = tiny_model(family)
+        found = [(spec.name, digest) for spec, digest in self.make(model).checksums()]
+        wanted = {shard.spec.name: shard.checksum() for shard in model_shards(model)}
+        assert dict(found) == wanted
+        assert len(found) == 2 * (len(wanted) + model.config.tie_word_embeddings)
+
+
+@contextmanager
+def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[Server]:
+    """What takes weights, and then does to each request for completions what a script does; the last one again and again."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        left = list(scripts)
+
+        def answer(connection: socket.socket) -> None:
+            with connection:
+                stream = connection.makefile("rb")
+                line = stream.readline()
+                if line.startswith(b"PUT"):
+                    while stream.readline() != b"0\r\n":
+                        pass
+                    connection.sendall(response(messages.encode({})))
+                elif line:
+                    while stream.readline() != b"\r\n":
+                        pass
+                    (left.pop(0) if len(left) > 1 else left[0])(connection)
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield Server(f"http://127.0.0.1:{listening.getsockname()[1]}", TOKEN, 1.0)
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def response(message: Sequence[bytes], head: bytes = b"", cut: int = 0) -> bytes:
+    body = b"".join(message)
+    size = b"Content-Length: %d\r\n" % len(body)
+    return (b"HTTP/1.1 200 OK\r\n" + (head or size) + b"\r\n" + body)[: -cut or None]
+
+
+def answers(change: Callable[[list[list[Completion]]], list[list[Completion]]], **how: Any) -> Any:
+    """A script that answers with what it makes of the right completions of any request."""
+
+    def script(connection: socket.socket) -> None:
+        groups = change(alone(make_requests((1, 5), samples=2)))
+        connection.sendall(response(messages.encode_completions(groups), **how))
+
+    return script
+
+
+def says(data: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(data)
+
+
+def each(**change: Callable[[Completion], Any]) -> Any:
+    """Change fields of every completion."""
+
+    def changed(groups: list[list[Completion]]) -> list[list[Completion]]:
+        return [
+            [replace(one, **{name: make(one) for name, make in change.items()}) for one in group]
+            for group in groups
+        ]
+
+    return answers(changed)
+
+
+def hangs(connection: socket.socket) -> None:
+    connection.recv(1 << 20)
+    connection.recv(1)
+    time.sleep(30)
+
+
+def line(text: bytes) -> Callable[[socket.socket], None]:
+    return says(response([text + b"\n"]))
+
+
+LIES: dict[str, Callable[[socket.socket], None]] = {
+    "dies": lambda connection: None,
+    "dies in its answer": answers(list, cut=40),
+    "dies between chunks": says(
+        response([b"1e\r\n" + messages.encode({"ended": 1})[0]], b"Transfer-Encoding: chunked\r\n")
+    ),
+    "hangs": hangs,
+    "is no server": says(b"SSH-2.0-OpenSSH\r\n"),
+    "refuses": says(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"),
+    "says nothing": says(response([])),
+    "says no JSON": line(b"hello"),
+    "says a list": line(b"[1]"),
+    "says a deep list": line(b"[" * 100_000),
+    "says no arrays": line(b'{"completions": []}'),
+    "says odd arrays": line(b'{"arrays": {"a": 3}}'),
+    "says an odd size": line(b'{"arrays": {"a": ["int64", [2.5]]}}'),
+    "says a huge size": line(b'{"arrays": {"a": ["int64", [1000000000000000]]}}'),
+    "says a size without end": line(
+        b'{"arrays": {"a": ["int64", [1' + b"0" * 40 + b"]]}}" + bytes(64)
+    ),
+    "says a huge chunk": says(response([b"ffffffffffff\r\n{"], b"Transfer-Encoding: chunked\r\n")),
+    "says an odd error": line(b'{"arrays": {}, "error": {"sorry": 1}}'),
+    "says that it failed": line(b'{"arrays": {}, "failed": "out of memory"}'),
+    "says an odd count": line(b'{"arrays": {}, "ended": null}'),
+    "holds another version": says(response(messages.encode({"holds": 7}))),
+    "answers with another version": each(weights_version=lambda one: 2),
+    "too few": answers(lambda groups: groups[1:]),
+    "too few of a prompt": answers(lambda groups: [group[1:] for group in groups]),
+    "too long": each(
+        token_ids=lambda one: np.repeat(one.token_ids, 2),
+        logprobs=lambda one: np.repeat(one.logprobs, 2),
+        sampled_logprobs=lambda one: np.repeat(one.sampled_logprobs, 2),
+    ),
+    "short arrays": each(logprobs=lambda one: one.logprobs[1:]),
+    "NaN": each(logprobs=lambda one: one.logprobs * np.float32("nan")),
+    "NaN as drawn": each(sampled_logprobs=lambda one: one.sampled_logprobs * np.float32("nan")),
+    "no tokens": each(token_ids=lambda one: one.token_ids - 1000),
+    "no reason": each(stop_reason=lambda one: "tired"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_another_takes_over_from_one_that(lie: str, caplog: pytest.LogCaptureFixture) -> None:
+    requests = make_requests((1, 5, 5, 1), samples=2)
+    with scripted(LIES[lie]) as liar, serving(own(tiny_model())) as honest:
+        found = loaded([liar, honest]).generate(requests, SAMPLING)
+        assert liar.url in caplog.text
+        with pytest.raises(BurnishError, match=liar.url):
+            loaded([liar]).generate(requests, SAMPLING)
+    assert_same(found, alone(requests))
+    assert {each.weights_version for group in found for each in group} == {1}
+
+
+def test_who_is_lost_changes_no_bit() -> None:
+    requests = make_requests((1, 5, 23, 2, 40, 7, 3), samples=3)
+    drawn = []
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(own(tiny_model()))) for _ in range(2)]
+        liar = stack.enter_context(scripted(LIES["dies"]))
+        for each_of in (servers, [liar, servers[1]], [servers[0], liar]):
+            groups = loaded(each_of).generate(requests, SAMPLING)
+            drawn.append([c.logprobs.tobytes() for group in groups for c in group])
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_an_error_of_the_user_is_raised_and_nobody_is_lost() -> None:
+    with serving(own(tiny_model())) as server:
+        generator = loaded([server])
+        with pytest.raises(UsageError, match="top_p"):
+            generator.generate(make_requests(), replace(SAMPLING, top_p=0.0))
+        generator.generate(make_requests(), SAMPLING)
+
+
+def test_a_wrong_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(own(tiny_model())) as server:
+        stranger = Server(server.url, "guessed", 5.0)
+        for ask in (stranger.about, stranger.checksums, stranger.release):
+            with pytest.raises(ServerLost, match="401"):
+                ask()
+        with pytest.raises(BurnishError, match=server.url):
+            loaded([stranger]).generate(make_requests(), SAMPLING)
+        assert server.about()["version"] is None
+
+
+def test_a_server_at_an_address_of_ipv6() -> None:
+    with serving(own(tiny_model()), host="::1") as server:
+        found = loaded([server]).generate(make_requests(), SAMPLING)
+    assert_same(found, alone(make_requests()))
+
+
+def test_a_lost_server_is_revived_before_the_next_weights() -> None:
+    requests, asked = make_requests(), []
+    with (
+        scripted(LIES["dies"]) as liar,
+        serving(own(tiny_model())) as second,
+        serving(own(tiny_model())) as third,
+    ):
+
+        def revive(lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
+            asked.append((tuple(lost), tuple(others)))
+            return {liar.url: (third.url, TOKEN)}
+
+        generator = loaded([liar, second], revive=revive)
+        generator.generate(requests, SAMPLING)
+        for version in (2, 3):
+            generator.load_weights(Publication(model_shards(tiny_model())), version)
+        assert third.about()["version"] == 3
+        assert_same(generator.generate(requests, SAMPLING), alone(requests))
+    assert asked == [((liar.url,), (second.url,))]
+
+
+@dataclass
+class Slow:
+    """A generator that works until it may stop, and then only when asked to."""
+
+    watched: threading.Event = field(default_factory=threading.Event)
+    left: bool = False
+    error: Exception | None = None
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        list(weights.changing)
+
+    def release(self) -> None:
+        pass
+
+    def generate(self, requests: Any, sampling: Any, watch: Any) -> list[list[Completion]]:
+        if self.error is not None:
+            raise self.error
+        try:
+            while True:
+                watch(1)
+                self.watched.set()
+                time.sleep(0.01)
+        finally:
+            self.left = True
+
+
+@contextmanager
+def uploading(server: Server, pieces: Sequence[Sequence[bytes]]) -> Iterator[Upload]:
+    """Begin an upload, and leave it at that."""
+    upload = server.upload(5)
+    with closing(upload):
+        for piece in pieces:
+            upload.send(piece)
+        yield upload
+
+
+def upload_all(server: Server, pieces: Sequence[Sequence[bytes]]) -> None:
+    """Upload pieces that may lack the last."""
+    with uploading(server, pieces) as upload, server.losing():
+        upload._connection.send(b"0\r\n\r\n")
+        server.next(server.answer(upload._connection))
+
+
+def pieces() -> list[list[bytes]]:
+    return [messages.encode_shard(shard) for shard in model_shards(tiny_model())]
+
+
+def until(fine: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not fine():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_upload_that_ends_in_the_middle_leaves_no_version(leaves: bool) -> None:
+    """Whether the sender is gone, or silent for too long."""
+    with serving(own(tiny_model()), timeout=30 if leaves else 0.5) as server:
+        generator = loaded([server])
+        assert server.about()["version"] == 1
+        with uploading(Server(server.url, TOKEN, 30.0), pieces()[:3]) as upload:
+            until(lambda: server.about()["version"] is None)
+            if leaves:
+                upload.close()
+            with pytest.raises(BurnishError, match="version"):
+                generator.generate(make_requests(), SAMPLING)
+        generator = loaded([server], version=6)
+        assert_same(generator.generate(make_requests(), SAMPLING), alone(make_requests()))
+
+
+@pytest.mark.parametrize("what", ["too few", "another shape", "another dtype", "no last", "junk"])
+def test_weights_that_are_not_the_models_leave_no_version(what: str) -> None:
+    given = pieces()
+    name = b"model.embed_tokens.weight"
+    wrong = {
+        "too few": [*given[1:], messages.LAST],
+        "another shape": [[each[0].replace(b"[97, 32]", b"[32, 97]"), each[1]] for each in given]
+        + [messages.LAST],
+        "another dtype": [[each[0].replace(b"float32", b"load"), each[1]] for each in given],
+        "no last": given,
+        "junk": [[b"junk\n"]],
+    }[what]
+    assert any(name in each[0] for each in given)
+    with serving(own(tiny_model())) as server:
+        loaded([server])
+        with pytest.raises((ServerLost, BurnishError)):
+            upload_all(server, wrong)
+        assert server.about()["version"] is None
+        loaded([server]).generate(make_requests(), SAMPLING)
+
+
+def test_a_client_that_leaves_ends_the_generation() -> None:
+    slow = Slow()
+    with serving(slow) as server:
+        with closing(server.upload(1)) as upload:
+            upload.finish()
+
+        def watch(count: int) -> None:
+            if slow.watched.is_set():
+                raise InterruptedError
+
+        generator = served([server], tiny_model())
+        generator._version = 1
+        with pytest.raises(InterruptedError):
+            generator.generate(make_requests(), SAMPLING, watch)
+        until(lambda: slow.left)
+        assert server.about()["version"] == 1
+        assert server.url not in generator._lost
+
+
+def test_who_waits_in_line_and_leaves_is_in_nobodys_way() -> None:
+    slow = Slow()
+    with serving(slow) as server:
+        with closing(server.upload(1)) as upload:
+            upload.finish()
+        with ExitStack() as stack:
+            body = b"".join(messages.encode_requests(make_requests(), SAMPLING, 1, in_flight=False))
+            asking = []
+            for _ in range(2):
+                connection = stack.enter_context(closing(server._connection()))
+                connection.request("POST", "/completions", body, server._headers())
+                asking.append(connection)
+                until(slow.watched.is_set)
+        until(lambda: slow.left)
+        server.release()  # comes after both
+
+
+def test_a_generator_that_fails_is_named_and_others_take_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        serving(Slow(error=RuntimeError("no memory left"))) as failing,
+        serving(own(tiny_model())) as fine,
+    ):
+        found = loaded([failing, fine]).generate(make_requests(), SAMPLING)
+        assert failing.about()["version"] == 1
+    assert_same(found, alone(make_requests()))
+    assert "no memory left" in caplog.text
+
+
+def raw(server: Server, text: bytes) -> bytes:
+    """What it answers to anything."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), 20) as connection:
+        connection.sendall(text)
+        connection.shutdown(socket.SHUT_WR)
+        with connection.makefile("rb") as stream:
+            return stream.read()
+
+
+POST = b"POST /completions HTTP/1.1\r\nAuthorization: Bearer secret\r\n"
+PUT = b"PUT /weights?version=3 HTTP/1.1\r\nAuthorization: Bearer secret\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+ODD: dict[str, bytes] = {
+    "no HTTP": b"hello\r\n\r\n",
+    "a long line": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    "no length": POST + b"\r\n",
+    "an odd length": POST + b"Content-Length: many\r\n\r\n",
+    "a negative length": POST + b"Content-Length: -5\r\n\r\n",
+    "a huge length": POST + b"Content-Length: 100000000000000\r\n\r\n{}\n",
+    "a negative chunk": POST + CHUNKED + b"-5\r\nhello\r\n0\r\n\r\n",
+    "a huge chunk": POST + CHUNKED + b"ffffffffffff\r\nhello",
+    "an odd chunk": POST + CHUNKED + b"zz\r\nhello\r\n0\r\n\r\n",
+    "a huge array": POST + CHUNKED + b'40\r\n{"arrays": {"a": ["int64", [10000000000000000]]}}             \n',
+    "no fields": POST + CHUNKED + b'e\r\n{"arrays": {}}\r\n1\r\n\n\r\n0\r\n\r\n',
+    "a list": POST + CHUNKED + b"3\r\n[1]\r\n1\r\n\n\r\n0\r\n\r\n",
+    "weights of an odd length": PUT + b"Content-Length: many\r\n\r\n",
+    "weights in a negative chunk": PUT + CHUNKED + b"-5\r\nhello\r\n",
+    "weights without fields": PUT + CHUNKED + b'e\r\n{"arrays": {}}\r\n1\r\n\n\r\n0\r\n\r\n',
+    "no version": PUT.replace(b"version=3", b"version=-3") + CHUNKED,
+    "nowhere": PUT.replace(b"PUT /weights", b"DELETE /weights") + b"\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_request_is_answered_and_so_is_the_next(what: str) -> None:
+    with serving(own(tiny_model())) as server:
+        generator = loaded([server])
+        said = raw(server, ODD[what])
+        assert b" 40" in said or b" 41" in said or b" 501" in said or b'"failed"' in said, said
+        if what.startswith("weights"):
+            assert server.about()["version"] is None
+            generator = loaded([server])
+        assert_same(generator.generate(make_requests(), SAMPLING), alone(make_requests()))
+
+
+def test_requests_without_fields_are_answered() -> None:
+    odd = [{}, {"requests": [[1]]}, {"requests": [], "sampling": {"heat": 3}, "version": 1}]
+    with serving(own(tiny_model())) as server:
+        loaded([server])
+        for fields in odd:
+            with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as asking:
+                body = b"".join(messages.encode(fields, {"token_ids": np.zeros(3, np.int64)}))
+                asking.request("POST", "/completions", body, server._headers())
+                said = messages.read(BytesIO(asking.getresponse().read()))
+                assert said is not None
+                assert "failed" in said.fields
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    make = partial(GeneratorServer, own(tiny_model()), token=TOKEN, about={})
+    with serving(own(tiny_model())) as server, pytest.raises(OSError, match="in use"):
+        make(port=int(server.url.rpartition(":")[2]))
+
+
+def sent(message: Sequence[bytes]) -> messages.Message:
+    found = messages.read(BytesIO(b"".join(message)))
+    assert found is not None
+    return found
+
+
+SIZES = st.integers(0, 5)
+FLOATS = st.floats(-50, 0, width=32)
+
+
+@st.composite
+def requests_of(draw: st.DrawFn) -> list[Request]:
+    ids = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5)
+    return [
+        Request(draw(st.integers(0, 1 << 62)), np.array(draw(ids), np.int64), draw(SIZES), draw(SIZES))
+        for _ in range(draw(SIZES))
+    ]  # fmt: skip
+
+
+@st.composite
+def completions_of(draw: st.DrawFn, requests: Sequence[Request]) -> list[list[Completion]]:
+    def completion() -> Completion:
+        tokens = np.array(draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=6)), np.int64)
+        both = [np.array([draw(FLOATS) for _ in tokens], np.float32) for _ in range(2)]
+        reason, rows = draw(st.sampled_from(["stop", "length"])), draw(st.none() | SIZES)
+        kind = np.uint8 if wide else np.int16
+        experts = None if rows is None else np.arange(rows * 6, dtype=kind).reshape(rows, 3, 2)
+        times = draw(st.none() | st.tuples(*[st.floats(0, 1e10)] * 3))
+        return Completion(tokens, *both, reason, 4, experts, times=times)
+
+    wide = draw(st.booleans())
+    return [[completion() for _ in range(each.samples)] for each in requests]
+
+
+@given(st.data())
+def test_completions_are_read_as_they_were_sent(data: st.DataObject) -> None:
+    requests = data.draw(requests_of())
+    groups = data.draw(completions_of(requests))
+    message = sent(messages.encode_completions(groups))
+    found = messages.read_completions(message, requests, SAMPLING, 4, in_flight=False)
+    assert [len(group) for group in found] == [each.samples for each in requests]
+    for one, two in zip(chain(*found), chain(*groups), strict=True):
+        assert (one.stop_reason, one.times) == (two.stop_reason, two.times)
+        for name in ("token_ids", "logprobs", "sampled_logprobs", "experts"):
+            mine, theirs = getattr(one, name), getattr(two, name)
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert mine.dtype == theirs.dtype
+                np.testing.assert_array_equal(mine, theirs)
+
+
+@given(requests_of(), st.integers(0, 1 << 62), st.lists(st.text(), max_size=3))
+def test_requests_are_read_as_they_were_sent(
+    requests: list[Request], seed: int, stop: list[str]
+) -> None:
+    sampling = replace(SAMPLING, seed=seed, stop_strings=tuple(stop), top_p=0.3, experts=True)
+    found, how, version = messages.read_requests(
+        sent(messages.encode_requests(requests, sampling, 9, in_flight=False))
+    )
+    assert (how, version) == (sampling, 9)
+    for one, two in zip(found, requests, strict=True):
+        assert one.prompt_key == two.prompt_key
+        assert (one.samples, one.first_sample) == (two.samples, two.first_sample)
+        np.testing.assert_array_equal(one.token_ids, two.token_ids)
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), max_size=3),
+    st.integers(0, 3),
+)
+def test_weights_are_read_as_they_were_sent(
+    dtype: torch.dtype, dims: list[tuple[int, int, int]], pieces_of: int
+) -> None:
+    shape, box = tuple(a + b + c for a, b, c in dims), tuple(zip(*dims, strict=True))
+    inner = Box(box[0], box[1]) if dims else Box((), ())
+    whole = torch.randn(shape).to(dtype)
+    shards = [
+        Shard(TensorSpec(f"p{n}", shape, dtype), inner, whole[inner.slices] if dims else whole)
+        for n in range(pieces_of)
+    ]
+    body = [part for shard in shards for part in messages.encode_shard(shard)]
+    found = list(messages.read_shards(BytesIO(b"".join([*body, *messages.LAST, b"rest"]))))
+    assert [(one.spec, one.box) for one in found] == [(two.spec, two.box) for two in shards]
+    for one, two in zip(found, shards, strict=True):
+        torch.testing.assert_close(one.tensor, two.tensor, rtol=0, atol=0)
+    with pytest.raises(messages.NONSENSE):
+        list(messages.read_shards(BytesIO(b"".join(body))))
+
+
+@given(st.binary(max_size=200))
+def test_nothing_else_is_raised_for_bytes_that_are_no_message(data: bytes) -> None:
+    for read in (messages.read, lambda stream: list(messages.read_shards(stream))):
+        try:
+            read(BytesIO(data))
+        except messages.NONSENSE:
+            continue
+
+
+def test_errors_for_people_cross_as_they_are() -> None:
+    error = MissingError("no tensor", have=3, want="one", do="look")
+    found = messages.error_of(sent(messages.encode_error(error)).fields)
+    assert type(found) is MissingError
+    assert str(found) == str(error)

@@ -1,0 +1,228 @@
+"""Trainers, the processes beside them and servers are killed at any moment: the run ends by name or goes on, and comes to the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_runs import QUICK, written
+from training_files import At, Command, burnish, outcome, ranks
+
+from burnish.checkpoint.steps import committed
+
+STEPS = 6
+SLOW = """\
+import time
+
+def letters(completions, **columns):
+    time.sleep(0.2)
+    return [sum(c.islower() for c in text) / 4 for text in completions]
+"""
+"""A reward that is waited for while the step before is trained on."""
+CRITIC = {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 2}}
+DYNAMIC = {"algorithm": {"dynamic_sampling": {"enabled": True}}}
+BOTH = {**CRITIC, "algorithm": {**CRITIC["algorithm"], **DYNAMIC["algorithm"]}}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "child": (1, {}, {"place": "child", "ahead": 1}),
+    "children": (2, BOTH, {"place": "child", "ahead": 2}),
+    "server": (1, CRITIC, {"place": "servers", "servers": 1, "ahead": 2}),
+    "servers": (2, DYNAMIC, {"place": "servers", "servers": 2, "ahead": 1}),
+}
+"""Processes, settings, and who generates."""
+
+
+def state_of(pid: int) -> list[str]:
+    """The state of a process, and its parent; nothing if it is gone."""
+    with suppress(OSError):
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
+    return ["Z", "0"]
+
+
+def beside(rank: Command) -> list[int]:
+    """The processes that generate beside a rank."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_one = b"burnish.train.serve" in (each / "cmdline").read_bytes()
+            if is_one and state_of(int(each.name))[1] == str(rank.pid):
+                found.append(int(each.name))
+    return found
+
+
+def until(fine: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not fine():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@dataclass
+class Campaign:
+    """A run of which something is killed again and again. One that comes to its end begins anew under another name."""
+
+    work: Path
+    case: str
+    attempt: int = 0
+    servers: list[Command] = field(default_factory=list)
+    killed: int = 0
+    """Servers, by SIGKILL."""
+
+    @property
+    def run(self) -> Path:
+        return self.work / "runs" / f"{self.case}_{self.attempt}"
+
+    @property
+    def step(self) -> int:
+        """The newest committed step."""
+        steps = self.run / "checkpoints"
+        return max((each.step for each in committed(steps)), default=0) if steps.exists() else 0
+
+    def start(self, at: At | None = None) -> list[Command]:
+        """Start as many servers as are missing, and the ranks."""
+        world, settings, rollout = CASES[self.case]
+        settings = {
+            **QUICK,
+            "steps": STEPS,
+            "reward": {"functions": [{"function": "slow.py:letters"}], "workers": 1},
+            "checkpoint": {"save_every": 1, "keep_last": 2},
+            **settings,
+        }
+        config = written(self.work, self.run.name, settings, timeout_seconds=30, **rollout)
+        self.servers = [each for each in self.servers if each.is_running()]
+        while len(self.servers) < rollout.get("servers", 0):
+            self.servers.append(Command(self.work, ["serve", config, "--port", "0"]))
+        return ranks(self.work, ["rl", config], world, at)
+
+    def done(self) -> dict[str, Any]:
+        """Run it to its end, and return what it comes to."""
+        for each in (started := self.start()):
+            assert each.wait() == 0, "\n".join(each.output for each in started)
+        found = outcome(self.run)
+        self.anew()
+        return found
+
+    def await_step(self, step: int, first: Command) -> None:
+        """Wait until a step is committed, or the run has ended."""
+        until(lambda: self.step >= step or not first.is_running())
+
+    def anew(self) -> None:
+        for each in self.servers:
+            each.send(signal.SIGTERM)
+            assert each.wait() == 0, each.output
+        notes = self.run / "servers"
+        left = len(list(notes.iterdir())) if notes.exists() else 0
+        assert left <= self.killed
+        self.servers, self.killed, self.attempt = [], 0, self.attempt + 1
+
+    def kill(
+        self,
+        wanted: dict[str, Any],
+        victim: str,
+        number: int,
+        moment: Callable[[Command], None],
+        at: At | None = None,
+    ) -> None:
+        """Start the run, kill one of it when `moment` returns, and look at what is left.
+
+        Where `at` says when, a rank kills itself.
+        """
+        started = self.start(at)
+        moment(started[0])
+        children = [pid for each in started for pid in beside(each)]
+        if victim == "trainer":
+            for each in started if number == signal.SIGTERM else started[-1:]:
+                each.send(number)
+        elif victim == "server":
+            self.servers[-1].send(number)
+            self.killed += number == signal.SIGKILL
+        elif victim == "child" and children:
+            os.kill(children[-1], number)
+        codes = [each.wait() for each in started]
+        said = "\n".join(each.output for each in started)
+        until(lambda: all(state_of(pid)[0] == "Z" for pid in children))
+        if victim in ("trainer", "itself"):
+            assert set(codes) <= {0, 1, -number, 128 + number}, said
+        else:
+            assert set(codes) in ({0}, {1}), said
+            assert "Traceback" not in said
+        if victim == "server":
+            assert self.servers.pop().wait() in (0, -number)
+        if set(codes) == {0}:
+            assert outcome(self.run) == wanted, said
+            self.anew()
+
+
+def campaign(work: Path, case: str) -> tuple[Campaign, dict[str, Any]]:
+    (work / "slow.py").write_text(SLOW)
+    made = Campaign(work, case)
+    return made, made.done()
+
+
+def kinds(case: str) -> list[tuple[str, int]]:
+    """Who is killed, and by which signal."""
+    other = "child" if case.startswith("child") else "server"
+    signals = (signal.SIGKILL, signal.SIGTERM)
+    return [(victim, number) for victim in ("trainer", other) for number in signals]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_every_steps_save(work: Path, case: str) -> None:
+    made, wanted = campaign(work, case)
+    for victim, number in kinds(case):
+        for step in range(1, STEPS):
+            if victim == "trainer":
+                at = At("burnish.train.run:Run._committed", 1, number)
+                made.kill(wanted, "itself", number, lambda first: None, at)
+            else:
+                made.kill(wanted, victim, number, partial(made.await_step, step))
+        assert made.done() == wanted
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_random_moments(work: Path, case: str) -> None:
+    made, wanted = campaign(work, case)
+    moments = random.Random(case)
+
+    def while_starting(first: Command) -> None:
+        time.sleep(moments.uniform(0, 6))
+
+    def while_training(first: Command) -> None:
+        first.reached(0)
+        time.sleep(moments.uniform(0, 1.5))
+
+    for number in range(20):
+        moment = while_starting if number % 5 == 4 else while_training
+        made.kill(wanted, *kinds(case)[number % 4], moment)
+    assert made.done() == wanted
+
+
+@pytest.mark.parametrize("place", ["child", "inside"])
+def test_a_signal_in_an_update_saves_what_the_next_step_needs(work: Path, place: str) -> None:
+    (work / "slow.py").write_text(SLOW)
+    settings = {
+        "steps": 4,
+        "evaluation": {"every": 0},
+        "reward": {"functions": [{"function": "slow.py:letters"}], "workers": 1},
+    }
+    found = []
+    for name in ("update_in_peace", "update_stopped"):
+        config = written(work, f"{name}_{place}", settings, place=place, ahead=1)
+        if name == "update_stopped":
+            at = At("burnish.train.rl:policy_stats", 2, signal.SIGTERM)
+            code, said = burnish(work, "rl", config, at=at)
+            assert code == 128 + signal.SIGTERM, said
+        code, said = burnish(work, "rl", config)
+        assert code == 0, said
+        found.append(outcome(work / "runs" / f"{name}_{place}"))
+    assert found[0] == found[1]
