@@ -5,8 +5,9 @@
 On: TensorBoard, W&B and SwanLab (offline), MLflow (a server on loopback), Trackio (local), rollout files, traces of the
 rollouts that are kept longest and of 1 % of all, to files and to a collector on loopback, the beginnings of phases in the log. Off: the console and `metrics.jsonl`, which every run has. A round is ten steps of each, after one to warm up. The time of
 "on" includes that of trackers to take all that they were given, which in a run goes on beside the next steps. `--clock cpu` counts
-the processor time of the process with all its threads. Left out: the report, which takes at most 2 % by itself; checkpoints and
-validation.
+the processor time of the process with all its threads. Further lines say how much more of it each thread takes with tracking, and of
+the training thread the calls of observers; these differ less from run to run than the steps do. Left out: the report, which takes at
+most 2 % by itself; checkpoints and validation.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -39,6 +42,8 @@ from burnish.tracking.trackers import BackgroundTracker, Observers
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 STEPS, GOAL = 10, 0.99
 """Steps of a side in a round; the least share of the time without tracking."""
+OBSERVERS, LEAST = "observers", 0.0002
+"""What the training thread spends in them; the least difference of a thread that is shown, in seconds a step."""
 SILENT: dict[str, Any] = {"trackers": [], "rollouts_every": 0, "traces": {"local": False}}
 COLLECTOR = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -63,6 +68,7 @@ class Turns:
 
     clock: Clock
     seconds: Mapping[str, list[float]]
+    threads: Mapping[str, list[dict[str, float]]]
 
     def __init__(self, directory: RunDirectory, settings: TrackingConfig, **given: Any) -> None:
         silent = TrackingConfig.model_validate({**settings.model_dump(), **SILENT})
@@ -73,18 +79,28 @@ class Turns:
             "off": Observers(off, silent, **given),
         }
         self._name, self._left, self._began = "on", STEPS, self.clock()
+        self._called, self._used = 0.0, used_by_thread()
+
+    def _call(self, method: Callable[..., None], *given: Any) -> None:
+        begun = time.thread_time()
+        method(*given)
+        self._called += time.thread_time() - begun
 
     def rollouts_scored(self, *given: Any) -> None:
-        self._sides[self._name].rollouts_scored(*given)
+        self._call(self._sides[self._name].rollouts_scored, *given)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         side = self._sides[self._name]
-        side.step_finished(step, values)
+        self._call(side.step_finished, step, values)
         self._left -= 1
         if not self._left:
             for each in vars(side).values():
                 wait_for(each)
             self.seconds[self._name].append((self.clock() - self._began) / STEPS)
+            used = used_by_thread()
+            more = {name: used[name] - self._used.get(name, 0.0) for name in used}
+            self.threads[self._name].append(more | {OBSERVERS: self._called})
+            self._called, self._used = 0.0, used
             self._name = "off" if self._name == "on" else "on"
             logging.getLogger("burnish").setLevel("DEBUG" if self._name == "on" else "INFO")
             self._left, self._began = STEPS, self.clock()
@@ -103,12 +119,25 @@ class Turns:
             side.close()
 
 
+def used_by_thread() -> dict[str, float]:
+    """Return the seconds of processor time that each thread has used, by name. Not the main one and torch's, which train."""
+    training = Path("/proc/self/comm").read_text().strip()
+    names = {str(each.native_id): each.name for each in threading.enumerate()}
+    found: dict[str, float] = defaultdict(float)
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+            found[names.get(task.name, (task / "comm").read_text().strip())] += seconds
+    return {k: v for k, v in found.items() if k not in (training, names[str(os.getpid())])}
+
+
 def wait_for(held: Any) -> None:
     """Wait until trackers in the background have taken what they were given."""
     if isinstance(held, list):
         for each in held:
             wait_for(each)
     elif isinstance(held, BackgroundTracker):
+        held.sync()
         while held._waiting.total():
             time.sleep(0.02)
 
@@ -162,10 +191,32 @@ def settings_of(endpoint: str, steps: int) -> dict[str, Any]:
     }
 
 
+def middle(rows: list[dict[str, float]], name: str) -> float:
+    return median(row.get(name, 0.0) for row in rows)
+
+
+def by_thread(found: Mapping[str, list[dict[str, float]]], step: float) -> list[Result]:
+    """What each thread uses more with tracking, in a step, and all together."""
+    sides = {side: found[side][1:] for side in found}
+    cost = {
+        name: (middle(sides["on"], name) - middle(sides["off"], name)) / STEPS
+        for name in {name for rows in sides.values() for row in rows for name in row}
+    }
+    shown = {name: cost[name] for name in sorted(cost, key=lambda n: -cost[n])}
+    shown = {"all": sum(cost.values())} | {n: v for n, v in shown.items() if abs(v) > LEAST}
+    return [
+        Result(
+            f"tracking/processor time: {n}", v, None, None, "s per step", step / (step + v), GOAL
+        )
+        for n, v in shown.items()
+    ]
+
+
 def main() -> None:
     arguments = command_line(__doc__, rounds=5, clock="wall").parse_args()
     found: dict[str, list[float]] = {"on": [], "off": []}
     Turns.clock, Turns.seconds = staticmethod(CLOCKS[arguments.clock]), found
+    Turns.threads = {"on": [], "off": []}
     burnish.train.run.Observers = Turns  # type: ignore[attr-defined, assignment]
     sys.path.insert(0, str(DEMO))
     with tempfile.TemporaryDirectory() as directory, services(Path(directory)) as endpoint:
@@ -180,7 +231,7 @@ def main() -> None:
     on, off = found["on"][1:], found["off"][1:]
     name = "tracking/a step of the demo with all trackers"
     result = Result(name, median(on), median(off), None, "s per step", ratio(off, on), GOAL)
-    report([result], arguments.json)
+    report([result, *by_thread(Turns.threads, median(off))], arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import re
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +39,8 @@ _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}
 # What every row has, whoever wrote it.
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
+_SPARE = 20
+# The share of the most bytes that is freed at once, so that few steps need a look at all files.
 _LEVEL = 4
 # Of compression; 6 takes twice the time for files that are 4 % smaller.
 
@@ -90,12 +92,10 @@ def _chosen(rows: Sequence[Row]) -> set[int]:
         reward = float(rows[i]["reward"])
         return -math.inf if math.isnan(reward) else reward, _place(rows[i])
 
-    def draw(i: int) -> bytes:
-        return blake2b(repr((rows[i]["step"], _place(rows[i]))).encode()).digest()
-
     order = sorted(range(len(rows)), key=rank)
-    extremes = {*order[:EXTREMES], *order[-EXTREMES:]}
-    return extremes | {*sorted({*order} - extremes, key=draw)[:RANDOMS]}
+    others = order[EXTREMES:-EXTREMES]
+    drawn = random.Random(rows[0]["step"] if rows else 0).sample(others, min(RANDOMS, len(others)))
+    return {*order[:EXTREMES], *order[-EXTREMES:], *drawn}
 
 
 def _place(row: Row) -> tuple[int, int]:
@@ -181,22 +181,38 @@ def discard_rollouts_after(directory: Path, step: int) -> None:
             path.unlink()
 
 
-def thin_rollouts(directory: Path, keep: int) -> None:
-    """Remove the oldest files while all take more than `keep` bytes: first those with the rest.
+class Thinning:
+    """Keep a directory of rollouts' files below a size, without a look at all of them after each step."""
 
-    The first step's chosen rollouts and the newest files stay.
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory, self._keep, self._left = directory, keep, 0
+
+    def wrote(self, step: int, kind: Kind) -> None:
+        """Count a step's files; if all take too much, remove the oldest and a share of what may stay."""
+        paths = [rollouts_path(self._directory, step, kind, rest=rest) for rest in (False, True)]
+        self._left -= sum(path.stat().st_size for path in paths if path.exists())
+        if self._left < 0:
+            total = thin_rollouts(self._directory, self._keep, self._keep // _SPARE)
+            self._left = self._keep - total
+
+
+def thin_rollouts(directory: Path, keep: int, spare: int = 0) -> int:
+    """Remove the oldest files if all take more than `keep` bytes, until `spare` are free: first those with the rest.
+
+    The first step's chosen rollouts and the newest files stay. Returns the bytes of all that stay.
     """
     files = sorted((not m[3], int(m[2]), path) for m, path in _named(directory))
     sizes = [path.stat().st_size for *_, path in files]
     steps = [step for _, step, _ in files]
-    excess = sum(sizes) - keep
+    first, newest, total = min(steps, default=0), max(steps, default=0), sum(sizes)
+    most = keep if total <= keep else keep - spare
     for (is_chosen, step, path), size in zip(files, sizes, strict=True):
-        if excess <= 0:
-            return
-        if step == max(steps) or (is_chosen and step == min(steps)):
-            continue
-        path.unlink()
-        excess -= size
+        if total <= most:
+            break
+        if step != newest and not (is_chosen and step == first):
+            path.unlink()
+            total -= size
+    return total
 
 
 def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:

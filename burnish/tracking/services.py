@@ -27,8 +27,6 @@ _PROJECT = "burnish"
 # Where the service's own variable names none.
 _QUIET_SECONDS = 30.0
 # How long W&B may take at the end of the process, beside the time that a run gives its trackers.
-_REQUEST_SECONDS = 1.0
-# Least time between two requests to MLflow.
 
 
 class _Described:
@@ -152,18 +150,14 @@ class MlflowTracker:
         """The last step that the service has."""
         self._status = "FINISHED"
         self._metrics: list[Any] = []
-        self._next_request = 0.0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hold a step's metrics until the next request, which is made once a second: it costs 10 ms of processor time."""
+        """Hold a step's metrics until the next request."""
         now = time.time()
         self._metrics += [
             self._entities.Metric(_allowed(name), _bounded(value), int(1000 * now), step)
             for name, value in values.items()
         ]
-        if now >= self._next_request:
-            self._next_request = now + _REQUEST_SECONDS
-            self.sync()
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table, which MLflow shows, as CSV."""

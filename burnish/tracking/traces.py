@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # the records' module loads torch
 
 Attributes = dict[str, Any]
 """Attributes of a span: texts, numbers, lists of texts."""
-_AT_ONCE = 64
-# Traces in one request to a collector.
+_AT_ONCE, _ROOM = 64, 16
+# Traces in one request to a collector, and steps whose traces may wait for it.
 _INTERNAL, _ERROR = 1, 2
 # Codes of OTLP: the kind of a span within one process, and the status of one that failed.
 
@@ -61,7 +61,8 @@ class Traces:
     def __init__(
         self, directory: RunDirectory, settings: TracesConfig, keep_bytes: int, step: int
     ) -> None:
-        self._directory, self._settings, self._keep = directory, settings, keep_bytes
+        self._directory, self._settings = directory, settings
+        self._thinning = files.Thinning(directory.traces, keep_bytes)
         files.discard_rollouts_after(directory.traces, step)
         self._config = recorded(directory.config) if directory.config.exists() else RunConfig()
         self._run = str(directory.read_environment().get(RUN, directory.root.name))
@@ -71,7 +72,8 @@ class Traces:
         """What sends them."""
         if settings.endpoint:
             make = partial(OtlpExporter, endpoint=settings.endpoint, resource=self._resource)
-            self.exporter = BackgroundTracker("traces", make, directory.root)
+            room = {"log_traces": _ROOM}
+            self.exporter = BackgroundTracker("traces", make, directory.root, room=room)
 
     def take(
         self,
@@ -82,14 +84,10 @@ class Traces:
     ) -> None:
         """Trace a step's rollouts, without `advantages` a validation's: a share of all, and those of the indices `kept`."""
         kind: files.Kind = "validation" if advantages is None else "step"
-        rate, met, ids = self._settings.sample_rate, Counter[tuple[int, int]](), []
-        for rollout in rollouts if kept or rate else ():
-            place = (rollout.prompt.index, rollout.sample)
-            ids.append(_digest((kind, step, place, met[place])))
-            met[place] += 1
-        # As OpenTelemetry's own sampler decides, and alike in equal runs.
-        wanted = {i for i, each in enumerate(ids) if int.from_bytes(each, "big") < rate * (1 << 64)}
-        wanted |= {*kept}
+        wanted = {*kept}
+        if rate := self._settings.sample_rate:
+            rng = random.Random(f"{kind} {step}")  # alike in equal runs
+            wanted |= {i for i in range(len(rollouts)) if rng.random() < rate}
         traces = []
         for i in sorted(wanted):
             about = {"burnish.run": self._directory.root.name, "burnish.step": step}
@@ -97,12 +95,13 @@ class Traces:
                 "burnish.kind": kind,
                 "burnish.advantage": advantages and float(advantages[i]),
             }
-            traces.append(_Trace(_digest(self._run) + ids[i], self._spans(rollouts[i], about)))
+            name = _digest(self._run) + _digest((kind, step, i))
+            traces.append(_Trace(name, self._spans(rollouts[i], about)))
         if traces and self._settings.local:
             lines = [_line(trace, self._resource) for trace in traces]
             path = files.rollouts_path(self._directory.traces, step, kind)
             write_atomically(path, b"".join(files.compressed(lines)))
-            files.thin_rollouts(self._directory.traces, self._keep)
+            self._thinning.wrote(step, kind)
         if traces and self.exporter is not None:
             self.exporter.log_traces(step, traces)
 
@@ -290,6 +289,7 @@ class OtlpExporter:
             endpoint = f"{endpoint.rstrip('/')}/v1/traces"
         self._exporter = trace_exporter.OTLPSpanExporter(None if endpoint == "env" else endpoint)
         self._resource, self._said = Resource.create(resource), ""
+        self._held: list[_Trace] = []
 
         def keep(record: logging.LogRecord) -> bool:
             self._said = record.getMessage()
@@ -298,18 +298,17 @@ class OtlpExporter:
         # Its complaint about each request becomes one warning.
         logging.getLogger(trace_exporter.__name__).filters = [keep]
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
     def log_traces(self, step: int, traces: Sequence[_Trace]) -> None:
-        """Send a step's traces."""
-        for start in range(0, len(traces), _AT_ONCE):
-            some = traces[start : start + _AT_ONCE]
-            if self._exporter.export([span for each in some for span in self._made(each)]).value:
-                raise OSError(self._said or "the collector does not take traces")
+        """Hold a step's traces."""
+        self._held += traces
 
     def sync(self) -> None:
-        """Do nothing."""
+        """Send what is held."""
+        held, self._held = self._held, []
+        for start in range(0, len(held), _AT_ONCE):
+            some = held[start : start + _AT_ONCE]
+            if self._exporter.export([span for each in some for span in self._made(each)]).value:
+                raise OSError(self._said or "the collector does not take traces")
 
     def close(self) -> None:
         """Disconnect."""

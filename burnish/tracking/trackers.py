@@ -7,18 +7,18 @@ numbers are about 10 MB. Only the main rank has observers; their numbers are red
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import logging
 import math
 import os
-import queue
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -34,10 +34,10 @@ _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
 # Least time between reports, and most of the time that they may take.
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0
 # How long trackers may take to send the rest at the end of a run, and of a run that is told to stop.
+_BURST_SECONDS = 10.0
+# Between two times at which a tracker in the background takes what waits for it.
 _OF_STEPS = ("log", "log_rollouts", "log_traces")
-_ROOM: Mapping[str, int] = MappingProxyType(
-    {"log": 10_000, "log_rollouts": 16, "log_traces": 16, "log_file": 64}
-)
+_ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
 # Calls of each method that may wait for a tracker.
 _SAMPLES, _CHARACTERS = 16, 2000
 # Most rows of a table in TensorBoard, and most characters of a cell.
@@ -75,12 +75,15 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included.
 
-        Called once per step, in ascending order, never after `close`. Must only read `values`, and
-        survive a kill right after the call. Raises `OSError` if writing fails.
+        Called once per step, in ascending order, never after `close`. Must only read `values`.
+        Raises `OSError` if writing fails.
         """
 
     def sync(self) -> None:
-        """Make taken numbers survive a power loss, if others depend on them. Raises `OSError`."""
+        """Write what is held, so that it survives a kill, and a power loss if others depend on it. Raises `OSError`.
+
+        Called after the steps of some seconds, and at every checkpoint.
+        """
 
     def close(self) -> None:
         """Write out held numbers and free resources. A second call does nothing."""
@@ -124,6 +127,7 @@ class Observers:
             for name, make in classes.items()
         ]
         keep = int(settings.rollouts_keep_gb * 1e9)
+        self._thinning = self._rollouts.Thinning(directory.rollouts, keep)
         self._traces: Any = None
         if settings.traces.local or settings.traces.endpoint:
             traces = import_module("burnish.tracking.traces").Traces
@@ -131,6 +135,7 @@ class Observers:
             self._others += filter(None, [self._traces.exporter])
         self._trackers += self._others
         self._state: State = "running"
+        self._is_settled = False
         self._next_report = time.monotonic() + _REPORT_SECONDS
 
     def rollouts_scored(
@@ -152,10 +157,10 @@ class Observers:
             kept = self._rollouts.write_rollouts(
                 directory, step, rollouts, advantages, self._token_texts, by_token
             )
-            self._rollouts.thin_rollouts(directory, int(self._settings.rollouts_keep_gb * 1e9))
+            kind = "validation" if advantages is None else "step"
+            self._thinning.wrote(step, kind)
             # Those that are kept longest: a table of thousands would cost more than the step.
             for tracker in self._others:
-                kind = "validation" if advantages is None else "step"
                 tracker.log_rollouts(step, kind, [*kept.values()])
         if self._traces is not None:
             self._traces.take(step, rollouts, advantages, kept)
@@ -164,6 +169,11 @@ class Observers:
         """Log a step's line, in order to every tracker; write the report once a minute."""
         for tracker in self._trackers:
             tracker.log(step, values)
+        if not self._is_settled and all(other.is_made for other in self._others):
+            # Trackers' libraries load some hundred thousand objects: a third of a second of each full collection, for the whole run.
+            self._is_settled = True
+            gc.collect()
+            gc.freeze()
         if time.monotonic() >= self._next_report:
             self.report("running")
 
@@ -191,6 +201,8 @@ class Observers:
 
     def close(self) -> None:
         """Close every tracker, also if one of them raises. Those in the background get a minute together, or 10 s if the run was stopped."""
+        if self._is_settled:
+            gc.unfreeze()
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
@@ -204,26 +216,31 @@ class Observers:
 class BackgroundTracker:
     """Feed a tracker from a thread of its own, so that it never stops or slows training.
 
-    Calls that it has no room for, that fail, or that come too late are counted and lost. The log has one warning and, at the end, the count.
+    The thread takes what waits every ten seconds, and syncs after it: a call alone, in the midst of a step, takes several times as much
+    processor time. Calls that there is no room for, that fail, or that come too late are counted and lost. The log has one warning and,
+    at the end, the count.
     """
 
     def __init__(
         self,
         name: str,
-        make: Callable[..., Tracker],
+        make: Callable[..., Any],
         directory: Path,
         *,
         resume_step: int | None = None,
         room: Mapping[str, int] = _ROOM,
     ) -> None:
-        """Call `make(directory)` in the thread. `room` bounds the waiting calls of each method."""
+        """Call `make(directory)` in the thread. `room` bounds the waiting calls of each method; others are not made."""
         self._name, self._make, self._room = name, make, room
         self._directory, self._resume_step = directory, resume_step
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
         self._waiting: Counter[str] = Counter()
         self._lost, self._warned, self._deadline = 0, False, 0.0
-        self._lock = threading.Lock()
-        self._tracker: Tracker | None = None
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._tracker: Any = None
+        self.is_made = False
+        """Whether the tracker is made, or has failed to be."""
+        self._end: State | None = None
         # The last step that the tracker has taken is kept in the run's directory.
         self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)
         self._thread: threading.Thread | None = threading.Thread(
@@ -248,15 +265,16 @@ class BackgroundTracker:
         self._put("log_file", path, kind)
 
     def sync(self) -> None:
-        """Ask the tracker to sync; do not wait."""
-        self._put("sync")
+        """Have the tracker take what waits, and sync; do not wait."""
+        self._wake.set()
 
     def finish(self, state: State, deadline: float) -> None:
         """Say that nothing more comes. `close` waits until `deadline` of the monotonic clock."""
         if not self._deadline:
             self._deadline = deadline
-            self._put("end", state)
-            self._calls.put(None)
+            with self._lock:
+                self._end = state
+            self._wake.set()
 
     def close(self) -> None:
         """Wait for the tracker to take the rest and close, until the deadline; say how much is lost."""
@@ -266,26 +284,26 @@ class BackgroundTracker:
             return
         thread.join(max(0.0, self._deadline - time.monotonic()))
         with self._lock:
-            late = self._waiting.total() if thread.is_alive() else 0
+            lost = self._lost + self._waiting.total()
         if thread.is_alive():
             self._warn("did not close in time")
-        if self._lost + late:
-            log.warning("tracker %s: %d calls are lost", self._name, self._lost + late)
+        if lost:
+            log.warning("tracker %s: %d calls are lost", self._name, lost)
 
     def _put(self, method: str, *arguments: Any) -> None:
+        if method not in self._room:
+            return
         with self._lock:
-            is_full = self._waiting[method] >= self._room.get(method, 1)
-            if not is_full:
+            waiting, room = self._waiting[method], self._room[method]
+            if waiting < room:
                 self._waiting[method] += 1
-        if not is_full:
-            self._calls.put((method, arguments))
-        elif method != "sync":  # one that waits is enough
-            self._lose(f"{self._waiting[method]} calls of {method} are waiting for it")
-
-    def _lose(self, problem: str) -> None:
-        with self._lock:
-            self._lost += 1
-        self._warn(problem)
+                self._calls.append((method, arguments))
+            else:
+                self._lost += 1
+        if waiting >= room:
+            self._warn(f"{waiting} calls of {method} are waiting for it")
+        if 2 * waiting >= room:
+            self._wake.set()
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
@@ -301,29 +319,48 @@ class BackgroundTracker:
             self._tracker = self._make(self._directory, **kept)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._warn(_problem(error))
+        self.is_made = True
         taken = -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
-        while call := self._calls.get():
-            method, arguments = call
-            if self._tracker is None:
-                self._lost += method in self._room
-            elif not (method in _OF_STEPS and arguments[0] <= taken):
-                self._call(method, arguments, note=not keeps)
-            with self._lock:
-                self._waiting[method] -= 1
+        while self._end is None:
+            self._wake.wait(_BURST_SECONDS)
+            self._wake.clear()
+            self._take(taken, note=not keeps)
+        self._take(taken, note=not keeps)
         if self._tracker is not None:
-            self._call("close", (), note=False)
+            self._call("end", self._end)
+            self._call("close")
 
-    def _call(self, method: str, arguments: tuple[Any, ...], *, note: bool) -> None:
-        call = getattr(self._tracker, method, None)
-        if call is None:
-            return
+    def _take(self, taken: int, *, note: bool) -> None:
+        """Make the calls that wait, without those of steps up to `taken`, and sync."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+        new = [each for each in calls if each[0] not in _OF_STEPS or each[1][0] > taken]
+        made = [each for each in new if self._call(each[0], *each[1])]
+        steps = [arguments[0] for method, arguments in made if method in ("log", "log_traces")]
+        if made and not self._call("sync"):
+            made = []
+        elif steps and note:
+            self._note(steps[-1])
+        with self._lock:
+            self._lost += len(new) - len(made)
+            self._waiting.subtract(method for method, _ in calls)
+
+    def _call(self, method: str, *arguments: Any) -> bool:
+        """Return whether the tracker takes a call, or has no such method."""
+        if self._tracker is None:
+            return False
         try:
-            call(*arguments)
-            if note and method == "log":
-                self._taken.parent.mkdir(exist_ok=True)
-                self._taken.write_text(f"{arguments[0]}\n")
+            getattr(self._tracker, method, lambda *_: None)(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
-            self._lose(_problem(error))
+            self._warn(_problem(error))
+            return False
+        return True
+
+    def _note(self, step: int) -> None:
+        """Note the last step that the tracker has, in the run's directory."""
+        with suppress(OSError):  # only a run that is killed needs it
+            self._taken.parent.mkdir(exist_ok=True)
+            self._taken.write_text(f"{step}\n")
 
     def _last_step(self) -> int:
         try:
@@ -410,7 +447,6 @@ class TensorBoardTracker:
             raise ValueError("log after close")
         for name, value in values.items():
             self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the first samples as a table in Markdown."""
@@ -422,7 +458,8 @@ class TensorBoardTracker:
             self._writer.add_text(f"rollouts/{kind}", text, step)
 
     def sync(self) -> None:
-        """Do nothing: no run depends on these files."""
+        """Write what is held."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""

@@ -70,9 +70,10 @@ class RecordContract(TrackerContract):
         self.log(tmp_path, [0, 1, 2, 3])
         same_record(self.read(tmp_path), STEPS)
 
-    def test_a_step_is_there_as_soon_as_it_is_logged(self, tmp_path: Path) -> None:
+    def test_a_step_is_there_as_soon_as_it_is_synced(self, tmp_path: Path) -> None:
         tracker = self.open(tmp_path)
         tracker.log(1, STEPS[1])
+        tracker.sync()
         same_record(self.read(tmp_path), {1: STEPS[1]})
         tracker.close()
 
