@@ -118,7 +118,7 @@ class Destination(Protocol):
         """Make the copy this start's."""
 
     def bring_back(self, directory: RunDirectory) -> None:
-        """Fetch metrics and pins that the directory lacks."""
+        """Fetch metrics, pins, rollouts, logs and so on that the directory lacks."""
 
     def close(self) -> None:
         """Stop copying at once."""

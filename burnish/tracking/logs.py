@@ -179,6 +179,12 @@ def descriptor() -> int | None:
     return None if stream is None else stream.fileno()
 
 
+def rotated(name: str) -> str:
+    """Return the name of a log's file after one more rotation."""
+    base, _, number = name.rpartition(".")
+    return f"{base}.{int(number) + 1}" if number.isdecimal() else f"{name}.1"
+
+
 def tail(path: Path) -> Sequence[str]:
     """Return a file's last lines, from where Python crashed if it did; nothing where it cannot be read."""
     try:

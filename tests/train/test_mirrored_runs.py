@@ -106,14 +106,45 @@ def test_machines_that_share_no_disk_go_on_as_if_nothing_had_been(tmp_path):
 
 def test_all_of_a_run_is_at_its_url(work):
     argv = ["rl", "rl.yaml", "name=all", "steps=2", f"output_dir=file://{work}/far"]
+    argv.append("tracking.profile_steps=[1]")
     run = done(work, *argv)
     there = work / "far" / "all"
     names = ["config.yaml", "environment.json", "status.json", "metrics.jsonl", "report.html"]
     names += [f"rollouts/{path.name}" for path in (run / "rollouts").iterdir()]
     assert len([n for n in names if ".rest." not in n]) == 9  # of two steps and two validations
+    for kept, count in (("traces", 4), ("profiles", 1), ("tensorboard", 1)):
+        found = [f"{kept}/{path.name}" for path in (run / kept).iterdir()]
+        assert len(found) == count
+        names += found
+    assert (
+        there / "logs" / "rank-0.log"
+    ).stat().st_size > 0  # the last lines come after the last copy
     for name in names:
         assert (there / name).read_bytes() == (run / name).read_bytes(), name
     assert far(work, "all") == [2]
+
+
+def test_another_machine_has_what_a_run_here_would_have(work):
+    """Rollouts, traces, events and logs of the steps before; and later ones only once."""
+    argv = ["rl", "rl.yaml", f"checkpoint.mirror=file://{work}/far", "checkpoint.save_every=1"]
+    run = done(work, *argv, "steps=2")
+    before = {
+        path.relative_to(run): path.read_bytes()
+        for kept in ("rollouts", "traces", "tensorboard", "logs")
+        for path in (run / kept).iterdir()
+    }
+    (work / "far" / "run" / "rollouts" / "step-00000009.jsonl.gz").write_bytes(b"later")
+    new_machine(work)
+    done(work, *argv, "steps=3")
+    for name, data in before.items():
+        if name.parts[0] == "logs":
+            assert data.startswith((run / f"{name}.1").read_bytes())
+        else:
+            assert (run / name).read_bytes() == data, name
+    assert len(list((run / "tensorboard").iterdir())) == 2
+    for root in (run, work / "far" / "run"):
+        assert not (root / "rollouts" / "step-00000009.jsonl.gz").exists()
+        assert (root / "rollouts" / "step-00000003.jsonl.gz").exists()
 
 
 def test_the_mirror_of_another_run_is_refused_and_stays_as_it_is(work):

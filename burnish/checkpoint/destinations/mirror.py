@@ -69,7 +69,12 @@ SYNC, NUDGE = "sync", "nudge"
 LOOK_SECONDS = 1.0
 """Between two looks at what the other disks have done."""
 
-_KEPT = ("rollouts", "tensorboard")
+_THINNED = ("rollouts", "traces")
+# Directories whose files go from the mirror when they go from the run's directory.
+KEPT = (*_THINNED, "tensorboard", "logs", "profiles", "trackers")
+"""Directories of the run's own that are copied. Of several disks only the first one's are."""
+_LISTED = 0
+# The time of a file that was there before this process.
 _CHANGING = (
     "config.yaml",
     "git.diff",
@@ -216,6 +221,7 @@ class Sync:
         self._pins: Collection[int] | None = None
         self._outputs: dict[str, tuple[int, int]] = {}
         # Sizes and times of files when they were sent.
+        self._is_listed = False
         self._named: dict[str, frozenset[str]] = {}
         # The files that a marker names.
 
@@ -501,24 +507,35 @@ class Sync:
         self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
-        """Copy configuration, metrics, report, rollouts, events and pins.
+        """Copy configuration, metrics, report, pins and the directories `KEPT`, as far as they have changed since.
 
-        A file in a subdirectory is sent if its size differs there, any other if it changed since it was sent.
+        A file of `KEPT` that was there before is sent if its size differs. Those that were thinned here are removed there.
         """
         directory, remote = self._mirror.directory, self._mirror.remote
-        there = {file.name: file.size for kept in _KEPT for file in remote.files(kept)}
-        changing = [directory / name for name in _CHANGING]
-        kept = [path for each in _KEPT for path in sorted((directory / each).rglob("*"))]
-        for path in changing + kept:
+        if not self._is_listed:
+            found = (file for kept in KEPT for file in remote.files(kept))
+            self._outputs |= {file.name: (file.size, _LISTED) for file in found}
+            self._is_listed = True
+        kept = [path for each in KEPT for path in sorted((directory / each).rglob("[!.]*"))]
+        here = set[str]()
+        for path in [*(directory / name for name in _CHANGING), *kept]:
             name = path.relative_to(directory).as_posix()
             with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
+                if path.is_dir():
+                    continue
+                here.add(name)
                 state = path.stat()
                 mark = (state.st_size, state.st_mtime_ns)
-                if path in changing and self._outputs.get(name) != mark:
+                if self._outputs.get(name) not in (mark, (state.st_size, _LISTED)):
                     _put_copy(remote, name, path)
-                    self._outputs[name] = mark
-                elif path in kept and path.is_file() and there.get(name) != state.st_size:
-                    _put_copy(remote, name, path)
+                self._outputs[name] = mark
+        for each in _THINNED:
+            there = {name for name in self._outputs if name.startswith(f"{each}/")}
+            if there & here:  # else the directory was lost, and not thinned
+                for name in sorted(there - here):
+                    self._mirror.check()
+                    remote.remove(name)
+                    del self._outputs[name]
 
 
 def open_partial(path: Path, storage: Source) -> Partial:

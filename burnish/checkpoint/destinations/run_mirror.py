@@ -12,12 +12,16 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 
 from burnish.checkpoint.destinations.mirror import (
     ENVIRONMENT,
     ENVIRONMENT_LIMIT,
+    KEPT,
     NUDGE,
     SYNC,
     Mirror,
@@ -34,11 +38,14 @@ from burnish.config.schema import CheckpointConfig, RunConfig
 from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
+from burnish.files.backends import RemoteFile
 from burnish.files.durable import naming_failures
 from burnish.files.remote import Remote
+from burnish.tracking.logs import rotated
 from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory, write_atomically
 
-_CONFIG_LIMIT, _METRICS_LIMIT = 16 << 20, 4 << 30
+_CONFIG_LIMIT, _METRICS_LIMIT, _FILE_LIMIT = 16 << 20, 4 << 30, 4 << 30
+_FILES_AT_ONCE = 8
 _PROCESS = "burnish.checkpoint.destinations.mirror"
 _LOOK_SECONDS = 0.2
 # Between two looks at the mirror at the end of a run.
@@ -289,3 +296,14 @@ class RunMirror:
                 write_atomically(path, self._mirror.remote.read(name, limit))
             except MissingError:
                 continue
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            files = [file for kept in KEPT for file in self._mirror.remote.files(kept)]
+            list(pool.map(partial(self._bring_file, directory.root), files))
+
+    def _bring_file(self, root: Path, file: RemoteFile) -> None:
+        path, is_log = root / file.name, file.name.startswith("logs/")
+        if is_log:  # this start has a log already
+            path = path.with_name(rotated(path.name))
+        if not path.exists() or (path.stat().st_size != file.size and not is_log):
+            with suppress(MissingError):
+                write_atomically(path, self._mirror.remote.read(file.name, _FILE_LIMIT))

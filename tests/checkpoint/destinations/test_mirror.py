@@ -339,6 +339,58 @@ def test_the_files_of_a_run_go_along(mirror):
     assert put == {"metrics.jsonl"}
 
 
+def test_files_that_were_thinned_go_from_the_mirror_too(mirror):
+    run = mirror.directory
+    for kept in ("rollouts", "traces", "logs"):
+        (run / kept).mkdir()
+        for number in range(3):
+            (run / kept / f"{number}.gz").write_text(f"{number}")
+    first = Sync(mirror)
+    first.run()
+    (run / "rollouts" / "0.gz").unlink()
+    first.run()
+    names = [file.name for file in mirror.remote.files("rollouts")]
+    assert names == ["rollouts/1.gz", "rollouts/2.gz"]
+    for kept in ("rollouts", "traces", "logs"):
+        (run / kept / "1.gz").unlink()
+    sync(mirror)  # of another process, which finds them gone
+    for kept, wanted in (("rollouts", "2"), ("traces", "02"), ("logs", "012")):
+        names = [file.name for file in mirror.remote.files(kept)]
+        assert names == [f"{kept}/{number}.gz" for number in wanted]
+
+
+def test_a_directory_that_was_lost_loses_nothing_on_the_mirror(mirror):
+    run = mirror.directory
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "1.gz").write_text("1")
+    sync(mirror)
+    (run / "rollouts" / "1.gz").unlink()
+    sync(mirror)
+    assert mirror.remote.read("rollouts/1.gz", 10) == b"1"
+
+
+def test_a_log_that_grows_or_rotates_goes_along_and_nothing_is_listed_again(mirror):
+    logs = mirror.directory / "logs"
+    logs.mkdir()
+    (logs / "rank-0.log").write_text("one\n")
+    both = Sync(mirror)
+    both.run()
+    (logs / "rank-0.log").rename(logs / "rank-0.log.1")
+    (logs / "rank-0.log").write_text("two\n")
+    os.utime(logs / "rank-0.log", (1, 1))
+    mirror.remote.calls.clear()
+    listed = []
+    files = mirror.remote.files
+    mirror.remote.files = lambda name="", **more: listed.append(name) or files(name, **more)
+    both.run()
+    assert listed == []
+    mirror.remote.calls.clear()
+    both.run()
+    assert mirror.remote.done("put") == []
+    assert mirror.remote.read("logs/rank-0.log", 10) == b"two\n"
+    assert mirror.remote.read("logs/rank-0.log.1", 10) == b"one\n"
+
+
 def test_progress_counts_every_byte_twice(mirror):
     save_once(mirror.root, 1)
     shown = []
