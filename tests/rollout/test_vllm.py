@@ -333,7 +333,7 @@ def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> Non
     """With tensor parallelism, before and after new weights."""
     requests, sampling = make_requests((40, 3)), Sampling(12, top_p=0.9)
     engines["two"] = ours = VllmGenerator(
-        made().config,
+        made("qwen3_moe").config,
         device=CPU,
         dtype=torch.float32,
         slots=8,
@@ -343,8 +343,10 @@ def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> Non
         tensor_parallel=2,
     )
     for seed in (0, 1):
-        ours.load_weights(Publication(model_shards(made(seed=seed))), seed)
-        oracle = builtin(made(seed=seed))
+        ours.load_weights(Publication(model_shards(made("qwen3_moe", seed))), seed)
+        oracle = builtin(made("qwen3_moe", seed))
         assert_same(ours.generate(requests, sampling), oracle.generate(requests, sampling))
+        held = [(shard.spec.name, shard.checksum()) for shard in oracle._model.shards()]
+        assert sorted((spec.name, digest) for spec, digest in ours.checksums()) == sorted(held)
     with pytest.raises(UsageError, match="60"):
         ours.generate(requests, Sampling(21))

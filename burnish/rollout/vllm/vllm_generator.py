@@ -106,7 +106,6 @@ class VllmGenerator:
         }
         self._tied_head = next(iter(tied_names(model).values()), None)
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
-        self._tensor_parallel = tensor_parallel
         self._sleeps, self._asleep = device.type != "cpu", False
         self._version: int | None = None
         self._numbers = count()
@@ -211,15 +210,14 @@ class VllmGenerator:
         """See `Generator.checksums`: of tensors read back from vLLM, which may have joined or packed them.
 
         On a CPU that is the product of a packed layer and the identity, so a stale or dropped tensor shows; only −0 reads as 0.
-        Left out are tensors that vLLM stores under other names, experts on accelerators in another order than Triton's, and
-        everything with tensor parallelism.
+        Left out are tensors that vLLM stores under other names, experts on accelerators in another order than Triton's, and with
+        tensor parallelism key heads that ranks share and what a checkpoint has joined.
         """
-        if self._tensor_parallel > 1:
-            return
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
         for name, is_head in [*((name, False) for name in shapes), *((n, True) for n in heads)]:
-            tensor = self._call("read_tensor", name, shapes, is_head)
+            parts = self._call("read_tensor", name, shapes, is_head)
+            tensor = self._weights.join_parts(parts, shapes[name])
             if tensor is not None:
                 spec = self._specs[name]
                 yield spec, Shard(spec, whole(spec.shape), tensor.to(spec.dtype)).checksum()
@@ -279,11 +277,11 @@ class VllmGenerator:
 
     def _load(self, function: str, *arguments: Any) -> Any:
         with refusing("vLLM does not take the weights", IncompatibleError, do="report this model"):
-            return self._call(function, *arguments)
+            return self._call(function, *arguments)[0]
 
     def _call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of `weights.py` in vLLM's workers; return the first one's result."""
-        return self._engine.collective_rpc(getattr(self._weights, function), args=arguments)[0]
+        """Call a function of `weights.py` in each of vLLM's workers."""
+        return self._engine.collective_rpc(getattr(self._weights, function), args=arguments)
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
         """Return the bytes for keys and values of all slots, or the half of that and so on, for which memory has room."""

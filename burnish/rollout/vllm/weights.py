@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -102,34 +102,50 @@ def end_load(worker: Any) -> None:
 def read_tensor(
     worker: Any, name: str, shapes: Mapping[str, tuple[int, ...]], head: bool = False
 ) -> Tensor | None:
-    """Return the checkpoint's tensor `name` as the model computes with it; with `head`, as the output layer does.
+    """Return this rank's part of the checkpoint's tensor `name` as it is computed with; with `head`, as the output layer does.
 
     None where this cannot be told. `shapes` are those of all tensors of the checkpoint.
     """
-    model = worker.get_model()
+    model, ranks = worker.get_model(), worker.parallel_config.tensor_parallel_size
     modules: dict[str, Any] = dict(model.named_modules())
     owner, _, kind = name.rpartition(".")
-    start = 0
+    before, rows = [], []
     if head:
         owner = next((n for n, each in modules.items() if isinstance(each, ParallelLMHead)), "")
     elif expert := _EXPERT.fullmatch(name):
         inside = modules[expert[1]].modules() if expert[1] in modules else ()
         experts = next((each for each in inside if hasattr(each, "w13_weight")), None)
-        return experts and _expert(experts, int(expert[2]), expert[3], shapes[name])
+        return experts and _expert(experts, int(expert[2]), expert[3], shapes[name], ranks)
     elif owner not in modules:
         parent, _, last = owner.rpartition(".")
         joined = {**_JOINED, **getattr(model, "packed_modules_mapping", {})}
         for one, parts in joined.items():
             if last in parts:
-                owner, before = f"{parent}.{one}", parts[: parts.index(last)]
-                start = sum(shapes[f"{parent}.{part}.{kind}"][0] for part in before)
+                owner = f"{parent}.{one}"
+                rows = [shapes[f"{parent}.{part}.{kind}"][0] // ranks for part in parts]
+                before = rows[: parts.index(last)]
     module = modules.get(owner)
-    if not hasattr(module, kind):
-        return None
+    if not hasattr(module, kind) or (ranks > 1 and not rows and hasattr(module, "output_sizes")):
+        return None  # of joined parts each rank has a part of each
     width, dtype = shapes[name][-1], worker.model_config.dtype
-    held = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
-    result: Tensor = held[start : start + shapes[name][0]]
-    return result
+    held: Tensor = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
+    if not rows:
+        return held
+    start, parted = sum(before), len(held) == sum(rows)  # or ranks share key heads
+    return held[start : start + rows[len(before)]] if parted else None
+
+
+def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor | None:
+    """Return the tensor of which vLLM's ranks have parts: rows, columns, or all of it."""
+    held = [part for part in parts if part is not None]
+    if len(held) < len(parts):
+        return None
+    result = held[0]
+    if len(shape) > 1 and result.shape[-1] < shape[-1]:
+        result = torch.cat(held, dim=-1)
+    elif len(result) < shape[0]:
+        result = torch.cat(held)
+    return result[: shape[0]]
 
 
 def _matrix(module: Any, width: int, dtype: torch.dtype) -> Tensor:
@@ -139,12 +155,16 @@ def _matrix(module: Any, width: int, dtype: torch.dtype) -> Tensor:
     looks_up = isinstance(module, VocabParallelEmbedding) and not is_head
     if weight.device.type != "cpu" or looks_up or not hasattr(module, "quant_method"):
         return weight
+    width = getattr(module, "input_size_per_partition", width)
     rows = torch.eye(width, dtype=dtype).chunk(-(-width // _ROWS))
     return torch.cat([module.quant_method.apply(module, each) for each in rows]).t()
 
 
-def _expert(module: Any, index: int, kind: str, shape: tuple[int, ...]) -> Tensor | None:
-    held: Tensor = (module.w2_weight if kind in _DOWN else module.w13_weight)[index].detach()
+def _expert(
+    module: Any, index: int, kind: str, shape: tuple[int, ...], ranks: int
+) -> Tensor | None:
+    down = kind in _DOWN
+    held: Tensor = (module.w2_weight if down else module.w13_weight)[index].detach()
     method = module.quant_method
     if held.device.type == "cpu":
         isa = getattr(method.moe_kernel.fused_experts, "isa", None)
@@ -153,8 +173,10 @@ def _expert(module: Any, index: int, kind: str, shape: tuple[int, ...]) -> Tenso
         held = _unpacked(held, isa)
     elif method.unquantized_backend.name != "TRITON":  # others keep it in another order
         return None
-    start = held.shape[0] // 2 if kind in _SECOND else 0
-    return held[start : start + shape[0], : shape[1]]
+    if down:
+        return held[:, : shape[1] // ranks]
+    start = len(held) // 2 if kind in _SECOND else 0
+    return held[start : start + shape[0] // ranks]
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
