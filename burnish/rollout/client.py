@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ import torch
 from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, TensorSpec
 from burnish.data.balance import Bins, share_evenly
-from burnish.distributed.collectives import gather_objects
+from burnish.distributed.collectives import from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
@@ -69,11 +70,11 @@ class Server:
         """Have it free device memory until the next weights. Raises `ServerLost`."""
         self._message("/release", method="POST")
 
-    def upload(self, version: int) -> Upload:
-        """Begin to send it weights. Raises `ServerLost`."""
+    def upload(self, version: int, owner: str = "") -> Upload:
+        """Begin to send it weights, for `owner` to ask for completions. Raises `ServerLost`."""
         with self.losing():
             connection = self._connection()
-            connection.putrequest("PUT", f"/weights?version={version}")
+            connection.putrequest("PUT", f"/weights?version={version}&owner={owner}")
             connection.putheader("Authorization", f"Bearer {self._token}")
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
@@ -85,11 +86,12 @@ class Server:
         sampling: Sampling,
         version: int,
         told: queue.SimpleQueue[int],
+        owner: str = "",
         *,
         in_flight: bool = False,
     ) -> list[list[Completion]]:
         """Return the completions of requests; `told` gets how many have ended. Raises `ServerLost`."""
-        asked = messages.encode_requests(requests, sampling, version, in_flight=in_flight)
+        asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
         with self.losing(), closing(self._connection()) as self._asking:
             self._asking.request("POST", "/completions", b"".join(asked), self._headers())
             answer = self.answer(self._asking)
@@ -196,7 +198,7 @@ class ServedGenerator:
         revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers` are the same on all ranks; their models have tensors of `specs`.
+        """`servers` are the same on all ranks; their models have tensors of `specs`. Collective.
 
         With `in_flight` they take new weights while they generate. Before weights are loaded each rank calls `revive` if a server is
         lost. `close` calls `end`.
@@ -204,6 +206,7 @@ class ServedGenerator:
         self._revive, self._end, self._in_flight = revive, end, in_flight
         self._servers, self._specs, self._layout = tuple(servers), tuple(specs), layout
         self._lost: dict[str, str] = {}
+        self._owner = from_main(secrets.token_hex(8), layout)  # an evaluation may use them, too
         self._gather: Gather | None = None
         self._version: int | None = None
 
@@ -250,7 +253,7 @@ class ServedGenerator:
                 for share in shares:
                     mine = [requests[number] for number in share]
                     groups = server.complete(
-                        mine, sampling, version, told, in_flight=self._in_flight
+                        mine, sampling, version, told, self._owner, in_flight=self._in_flight
                     )
                     found.update(zip(share, groups, strict=True))
             except ServerLost as error:
@@ -293,7 +296,9 @@ class ServedGenerator:
         with ExitStack() as stack:
             for server in self._fed:
                 with self._losing(server):
-                    uploads[server] = stack.enter_context(closing(server.upload(version)))
+                    uploads[server] = stack.enter_context(
+                        closing(server.upload(version, self._owner))
+                    )
             for piece in self._gather.run(have):
                 message = messages.encode_shard(piece) if uploads else []
                 for server in uploads.keys() & self._fed:

@@ -92,15 +92,21 @@ def read_shards(stream: BinaryIO) -> Iterator[Shard]:
 
 
 def encode_requests(
-    requests: Sequence[Request], sampling: Sampling, version: int, *, in_flight: bool
+    requests: Sequence[Request],
+    sampling: Sampling,
+    version: int,
+    owner: str = "",
+    *,
+    in_flight: bool,
 ) -> list[bytes]:
-    """Return what asks for completions by weights of a version, or `in_flight` also by later ones."""
+    """Return what asks for completions by weights of a version that `owner` sent, or `in_flight` also by later ones."""
     told = [
         [each.prompt_key, len(each.token_ids), each.samples, each.first_sample] for each in requests
     ]
     ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
     fields = {
         "version": version,
+        "owner": owner,
         "in_flight": in_flight,
         "sampling": asdict(sampling),
         "requests": told,

@@ -1,6 +1,6 @@
 """Serve a generator over HTTP, for training in other processes.
 
-    PUT  /weights?version=N   pieces of all weights (`burnish.rollout.messages`)
+    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`)
     POST /completions         requests; answers with progress, then completions
     POST /release             frees device memory until the next weights
     GET  /checksums           of each tensor that it computes with
@@ -58,6 +58,7 @@ class GeneratorServer:
         """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._version: int | None = None
+        self._owner = ""
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._http = _Http((host, port), partial(_Handler, self, timeout))
@@ -114,9 +115,9 @@ class GeneratorServer:
         while not self._loads.empty():
             self._loads.get()()
 
-    def load_weights(self, body: BinaryIO, version: int) -> None:
-        """Load the weights that a body holds; without all of them there is no version."""
-        self._version = None
+    def load_weights(self, body: BinaryIO, version: int, owner: str) -> None:
+        """Load the weights that a body holds, for whoever sends them; without all of them there is no version."""
+        self._version, self._owner = None, owner
         self._generator.load_weights(Publication(messages.read_shards(body)), version)
         self._version = version
 
@@ -124,6 +125,8 @@ class GeneratorServer:
         """Return completions, or the version that it holds if that is another; `say` gets messages on the way."""
         requests, sampling, version = messages.read_requests(asked)
         held, in_flight = self._version, bool(asked.fields["in_flight"])
+        if asked.fields["owner"] != self._owner:
+            return messages.encode({"holds": "of another process"})
         if held is None or not (held == version or (in_flight and held > version)):
             return messages.encode({"holds": held})
         told, ended = time.monotonic(), 0
@@ -196,14 +199,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         url = urlsplit(self.path)
-        version = parse_qs(url.query).get("version", [""])[0]
+        version, owner = (parse_qs(url.query).get(x, [""])[0] for x in ("version", "owner"))
         if self._refused():
             return
         if url.path != "/weights" or not version.isdecimal():
             self._error(HTTPStatus.NOT_FOUND)
             return
         body = io.BufferedReader(_Body(self))
-        load = partial(self._server.load_weights, body, int(version))
+        load = partial(self._server.load_weights, body, int(version), owner)
         self._answer(_told(self._server.call(load, between_steps=True)))
 
     def do_POST(self) -> None:

@@ -64,7 +64,7 @@ log = logging.getLogger("burnish")
 def served_generator(foundation: Foundation) -> ServedGenerator:
     """Return the generator that `rollout.place` names: processes beside the ranks, or servers. Collective.
 
-    Raises `UsageError` if too few servers come, or a process does not start.
+    Raises `UsageError` if too few servers come, and `BurnishError` if a process does not start.
     """
     config, layout = foundation.config, foundation.layout
     specs, timeout = _specs(foundation), config.rollout.timeout_seconds
@@ -138,7 +138,7 @@ class Child:
         return {before: (self.url, self.token)}
 
     def wait(self) -> None:
-        """Wait until it listens. Raises `UsageError` if it does not."""
+        """Wait until it listens. Raises `BurnishError` if it does not."""
         timer = threading.Timer(_START_SECONDS, self._process.kill)
         timer.start()
         assert self._process.stdout is not None
@@ -150,7 +150,7 @@ class Child:
             raise error
         if "port" not in told:
             self._process.wait()
-            raise UsageError(
+            raise BurnishError(
                 "the process that generates completions did not start",
                 have=f"exit status {self._process.returncode}\n{self._last_lines()}",
                 do="look at its last lines above",

@@ -251,6 +251,19 @@ def test_an_error_of_the_user_is_raised_and_nobody_is_lost() -> None:
         generator.generate(make_requests(), SAMPLING)
 
 
+def test_weights_of_another_process_are_not_taken_for_ones_own() -> None:
+    other = tiny_model("qwen3", attention_bias=False)
+    for each_of in model_shards(other):
+        each_of.tensor.mul_(2)
+    with serving(own(tiny_model())) as server:
+        mine = loaded([server])
+        theirs = served([server], other)
+        theirs.load_weights(Publication(model_shards(other)), 1)
+        with pytest.raises(BurnishError, match="another process"):
+            mine.generate(make_requests(), SAMPLING)
+        theirs.generate(make_requests(), SAMPLING)
+
+
 def test_a_wrong_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with serving(own(tiny_model())) as server:
         stranger = Server(server.url, "guessed", 5.0)
@@ -391,7 +404,7 @@ def test_a_client_that_leaves_ends_the_generation() -> None:
                 raise InterruptedError
 
         generator = served([server], tiny_model())
-        generator._version = 1
+        generator._version, generator._owner = 1, ""
         with pytest.raises(InterruptedError):
             generator.generate(make_requests(), SAMPLING, watch)
         until(lambda: slow.left)
