@@ -55,19 +55,13 @@ def _listed(root: Path) -> Rows:
 
 
 def _described(run: RunDirectory) -> dict[str, Any]:
-    facts = describe(run, _read(run), _SHOWN)
+    facts = describe(run, Curves(run.metrics).refresh(), _SHOWN)
     if facts.error is not None:
         return {"run": str(run.root), "state": facts.error.problem}
     told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in facts.values.items() if v}
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
     place = {"run": str(run.root), "state": facts.state, "step": facts.step, "of": facts.of}
     return place | {"started": age} | {name: told.get(name) for name in _SHOWN}
-
-
-def _read(run: RunDirectory) -> Curves:
-    curves = Curves(run.metrics)
-    curves.refresh()
-    return curves
 
 
 def _settings(names: Sequence[str]) -> Rows:
@@ -81,7 +75,8 @@ def _settings(names: Sequence[str]) -> Rows:
 
 
 def _curves(names: Sequence[str]) -> Rows:
-    logged = {name: _read(RunDirectory(Path(name))).by_name for name in names}
+    paths = {name: RunDirectory(Path(name)).metrics for name in names}
+    logged = {name: Curves(path).refresh().by_name for name, path in paths.items()}
     found: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
         values = {

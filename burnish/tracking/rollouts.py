@@ -88,14 +88,16 @@ def write_rollouts(
 def _chosen(rows: Sequence[Row]) -> set[int]:
     """Return the indices of the rollouts that are kept longest: best, worst and random ones."""
 
-    def rank(i: int) -> tuple[float, tuple[int, int]]:
-        reward = float(rows[i]["reward"])
-        return -math.inf if math.isnan(reward) else reward, _place(rows[i])
-
-    order = sorted(range(len(rows)), key=rank)
+    order = sorted(range(len(rows)), key=lambda i: (rank(rows[i]), _place(rows[i])))
     others = order[EXTREMES:-EXTREMES]
     drawn = random.Random(rows[0]["step"] if rows else 0).sample(others, min(RANDOMS, len(others)))
     return {*order[:EXTREMES], *order[-EXTREMES:], *drawn}
+
+
+def rank(row: Row) -> float:
+    """Return a reward that can be compared: NaN is the least."""
+    reward = float(row["reward"])
+    return -math.inf if math.isnan(reward) else reward
 
 
 def _place(row: Row) -> tuple[int, int]:

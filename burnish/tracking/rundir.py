@@ -16,7 +16,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,6 +101,15 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by dotted names."""
+    if not isinstance(value, dict):
+        yield key[1:], value
+        return
+    for name, each in value.items():
+        yield from dotted(each, f"{key}.{name}")
+
+
 def environment(device: str, world: int = 1) -> dict[str, Any]:
     """Return this process's surroundings for `environment.json`.
 
@@ -147,6 +156,11 @@ def _git(*arguments: str) -> bytes:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return b""
+
+
+def plain(value: Any) -> Any:
+    r"""Return a text that UTF-8 can hold, where lone surrogates are \udXXX; any other value as it is."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

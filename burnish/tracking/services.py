@@ -13,14 +13,14 @@ import netrc
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
 from burnish.config.document import recorded
 from burnish.errors import UsageError
-from burnish.tracking.rundir import RUN, RunDirectory
+from burnish.tracking.rundir import RUN, RunDirectory, dotted
 from burnish.tracking.trackers import FileKind, State, sample_table
 
 _PROJECT = "burnish"
@@ -29,43 +29,59 @@ _QUIET_SECONDS = 30.0
 # How long W&B may take at the end of the process, beside the time that a run gives its trackers.
 
 
-class _Described:
-    """What services are told of a run."""
+class _Service:
+    """What services share: what they are told of a run, tables, and how the run ended."""
 
-    def __init__(self, root: Path) -> None:
-        directory = RunDirectory(root)
-        self.environment = directory.read_environment()
-        self.id = str(self.environment[RUN])
-        self.name = root.name
-        self.config = recorded(directory.config).model_dump(mode="json")
-        files = (directory.config, directory.environment, directory.diff)
-        self.files = [path for path in files if path.exists()]
+    def __init__(self, directory: Path) -> None:
+        run = RunDirectory(directory)
+        self._environment = run.read_environment()
+        self._id, self._name = str(self._environment[RUN]), directory.name
+        self._config = recorded(run.config).model_dump(mode="json")
+        files = (run.config, run.environment, run.diff)
+        self._files = [path for path in files if path.exists()]
+        self._state: State = "finished"
+
+    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table of samples."""
+        if table := sample_table(rows):
+            data = [list(row.values()) for row in table]
+            self._log_table(step, f"rollouts/{kind}", list(table[0]), data)
+
+    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        raise NotImplementedError
+
+    def end(self, state: State) -> None:
+        """Note how the run ended."""
+        self._state = state
+
+    def sync(self) -> None:
+        """Do nothing: the service's own thread or process writes."""
 
 
-class WandbTracker:
+class WandbTracker(_Service):
     """Log to W&B. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and so on apply; WANDB_MODE=offline writes below the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         import wandb
 
-        self._wandb, run = wandb, _Described(directory)
+        super().__init__(directory)
+        self._wandb = wandb
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            id=run.id,
-            name=run.name,
+            id=self._id,
+            name=self._name,
             dir=str(directory),
-            config={**run.config, "environment": run.environment},
+            config={**self._config, "environment": self._environment},
             resume="allow",
             # Its output would break progress bars, and what it captures is in the log files.
             settings=wandb.Settings(silent=True, console="off", finish_timeout=_QUIET_SECONDS),
         )
-        origin = wandb.Artifact(f"run-{run.id}", type="run")
-        for path in run.files:
+        origin = wandb.Artifact(f"run-{self._id}", type="run")
+        for path in self._files:
             origin.add_file(str(path))
         self._run.log_artifact(origin)
         self.last_step = self._run.starting_step - 1
         """The last step that the service has; it ignores those up to it."""
-        self._code = 0
 
     @staticmethod
     def require_ready() -> None:
@@ -88,37 +104,26 @@ class WandbTracker:
         """Log a row of the run's history."""
         self._run.log(dict(values), step=step, commit=True)
 
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table, in the row of the step that is logged next."""
-        table = sample_table(rows)
-        if table:
-            data = [list(row.values()) for row in table]
-            content = self._wandb.Table(columns=list(table[0]), data=data)
-            self._run.log({f"rollouts/{kind}": content}, step=step, commit=False)
+    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        table = self._wandb.Table(columns=columns, data=data)
+        self._run.log({name: table}, step=step, commit=False)  # with the step's numbers
 
     def log_file(self, path: str, kind: FileKind) -> None:
         """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
         name, place = PurePath(path).name, {"place": path}
-        artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind, metadata=place)
+        artifact = self._wandb.Artifact(f"{kind}-{self._id}", type=kind, metadata=place)
         if kind == "report":
             artifact.add_file(path)
         elif Path(path).is_dir():
             artifact.add_reference(Path(path).absolute().as_uri(), name=name, checksum=False)
         self._run.log_artifact(artifact, aliases=["latest", name])
 
-    def end(self, state: State) -> None:
-        """Note whether the run failed."""
-        self._code = 0 if state == "finished" else 1
-
-    def sync(self) -> None:
-        """Do nothing: a process of W&B's own writes."""
-
     def close(self) -> None:
-        """Send the rest."""
-        self._run.finish(exit_code=self._code)
+        """Send the rest, and whether the run failed."""
+        self._run.finish(exit_code=int(self._state != "finished"))
 
 
-class MlflowTracker:
+class MlflowTracker(_Service):
     """Log to MLflow, to the server of MLFLOW_TRACKING_URI and the experiment of MLFLOW_EXPERIMENT_NAME.
 
     An infinity is stored as ±1.8e308, and characters that MLflow refuses in a name as _.
@@ -129,26 +134,29 @@ class MlflowTracker:
     def __init__(self, directory: Path) -> None:
         from mlflow import MlflowClient, entities
 
-        self._client, self._entities, run = MlflowClient(), entities, _Described(directory)
+        super().__init__(directory)
+        self._client, self._entities = MlflowClient(), entities
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         place = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        known = self._client.search_runs([place], f"tags.`{self._TAG}` = '{run.id}'", max_results=1)
+        known = self._client.search_runs(
+            [place], f"tags.`{self._TAG}` = '{self._id}'", max_results=1
+        )
         if known:
-            self._id = known[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
+            self._run = known[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
         else:
-            commit = str(run.environment.get("git_commit"))
-            tags = {self._TAG: run.id, "mlflow.source.git.commit": commit}
-            self._id = self._client.create_run(place, tags=tags, run_name=run.name).info.run_id
-            parameters = [entities.Param(key, value) for key, value in _flat(run.config)]
+            commit = str(self._environment.get("git_commit"))
+            tags = {self._TAG: self._id, "mlflow.source.git.commit": commit}
+            made = self._client.create_run(place, tags=tags, run_name=self._name)
+            self._run = made.info.run_id
+            parameters = [entities.Param(key, str(v)[:500]) for key, v in dotted(self._config)]
             for some in _in_batches(parameters, 100):
-                self._client.log_batch(self._id, params=some)
-        for path in run.files:
-            self._client.log_artifact(self._id, str(path))
+                self._client.log_batch(self._run, params=some)
+        for path in self._files:
+            self._client.log_artifact(self._run, str(path))
         self.last_step = int(known[0].data.tags.get(self._STEP, -1)) if known else -1
         """The last step that the service has."""
-        self._status = "FINISHED"
         self._metrics: list[Any] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -159,57 +167,49 @@ class MlflowTracker:
             for name, value in values.items()
         ]
 
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table, which MLflow shows, as CSV."""
-        table = sample_table(rows)
-        if table:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, table[0])
-            writer.writeheader()
-            writer.writerows(table)
-            self._client.log_text(self._id, text.getvalue(), f"rollouts/{kind}-{step:08d}.csv")
+    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        text = io.StringIO()
+        csv.writer(text).writerows([columns, *data])
+        self._client.log_text(self._run, text.getvalue(), f"{name}-{step:08d}.csv")
 
     def log_file(self, path: str, kind: FileKind) -> None:
         """Log the report as an artifact, a checkpoint's place as a tag."""
         if kind == "checkpoint":
-            self._client.set_tag(self._id, "burnish.checkpoint", path)
+            self._client.set_tag(self._run, "burnish.checkpoint", path)
         else:
-            self._client.log_artifact(self._id, path)
-
-    def end(self, state: State) -> None:
-        """Note how the run ended."""
-        self._status = {"failed": "FAILED", "stopped": "KILLED"}.get(state, "FINISHED")
+            self._client.log_artifact(self._run, path)
 
     def sync(self) -> None:
         """Send the metrics that are held, with the number of their last step."""
         held, self._metrics = self._metrics, []
         for some in _in_batches(held, 1000):
             tags = [self._entities.RunTag(self._STEP, str(some[-1].step))]
-            self._client.log_batch(self._id, metrics=some, tags=tags)
+            self._client.log_batch(self._run, metrics=some, tags=tags)
 
     def close(self) -> None:
         """End the run."""
         self.sync()
-        self._client.set_terminated(self._id, self._status)
+        status = {"failed": "FAILED", "stopped": "KILLED"}.get(self._state, "FINISHED")
+        self._client.set_terminated(self._run, status)
 
 
-class TrackioTracker:
+class TrackioTracker(_Service):
     """Log to Trackio, to the project of TRACKIO_PROJECT in TRACKIO_DIR, or to TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
 
     def __init__(self, directory: Path) -> None:
         import trackio
 
-        self._trackio, run = trackio, _Described(directory)
-        self._id = run.id
+        super().__init__(directory)
+        self._trackio = trackio
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
-            name=f"{run.name}-{run.id[:8]}",  # by which Trackio knows a run again
-            config={**run.config, "environment": run.environment, "run": run.id},
+            name=f"{self._name}-{self._id[:8]}",  # by which Trackio knows a run again
+            config={**self._config, "environment": self._environment, "run": self._id},
             resume="allow",
             embed=False,
         )
-        origin = trackio.Artifact(f"run-{run.id}", type="run")
-        for path in run.files:
+        origin = trackio.Artifact(f"run-{self._id}", type="run")
+        for path in self._files:
             origin.add_file(path)
         self._run.log_artifact(origin)
 
@@ -217,13 +217,8 @@ class TrackioTracker:
         """Log a row."""
         self._run.log(dict(values), step=step)
 
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table."""
-        table = sample_table(rows)
-        if table:
-            columns, data = list(table[0]), [list(row.values()) for row in table]
-            content = self._trackio.Table(columns=columns, data=data)
-            self._run.log({f"rollouts/{kind}": content}, step=step)
+    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        self._run.log({name: self._trackio.Table(columns=columns, data=data)}, step=step)
 
     def log_file(self, path: str, kind: FileKind) -> None:
         """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
@@ -237,33 +232,31 @@ class TrackioTracker:
             artifact.add_reference(Path(path).absolute().as_uri(), checksum=False)
         self._run.log_artifact(artifact, aliases=[PurePath(path).stem])
 
-    def sync(self) -> None:
-        """Do nothing: a thread of Trackio's own writes."""
-
     def close(self) -> None:
         """Write the rest."""
         self._run.finish()
 
 
-class SwanlabTracker:
+class SwanlabTracker(_Service):
     """Log to SwanLab. SWANLAB_PROJ_NAME, SWANLAB_WORKSPACE, SWANLAB_MODE and so on apply; other modes than online write below the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         import swanlab
 
-        self._swanlab, run = swanlab, _Described(directory)
+        super().__init__(directory)
+        self._swanlab = swanlab
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         self._run = swanlab.init(
             project=settings.project.name or _PROJECT,
-            name=run.name,
-            id=run.id,
+            name=self._name,
+            id=self._id,
             resume="allow",
             log_dir=str(directory / "swanlog"),
-            config={**run.config, "environment": run.environment},
+            config={**self._config, "environment": self._environment},
             settings=settings,
         )
-        self._root, self._state = directory, "success"
-        for path in run.files[1:]:  # it writes the configuration itself
+        self._root = directory
+        for path in self._files[1:]:  # it writes the configuration itself
             self._save(path)
 
     @staticmethod
@@ -283,13 +276,9 @@ class SwanlabTracker:
         """Log a step's scalars."""
         self._run.log(dict(values), step=step)
 
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table."""
-        table = sample_table(rows)
-        if table:
-            data = [[str(value) for value in row.values()] for row in table]
-            content = self._swanlab.echarts.Table().add(list(table[0]), data)
-            self._run.log({f"rollouts/{kind}": content}, step=step)
+    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        texts = [[str(value) for value in row] for row in data]
+        self._run.log({name: self._swanlab.echarts.Table().add(columns, texts)}, step=step)
 
     def log_file(self, path: str, kind: FileKind) -> None:
         """Save the report; note where a checkpoint is."""
@@ -298,28 +287,13 @@ class SwanlabTracker:
         else:
             self._run.log({"checkpoint": self._swanlab.Text(path)}, step=_step(path))
 
-    def end(self, state: State) -> None:
-        """Note how the run ended."""
-        self._state = {"failed": "crashed", "stopped": "aborted"}.get(state, "success")
-
-    def sync(self) -> None:
-        """Do nothing: a thread of SwanLab's own writes."""
-
     def close(self) -> None:
-        """Send the rest."""
-        self._run.finish(state=self._state, error=None if self._state == "success" else self._state)
+        """Send the rest, and how the run ended."""
+        state = {"failed": "crashed", "stopped": "aborted"}.get(self._state, "success")
+        self._run.finish(state=state, error=None if state == "success" else state)
 
     def _save(self, path: Path) -> None:
         self._run.save(str(path), base_path=str(self._root), policy="now")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield settings by dotted names, as MLflow's parameters."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value)[:500]
 
 
 def _step(checkpoint: str) -> int:

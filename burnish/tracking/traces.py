@@ -21,7 +21,7 @@ from burnish.config.document import recorded
 from burnish.config.schema import RunConfig, TracesConfig
 from burnish.errors import CorruptError, refusing
 from burnish.tracking import rollouts as files
-from burnish.tracking.rundir import RUN, RunDirectory, write_atomically
+from burnish.tracking.rundir import RUN, RunDirectory, plain, write_atomically
 from burnish.tracking.trackers import BackgroundTracker, json_number
 
 if TYPE_CHECKING:  # the records' module loads torch
@@ -182,15 +182,11 @@ def _span(
 ) -> TraceSpan:
     # Without what is not known, and with texts that UTF-8 can hold.
     found = {
-        _plain(key): json_number(value) if isinstance(value, float) else _plain(value)
+        plain(key): json_number(value) if isinstance(value, float) else plain(value)
         for key, value in attributes.items()
         if value is not None
     }
-    return TraceSpan(_plain(name), begin, end, found, _plain(error))
-
-
-def _plain(value: Any) -> Any:
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    return TraceSpan(plain(name), begin, end, found, plain(error))
 
 
 def _text(value: Any) -> str:

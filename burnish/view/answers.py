@@ -129,8 +129,7 @@ class Answers:
         try:
             for each in (run.config, run.environment, path / STATUS, run.metrics):
                 self._within(each)
-            curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES))
-            curves.refresh()
+            curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES)).refresh()
             return describe(run, curves, _SHOWN, is_copy=self._url is not None)
         except BurnishError as error:
             return RunFacts(error=error)
@@ -402,8 +401,7 @@ class Answers:
             self._curves[run.root] = curves
             if len(self._curves) > _CURVES_HELD:  # the one that was asked for longest ago
                 del self._curves[next(iter(self._curves))]
-        curves.refresh()
-        return curves
+        return curves.refresh()
 
     def _index(self, run: RunDirectory) -> RolloutIndex:
         with self._lock:

@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from burnish.errors import CorruptError
 from burnish.tracking.trackers import json_number, parse_metrics
@@ -76,14 +76,14 @@ class Curves:
         """What is wrong with a line that was passed over."""
         self._place, self._tail, self._inode = 0, b"", 0
 
-    def refresh(self) -> None:
+    def refresh(self) -> Self:
         """Read the whole lines that are new, or everything if the file was written anew. Without a file there are no curves."""
         with self._lock:
             try:
                 file = self.path.open("rb")
             except FileNotFoundError:
                 self._forget()
-                return
+                return self
             with file:
                 state = os.fstat(file.fileno())
                 file.seek(self._place - len(self._tail))
@@ -100,6 +100,7 @@ class Curves:
                 self._add(line)
             self._place += len(whole)
             self._tail = (self._tail + whole)[-_TAIL:]
+        return self
 
     def _add(self, line: bytes) -> None:
         try:

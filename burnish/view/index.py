@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.tracking.rollouts import Kind, Row, blocks, named_rollouts, parse_rollout
+from burnish.tracking.rundir import plain
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ class RolloutFilter:
         by_reward = self.min_reward is not None or self.max_reward is not None
         named = {
             "prompt = ?": self.prompt,
-            "source = (SELECT id FROM sources WHERE name = ?)": _plain(self.source),
+            "source = (SELECT id FROM sources WHERE name = ?)": self.source and plain(self.source),
             "reward >= ?": self.min_reward,
             "reward <= ?": self.max_reward,
             "reward != ?": _NAN if by_reward else None,
@@ -592,7 +593,7 @@ def _facts(line: bytes, place: int, where: str) -> _Facts:
         length, reward = _fitting(row.get("length") or 0), float(row["reward"])
     except (TypeError, ValueError, OverflowError) as error:
         raise CorruptError(f"{where} has a rollout whose numbers are none", have=error) from error
-    source = _plain(str(row.get("source") or "")) or ""
+    source = plain(str(row.get("source") or ""))
     return prompt, sample, place, _NAN if math.isnan(reward) else reward, length, source
 
 
@@ -602,11 +603,6 @@ def _fitting(value: Any) -> int:
     if not -(1 << 63) <= number < 1 << 63:
         raise OverflowError("too large a number")
     return number
-
-
-def _plain(text: str | None) -> str | None:
-    """Return text that SQLite can hold: lone surrogates are escaped."""
-    return text and text.encode("utf-8", "backslashreplace").decode()
 
 
 def _distribution(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from burnish.config.document import CoreLoader
-from burnish.tracking.rollouts import Row, read_rollouts, rollout_files
+from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.view.curves import Curve, Curves
 
@@ -48,8 +48,7 @@ def write_report(run_dir: Path, state: RunState | None = None) -> Path:
     Leaves out missing files. Raises `CorruptError` for a broken file.
     """
     run = RunDirectory(run_dir)
-    curves = Curves(run.metrics)
-    curves.refresh()
+    curves = Curves(run.metrics).refresh()
     if curves.problem is not None:
         raise curves.problem
     name = run_dir.resolve().name
@@ -145,8 +144,8 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
     by_prompt = [groups[index] for index in sorted(groups)]
     newest = max(step for by_step in by_prompt for step in by_step)
     latest = [by_step[newest] for by_step in by_prompt if newest in by_step]
-    best = sorted((max(group, key=_order) for group in latest), key=lambda row: -_order(row))
-    worst = sorted((min(group, key=_order) for group in latest), key=_order)
+    best = sorted((max(group, key=rank) for group in latest), key=rank, reverse=True)
+    worst = sorted((min(group, key=rank) for group in latest), key=rank)
     changed = _changes(by_prompt, count)
     shown = (*(row for pair in changed for row in pair[:2]), *best[:count], *worst[:count])
     return {
@@ -190,11 +189,6 @@ def _typical(group: list[Row], mean: float, other: float) -> Row:
     """Return the row nearest to its group's mean; of two as near, the one farther from the other group's mean."""
     farthest_first = sorted(group, key=_finite_reward, reverse=mean > other)
     return min(farthest_first, key=lambda row: abs(_finite_reward(row) - mean))
-
-
-def _order(row: Row) -> float:
-    reward = float(row["reward"])
-    return -math.inf if math.isnan(reward) else reward
 
 
 def _finite_reward(row: Row) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -19,7 +19,7 @@ from burnish.config.document import CoreLoader, recorded
 from burnish.errors import BurnishError, CorruptError, count_text
 from burnish.files.lease import LEASE, is_held
 from burnish.files.storage import Source
-from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory
+from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory, dotted
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
@@ -100,21 +100,13 @@ def settings_of(run: Path) -> dict[str, Any]:
     """Return a run's settings by name, also of another version's. Raises `MissingError`, and `CorruptError` for no YAML."""
     path = recorded_config(run)
     try:
-        return dict(_flat(recorded(path).model_dump(mode="json")))
+        return dict(dotted(recorded(path).model_dump(mode="json")))
     except CorruptError:
         try:
-            return dict(_flat(yaml.load(path.read_text(), CoreLoader)))
+            return dict(dotted(yaml.load(path.read_text(), CoreLoader)))
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             pass
         raise
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield key[1:], value
-        return
-    for name, each in value.items():
-        yield from _flat(each, f"{key}.{name}")
 
 
 def beside(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
