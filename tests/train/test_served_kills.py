@@ -88,7 +88,11 @@ class Campaign:
 
     def start(self, at: At | None = None) -> list[Command]:
         """Start as many servers as are missing, and the ranks."""
-        world, settings, rollout = CASES[self.case]
+        return ranks(self.work, ["rl", self.serve()], CASES[self.case][0], at)
+
+    def serve(self) -> str:
+        """Start as many servers as are missing; return the configuration."""
+        _, settings, rollout = CASES[self.case]
         settings = {
             **QUICK,
             "steps": STEPS,
@@ -100,7 +104,7 @@ class Campaign:
         self.servers = [each for each in self.servers if each.is_running()]
         while len(self.servers) < rollout.get("servers", 0):
             self.servers.append(Command(self.work, ["serve", config, "--port", "0"]))
-        return ranks(self.work, ["rl", config], world, at)
+        return config
 
     def done(self) -> dict[str, Any]:
         """Run it to its end, and return what it comes to."""
@@ -142,8 +146,11 @@ class Campaign:
             for each in started if number == signal.SIGTERM else started[-1:]:
                 each.send(number)
         elif victim == "server":
-            self.servers[-1].send(number)
+            lost = self.servers.pop()
+            lost.send(number)
+            assert lost.wait() in (0, -number), lost.output
             self.killed += number == signal.SIGKILL
+            self.serve()
         elif victim == "child" and children:
             os.kill(children[-1], number)
         codes = [each.wait() for each in started]
@@ -154,8 +161,6 @@ class Campaign:
         else:
             assert set(codes) in ({0}, {1}), said
             assert "Traceback" not in said
-        if victim == "server":
-            assert self.servers.pop().wait() in (0, -number)
         if set(codes) == {0}:
             assert outcome(self.run) == wanted, said
             self.anew()
