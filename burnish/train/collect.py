@@ -42,7 +42,7 @@ Judge = Callable[[Sequence[Rollout]], list[Rollout]]
 """Adds to the rewards of rollouts, which all ranks have alike. Collective."""
 Groups = list[list[Rollout]]
 """Rollouts by prompt."""
-_POLL_SECONDS = 0.1
+_POLL_SECONDS, _BEAT_SECONDS = 0.1, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,11 @@ class Collector:
         if reward functions fail for all rollouts, round after round.
         """
         if self.generator.central and self.layout.world > 1:
-            made = partial(self.on_main.collect, prompts, first_key, samples, sampling)
+
+            def made(beat: Callable[[], None]) -> Groups:
+                main = replace(self.on_main, stopper=_BeatingStopper(self.stopper.check, beat))
+                return main.collect(prompts, first_key, samples, sampling)
+
             return self.judged(_from_main(made, self.layout))
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
@@ -271,7 +275,12 @@ class RolloutQueue:
         drawing, collector, began = self._drawing, self._sampler.collector, time.monotonic()
         if drawing is None or count == 0:
             return
-        drawn = _from_main(lambda: [drawing.next(check) for _ in range(count)], collector.layout)
+
+        def taken(beat: Callable[[], None]) -> list[tuple[DrawnBatch, int]]:
+            meanwhile = _BeatingStopper(check, beat).check
+            return [drawing.next(meanwhile) for _ in range(count)]
+
+        drawn = _from_main(taken, collector.layout)
         drawing.left -= count
         self._waited += time.monotonic() - began
         for batch, self._sampler.loader.cursor in drawn:
@@ -367,19 +376,43 @@ class Drawing:
                 return
 
 
-def _from_main(make: Callable[[], T], layout: Layout) -> T:
-    """Return what rank 0 makes, on all ranks; raise there what it raises. Collective."""
-    made: T | None = None
-    stopped: int | None = None
-    error: BurnishError | None = None
+class _BeatingStopper(Stopper):
+    """Its `check` calls two functions."""
+
+    def __init__(self, check: Callable[[], None], beat: Callable[[], None]) -> None:
+        super().__init__()
+        self._check, self._beat = check, beat
+
+    def check(self) -> None:
+        self._check()
+        self._beat()
+
+
+def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
+    """Return what rank 0 makes, on all ranks; raise there what it raises. Collective.
+
+    It may take longer than a collective may: `make` is given what it calls again and again meanwhile.
+    """
+    told: tuple[T | None, int | None, BurnishError | None] | None = None
+    last = time.monotonic()
+
+    def beat() -> None:
+        nonlocal last
+        if time.monotonic() - last >= _BEAT_SECONDS:
+            from_main(None, layout)
+            last = time.monotonic()
+
     if layout.is_main:
         try:
-            made = make()
+            told = make(beat), None, None
         except StopRequested as request:
-            stopped = request.signal_number
+            told = None, request.signal_number, None
         except BurnishError as raised:
-            error = raised
-    made, stopped, error = from_main((made, stopped, error), layout)
+            told = None, None, raised
+        told = from_main(told, layout)
+    while told is None:
+        told = from_main(told, layout)
+    made, stopped, error = told
     if stopped is not None:
         raise StopRequested(stopped)
     if error is not None:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -79,10 +79,12 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         others = partial(_others, look, layout)
         return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=others)
     child = Child(config.model_dump(mode="json"), layout)
-    with agree(layout):
-        child.wait()
-    servers = [Server(*each, timeout) for each in gather_objects((child.url, child.token), layout)]
-    revive, end = child.revive, child.close
+    with ExitStack() as stack:
+        stack.callback(child.close)
+        with agree(layout):
+            child.wait()
+        found, end = gather_objects((child.url, child.token), layout), stack.pop_all().close
+    servers, revive = [Server(*each, timeout) for each in found], child.revive
     return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=revive, end=end)
 
 

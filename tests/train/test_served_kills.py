@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from served_runs import QUICK, written
-from training_files import At, Command, burnish, outcome, ranks
+from training_files import At, Command, burnish, done, outcome, ranks
 
 from burnish.checkpoint.steps import committed
 
@@ -231,3 +231,15 @@ def test_a_signal_in_an_update_saves_what_the_next_step_needs(work: Path, place:
         assert code == 0, said
         found.append(outcome(work / "runs" / f"{name}_{place}"))
     assert found[0] == found[1]
+
+
+@pytest.mark.nightly
+def test_a_batch_may_take_longer_than_a_collective(work: Path) -> None:
+    (work / "slower.py").write_text(SLOW.replace("0.2", "9"))
+    settings = {
+        "steps": 1,
+        "reward": {"functions": [{"function": "slower.py:letters"}], "workers": 1},
+        "distributed": {"timeout_seconds": 6},
+    }
+    config = written(work, "patient", settings, place="child")
+    done(work, "rl", config, "name=patient", world=2)
