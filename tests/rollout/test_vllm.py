@@ -188,9 +188,13 @@ def test_logits_that_are_not_finite_are_refused(engines: dict[Any, VllmGenerator
     model = made()
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
-    ours = vllm(engines, model, slots=3)  # of its own: NaN stays in vLLM's cache of keys and values
+    ours, requests = vllm(engines, model), [Request(0, np.array([5, 6]), samples=2)]
     with pytest.raises(BurnishError, match="finite"):
-        ours.generate([Request(0, np.array([5, 6]))], Sampling(4))
+        ours.generate(requests, Sampling(4))
+    vllm(engines, made())  # and are not in the cache any more
+    assert_same(
+        ours.generate(requests, Sampling(4)), builtin(made()).generate(requests, Sampling(4))
+    )
 
 
 class TestWeights:

@@ -109,6 +109,8 @@ class VllmGenerator:
         self._sleeps, self._asleep = device.type != "cpu", False
         self._version: int | None = None
         self._numbers = count()
+        self._is_clean = True
+        """Whether no NaN came out of vLLM since its cache was empty."""
         limits = (max_length, longest_sequence(hf_config))
         self._max_positions = min(filter(None, limits), default=None)
         slots = MOST_SLOTS if slots == "auto" else slots
@@ -175,13 +177,17 @@ class VllmGenerator:
                     watch(ended)
         finally:
             self._engine.abort_request(list(running))
-        return [[self._finished(each, asked) for each in group] for group in groups]
+        self._is_clean = False
+        found = [[self._finished(each, asked) for each in group] for group in groups]
+        self._is_clean = True
+        return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load a model's tensors, of which every call must bring all, whole or in pieces.
 
-        vLLM holds no more of them a second time than the tensors of layers that are not complete, so bring them by layer. Raises
-        `IncompatibleError` for a tensor that is missing, unknown or of another shape; then the generator has no weights.
+        vLLM holds no more of them a second time than the tensors of layers that are not complete, so bring them by layer. It
+        reads completions that run again. Raises `IncompatibleError` for a tensor that is missing, unknown or of another shape;
+        then the generator has no weights.
         """
         self._version = None
         if self._asleep:
@@ -202,6 +208,9 @@ class VllmGenerator:
         if self._asleep:
             self._engine.wake_up(["kv_cache"])
             self._asleep = False
+        if not self._is_clean:
+            self._call("clear_cache")
+            self._is_clean = True
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise BurnishError("vLLM keeps keys and values of the previous weights in its cache")
         self._version = version

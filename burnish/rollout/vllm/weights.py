@@ -99,6 +99,12 @@ def end_load(worker: Any) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
+def clear_cache(worker: Any) -> None:
+    """Set all keys and values to 0: a NaN would spread to who gets its block, because 0 times NaN is NaN."""
+    for held in worker.model_runner.kv_caches:
+        held.zero_()
+
+
 def read_tensor(
     worker: Any, name: str, shapes: Mapping[str, tuple[int, ...]], head: bool = False
 ) -> Tensor | None:
