@@ -162,7 +162,7 @@ class Upload:
     def __init__(self, server: Server, connection: HTTPConnection) -> None:
         self._server, self._connection = server, connection
 
-    def send(self, message: Sequence[bytes]) -> None:
+    def send(self, message: messages.Parts) -> None:
         """Send a message of `burnish.rollout.messages`. Raises `ServerLost`."""
         with self._server.losing():
             for part in message:

@@ -6,10 +6,9 @@ A message is a line of JSON and the bytes of the arrays that it names. No pickle
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +20,9 @@ from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling
 
 Array = np.ndarray[Any, Any]
-_MOST_BYTES_OF_A_LINE, _BYTES_AT_ONCE = 64 << 20, 8 << 20
+Parts = list[bytes | memoryview]
+"""A message in parts, which are sent one after the other. Those of arrays are views."""
+_MOST_BYTES_OF_A_LINE = 64 << 20
 _DTYPES = {np.dtype(name): name for name in ("int64", "int16", "uint8", "float32")}
 _ERRORS = {kind.__name__: kind for kind in (UsageError, IncompatibleError, MissingError)}
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -35,12 +36,12 @@ class Message(NamedTuple):
     arrays: Mapping[str, Array]
 
 
-def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> list[bytes]:
-    """Return a message as its line and the bytes of its arrays."""
+def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> Parts:
+    """Return a message as its line and the bytes of its arrays, which are not copied."""
     given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
     kinds = {name: [_DTYPES[array.dtype], array.shape] for name, array in given.items()}
     line = json.dumps({**fields, "arrays": kinds}, allow_nan=False).encode() + b"\n"
-    return [line, *(array.tobytes() for array in given.values())]
+    return [line, *(array.reshape(-1).view(np.uint8).data for array in given.values())]
 
 
 def read(stream: BinaryIO) -> Message | None:
@@ -53,17 +54,26 @@ def read(stream: BinaryIO) -> Message | None:
     for name, (kind, shape) in fields.pop("arrays").items():
         if kind not in _DTYPES.values() or any(size < 0 for size in shape):
             raise ValueError(f"no array is of {kind} {shape}")
-        size = math.prod(shape) * np.dtype(kind).itemsize
-        data = bytearray()
-        while part := stream.read(min(size - len(data), _BYTES_AT_ONCE)):
-            data += part
-        if len(data) != size:
-            raise ValueError(f"{len(data)} of {size} bytes came")
-        arrays[name] = np.frombuffer(data, kind).reshape(shape)
+        arrays[name] = _filled(stream, kind, shape)
     return Message(fields, arrays)
 
 
-def encode_shard(shard: Shard) -> list[bytes]:
+def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
+    """Read an array straight into its memory."""
+    try:
+        array = np.empty(shape, kind)
+    except MemoryError as error:
+        raise ValueError(f"there is no memory for an array of {kind} {shape}") from error
+    room, came = array.reshape(-1).view(np.uint8).data, 0
+    while came < len(room):
+        read = cast(Any, stream).readinto(room[came:])
+        if not read:
+            raise ValueError(f"{came} of {len(room)} bytes came")
+        came += read
+    return array
+
+
+def encode_shard(shard: Shard) -> Parts:
     """Return a piece of the weights as a message."""
     spec, box = shard.spec, shard.box
     data = shard.tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
@@ -98,7 +108,7 @@ def encode_requests(
     owner: str = "",
     *,
     in_flight: bool,
-) -> list[bytes]:
+) -> Parts:
     """Return what asks for completions by weights of a version that `owner` sent, or `in_flight` also by later ones."""
     told = [
         [each.prompt_key, len(each.token_ids), each.samples, each.first_sample] for each in requests
@@ -129,7 +139,7 @@ def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
     return requests, Sampling(**given), int(fields["version"])
 
 
-def encode_completions(groups: Sequence[Sequence[Completion]]) -> list[bytes]:
+def encode_completions(groups: Sequence[Sequence[Completion]]) -> Parts:
     """Return the answer: the completions of each request."""
     made = [each for group in groups for each in group]
     told = [
@@ -210,7 +220,7 @@ LAST = encode({"last": True})
 """What ends the pieces of weights."""
 
 
-def encode_error(error: BurnishError) -> list[bytes]:
+def encode_error(error: BurnishError) -> Parts:
     """Return an error for people as a message."""
     return encode({"error": {"kind": type(error).__name__, **error.parts()}})
 

@@ -121,7 +121,7 @@ class GeneratorServer:
         self._generator.load_weights(Publication(messages.read_shards(body)), version)
         self._version = version
 
-    def complete(self, asked: messages.Message, say: Callable[[list[bytes]], None]) -> list[bytes]:
+    def complete(self, asked: messages.Message, say: Callable[[messages.Parts], None]) -> messages.Parts:
         """Return completions, or the version that it holds if that is another; `say` gets messages on the way."""
         requests, sampling, version = messages.read_requests(asked)
         held, in_flight = self._version, bool(asked.fields["in_flight"])
@@ -149,7 +149,7 @@ class GeneratorServer:
         self._version = None
         self._generator.release()
 
-    def checksums(self) -> list[bytes]:
+    def checksums(self) -> messages.Parts:
         """Return the generator's checksums."""
         told = [
             [spec.name, spec.shape, str(spec.dtype).removeprefix("torch."), checksum]
@@ -241,12 +241,12 @@ class _Handler(BaseHTTPRequestHandler):
             call.cancel()
         self.wfile.write(b"0\r\n\r\n")
 
-    def _say(self, message: list[bytes]) -> None:
+    def _say(self, message: messages.Parts) -> None:
         """Send a message as a chunk. Raises `OSError` when nobody listens any more, which ends the call."""
         with self._saying:
             self.wfile.write(b"".join([b"%x\r\n" % sum(map(len, message)), *message, b"\r\n"]))
 
-    def _answer(self, message: list[bytes]) -> None:
+    def _answer(self, message: messages.Parts) -> None:
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Length", str(sum(map(len, message))))
         self.end_headers()

@@ -202,6 +202,8 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
     """Return a server with a generator that has no weights yet."""
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # this process is no rank, whoever started it
+    if foundation.device.type == "cpu":
+        keep_freed_pages()
     engine = foundation.config.rollout.engine
     about = {"model": _fitting(_specs(foundation)), "engine": engine}
     try:
@@ -303,8 +305,6 @@ def main(given: Mapping[str, Any], answers: TextIO) -> None:
     local = RunConfig.model_validate(given["settings"])
     share_cores(given["local_world"])
     device = pick_device(given["local_rank"])
-    if device.type == "cpu":
-        keep_freed_pages()
     # Rank 0 asks the processes beside all ranks, which may be on other machines.
     host = "127.0.0.1" if given["world"] == given["local_world"] else "0.0.0.0"
     server = _made(lay_foundation(local, Layout(), device), given["token"], host, 0)
@@ -319,5 +319,5 @@ if __name__ == "__main__":
     try:
         main(json.loads(sys.stdin.readline()), _answers_to)
     except BurnishError as error:
-        _answers_to.write(encode_error(error)[0].decode())
+        _answers_to.write(bytes(encode_error(error)[0]).decode())
         sys.exit(error.exit_code)
