@@ -17,6 +17,14 @@ EOS = 1
 SIZES: dict[str, dict[str, int]] = {
     "5m": {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4},
     "30m": {"hidden_size": 640, "intermediate_size": 1664, "num_attention_heads": 10},
+    "88m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 16384,
+    },
     "109m": {
         "hidden_size": 768,
         "intermediate_size": 2048,

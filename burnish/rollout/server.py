@@ -121,7 +121,9 @@ class GeneratorServer:
         self._generator.load_weights(Publication(messages.read_shards(body)), version)
         self._version = version
 
-    def complete(self, asked: messages.Message, say: Callable[[messages.Parts], None]) -> messages.Parts:
+    def complete(
+        self, asked: messages.Message, say: Callable[[messages.Parts], None]
+    ) -> messages.Parts:
         """Return completions, or the version that it holds if that is another; `say` gets messages on the way."""
         requests, sampling, version = messages.read_requests(asked)
         held, in_flight = self._version, bool(asked.fields["in_flight"])

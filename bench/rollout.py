@@ -1,0 +1,228 @@
+"""Generators inside the trainer, in a process beside it and behind `burnish serve`.
+
+    python -m bench.rollout [--json] [--rounds N] [--cases tokens update ahead]
+
+All processes have one thread and compute in fp32 on the CPU.
+
+- `tokens`: 16 prompts of 24 tokens, 8 samples of each, 64 tokens each, 5 M parameters; beside Hugging Face `generate`.
+- `update`: the weights of a model of 350 MB; the limit copies the same tensors within this process.
+- `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
+  and training take alike. A step is the median of a run's steps but the first two and the last two.
+
+Ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from bench.machine import Result, command_line, interleaved, ratio, report
+from bench.words import model_config, write_prompts, write_tokenizer
+from burnish.boxes.shards import Publication, Shard
+from burnish.config.load import load_config
+from burnish.models.names import model_shards
+from burnish.records import Request
+from burnish.rollout.base import Generator, Sampling
+from burnish.tracking.trackers import read_metrics
+from burnish.train.setup import lay_foundation, make_generator
+
+PROMPTS, SAMPLES, PROMPT_LENGTH, TOKENS = 16, 8, 24, 64
+PLACES = ("inside", "child", "servers")
+SLOTS, STEPS = 32, 12
+GOALS = {"inside": 0.5, "child": 1 / 1.5, "servers": 1 / 3}
+"""Copying the tensors in memory over an update."""
+
+
+@contextmanager
+def world(size: str) -> Iterator[Path]:
+    """Prompts, a tokenizer and a configuration with a new model of `size`, in a directory of their own."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        model = model_config(size)
+        write_tokenizer(directory / "tokenizer")
+        write_prompts(directory / "prompts.jsonl", 64 * PROMPTS, PROMPT_LENGTH)
+        config = {
+            "name": "bench",
+            "output_dir": name,
+            "steps": STEPS,
+            "model": {"fresh": model, "tokenizer": str(directory / "tokenizer")},
+            "data": {"train": [str(directory / "prompts.jsonl")]},
+            "batch": {"prompts": PROMPTS, "tokens_per_device": 4096},
+            "rollout": {"n": SAMPLES, "max_response_length": TOKENS},
+            "engine": {"precision": "fp32"},
+            "algorithm": {"mismatch_cap": 2.0},
+            "reward": {"functions": [{"function": "bench.words:even_share"}]},
+            "tracking": {"trackers": [], "report": False, "rollouts_every": 0},
+            "checkpoint": {"save_every": 0},
+        }
+        (directory / "config.yaml").write_text(yaml.safe_dump(config))
+        yield directory
+
+
+@contextmanager
+def generators(directory: Path) -> Iterator[dict[str, Generator]]:
+    """The generator of each place, without weights."""
+    file = str(directory / "config.yaml")
+    command = [sys.executable, "-m", "burnish", "serve", file, "--port", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        with ExitStack() as stack:
+            made: dict[str, Generator] = {}
+            for place in PLACES:
+                foundation = lay_foundation(load_config(file, [f"rollout.place={place}"]).config)
+                made[place] = stack.enter_context(closing(make_generator(foundation)))
+            yield made
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def fresh_model(directory: Path) -> PreTrainedModel:
+    """The model of the world's configuration, with new weights."""
+    shape = dict(yaml.safe_load((directory / "config.yaml").read_text())["model"]["fresh"])
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def tokens(rounds: int) -> list[Result]:
+    """Tokens a second of each place and of Hugging Face `generate`."""
+    with world("5m") as directory, generators(directory) as made:
+        model = fresh_model(directory)
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(100, model.config.vocab_size, size=(PROMPTS, PROMPT_LENGTH))
+        requests = [Request(i, prompt, SAMPLES) for i, prompt in enumerate(prompts)]
+        counts: dict[str, int] = {}
+
+        def ours(name: str) -> None:
+            groups = made[name].generate(requests, Sampling(TOKENS))
+            counts[name] = sum(len(each.token_ids) for group in groups for each in group)
+
+        def peer() -> None:
+            ids = torch.from_numpy(prompts)
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                do_sample=True,
+                num_return_sequences=SAMPLES,
+                top_k=None,
+                pad_token_id=0,
+            )[:, PROMPT_LENGTH:]
+            ends = (output == model.config.eos_token_id).int()
+            counts["peer"] = int((ends.cumsum(1) - ends == 0).sum())
+
+        for generator in made.values():
+            generator.load_weights(Publication(model_shards(model)), 0)
+        sides = {name: partial(ours, name) for name in made} | {"peer": peer}
+        seconds = interleaved(sides, rounds)
+    each = {name: [s / counts[name] for s in times] for name, times in seconds.items()}
+    speed = {name: 1 / median(times) for name, times in each.items()}
+    goals = {"inside": 1.2, "child": 1.1, "servers": 1.1}
+    return [
+        Result(
+            f"rollout/tokens/{name}",
+            speed[name],
+            speed["peer"],
+            None,
+            "tokens/s",
+            ratio(each["peer"], each[name]),
+            goals[name],
+        )
+        for name in made
+    ]
+
+
+def update(rounds: int) -> list[Result]:
+    """Seconds of a weight update beside copying the tensors in memory."""
+    with world("88m") as directory, generators(directory) as made:
+        shards = list(model_shards(fresh_model(directory)))
+        room = [torch.empty_like(shard.tensor) for shard in shards]
+
+        def load(name: str) -> None:
+            made[name].load_weights(Publication(shards), 0)
+
+        sides: dict[str, Callable[[], object]] = {name: partial(load, name) for name in made}
+        seconds = interleaved(sides | {"copy": partial(copy, shards, room)}, rounds)
+    limit = seconds["copy"]
+    return [
+        Result(
+            f"rollout/update/{name}",
+            median(seconds[name]),
+            None,
+            median(limit),
+            "s",
+            ratio(limit, seconds[name]),
+            GOALS[name],
+        )
+        for name in made
+    ]
+
+
+def copy(shards: Sequence[Shard], room: Sequence[torch.Tensor]) -> None:
+    """Copy tensors."""
+    for shard, there in zip(shards, room, strict=True):
+        there.copy_(shard.tensor)
+
+
+def ahead(rounds: int) -> list[Result]:
+    """Seconds a step with and without drawing ahead."""
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    parts: dict[str, list[float]] = {"rollout": [], "train": []}
+    with world("5m") as directory:
+        for number in range(rounds):
+            for k in seconds:
+                rows = run(directory, f"run{number}-{k}", k)
+                steps = [row["timing_s/step"] for row in rows]
+                seconds[k].append(median(steps))
+                if k == 0:
+                    drawn = [row["timing_s/rollout"] for row in rows]
+                    parts["rollout"].append(median(drawn))
+                    parts["train"].append(median(np.subtract(steps, drawn)))
+    print(f"  ahead 0: { {name: round(float(median(x)), 3) for name, x in parts.items()} }")
+    found = ratio(seconds[0], seconds[1])
+    ours, theirs = median(seconds[1]), median(seconds[0])
+    return [Result("rollout/ahead", ours, theirs, None, "s/step", found, 1.6)]
+
+
+def run(directory: Path, name: str, k: int) -> list[dict[str, Any]]:
+    """One run of `burnish rl`; the metrics of its steps but the first two and the last two."""
+    settings = [f"name={name}", f"rollout.ahead={k}", "rollout.place=child"]
+    settings += ["batch.prompts=4", f"rollout.slots={SLOTS}"]
+    command = [sys.executable, "-m", "burnish", "rl", str(directory / "config.yaml"), *settings]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout.decode())
+    rows = read_metrics(directory / name / "metrics.jsonl")
+    return [row for row in rows if "timing_s/step" in row][2:-2]
+
+
+CASES = {"tokens": tokens, "update": update, "ahead": ahead}
+
+
+def main() -> None:
+    parser = command_line(__doc__, rounds=5)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    results = [each for name in arguments.cases for each in CASES[name](arguments.rounds)]
+    report(results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
