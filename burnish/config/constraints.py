@@ -91,6 +91,16 @@ _OF_TRAINING: Sequence[Constraint] = (
 _OF_SAMPLING: Sequence[Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
 )
+_OF_ENDPOINTS: Sequence[Constraint] = (
+    ("rollout.engine=openai", "rollout.url", ""),
+    ("rollout.engine=openai", "rollout.model", ""),
+    ("rollout.engine=openai", "reward.functions", "it gives no losses of examples"),
+    ("rollout.engine=openai", "reward.models=[]", "no engine is there to run them"),
+    ("rollout.engine=openai", "rollout.place=inside", "an endpoint is where it is"),
+    ("rollout.engine=openai", "model.chat_template=null", "the endpoint has its own"),
+    ("rollout.url", "rollout.engine=openai", ""),
+    ("rollout.model", "rollout.engine=openai", ""),
+)
 _OF_RL: Sequence[Constraint] = (
     ("rollout.n=1", _UNGROUPED, "others compare the completions of a prompt, and would all be 0"),
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one has no variance"),
@@ -138,8 +148,10 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
     problems = list(_of_settings(config))
     if world is not None:
         problems += _of_degrees(config.engine, world)
+    asks = command == "eval" and config.rollout.engine == "openai"
+    problems += _of_tokenizer(config.model) if asks else _of_model(config.model)
     if command == "eval":
-        problems += _broken(config, _OF_SAMPLING)
+        problems += _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS))
     else:
         problems += _of_training(config, config.critic.warmup_steps if command == "rl" else 0)
     if command == "sft":
@@ -231,7 +243,6 @@ def _have(config: RunConfig, *names: str) -> str:
 
 def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
     yield from _broken(config, (*_OF_ENGINE, *_OF_ACTIVATIONS, *_OF_ALL))
-    yield from _of_model(config.model)
     yield from _of_places(config)
     if config.optim.moments == "bf16" and max(config.optim.betas) > _LARGEST_BETA_IN_BF16:
         yield UsageError(
@@ -272,6 +283,16 @@ def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
             have="model.lora.rank: 0",
             want="1 or more",
             do="set model.lora.rank=16, or remove model.lora",
+        )
+
+
+def _of_tokenizer(model: ModelConfig) -> Iterator[BurnishError]:
+    if not model.tokenizer and not model.path:
+        yield UsageError(
+            "an endpoint's completions are counted in tokens, and there is no tokenizer",
+            have="neither model.tokenizer nor model.path",
+            want="the tokenizer of the endpoint's model, or any other",
+            do="set model.tokenizer",
         )
 
 
@@ -397,6 +418,13 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     yield from _broken(config, _OF_RL)
     yield from _broken(config, _OF_SAMPLING)
     yield from _of_completions(config, shares)
+    if config.rollout.engine == "openai":
+        yield UsageError(
+            "rollout.engine openai is for burnish eval: the weights of an endpoint cannot be set",
+            have="rollout.engine: openai",
+            want="builtin",
+            do="set rollout.engine=builtin",
+        )
     if not config.reward.given:
         yield UsageError(
             "there is no reward to learn from",

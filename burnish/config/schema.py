@@ -284,8 +284,12 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
-    engine: MayChange[Literal["builtin", "vllm"]] = "builtin"
-    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm."""
+    engine: MayChange[Literal["builtin", "vllm", "openai"]] = "builtin"
+    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. openai: an endpoint with OpenAI's API, for `burnish eval` alone, as nobody can set its weights."""
+    url: MayChange[str | None] = Field(None, pattern=r"^https?://[!-~]+$")
+    """openai: the endpoint, such as http://localhost:8000/v1. Its key is the environment variable OPENAI_API_KEY, if that is set."""
+    model: MayChange[str | None] = None
+    """openai: the model, by the endpoint's name for it. `model.tokenizer` only counts tokens."""
     place: MayChange[Literal["inside", "child", "servers"]] = "inside"
     """Where completions are generated. inside: in the training processes, in turns with training. child: in a process beside each of them, so that with `ahead` both work at the same time. servers: by `burnish serve`, on any machine that sees the run's directory."""
     servers: MayChange[int] = Field(1, ge=1)
@@ -293,7 +297,7 @@ class RolloutConfig(SamplingConfig):
     tensor_parallel: MayChange[int] = Field(1, ge=1)
     """Devices that share the model of one server, with vllm."""
     timeout_seconds: MayChange[float] = Field(120.0, gt=0)
-    """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work."""
+    """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work. openai: longest time of a completion."""
     ahead: MayChange[int] = Field(0, ge=0)
     """Number of steps by which completions are drawn before they are trained on. Batch t is drawn with the weights after step t - 1 - ahead, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may go on with another number; it first trains on what it has drawn."""
     in_flight: MayChange[bool] = False
@@ -303,7 +307,7 @@ class RolloutConfig(SamplingConfig):
     check_every: MayChange[int] = Field(100, ge=1)
     """Steps between these comparisons. One is made at every start."""
     slots: MayChange[Literal["auto"] | Annotated[int, Field(ge=1)]] = "auto"
-    """Most sequences generated at one time, per device. auto: 512, or half of that and so on, as the free memory has room."""
+    """Most sequences generated at one time, per device. auto: 512, or half of that and so on, as the free memory has room. openai: requests at one time; auto: 32."""
 
 
 class RewardFunctionConfig(Section):

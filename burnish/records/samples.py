@@ -57,6 +57,8 @@ class Request:
     """How many completions to draw; their sample indices are `first_sample`, `first_sample` + 1, ..."""
     first_sample: int = 0
     """Index of the first sample."""
+    prompt: Prompt | None = None
+    """Where the token ids come from, for generators that are asked in texts or messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +79,8 @@ class Completion:
     """Where they were asked for: of the prompt's tokens and its own, but for the very last, which nothing was computed from."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """Versions that were loaded while it was generated (`rollout.in_flight`), each with the first token that it drew."""
+    text: str | None = None
+    """What a generator said that speaks in texts; None where the token ids are decoded."""
     times: tuple[float, float, float] | None = None
     """When it was asked for, and when its first and its last token came, in seconds since 1970, where the generator knows."""
 

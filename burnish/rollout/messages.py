@@ -209,6 +209,7 @@ def read_completions(
                 weights_version=mine,
                 later_versions=later,
                 times=times,
+                text=None,
                 **part,
             )
         )

@@ -264,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
 
-def _told(call: Future[Any]) -> list[bytes]:
+def _told(call: Future[Any]) -> messages.Parts:
     """Return the answer to a call, or what it failed at."""
     try:
         return call.result() or messages.encode({})

@@ -91,7 +91,9 @@ class Collector:
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
         )
         mine = shared[self.layout.data_rank]
-        requests = [Request(first_key + i, prompts[i].token_ids, samples=samples) for i in mine]
+        requests = [
+            Request(first_key + i, prompts[i].token_ids, samples, prompt=prompts[i]) for i in mine
+        ]
         stopped: int | None = None
         groups: Groups = []
         try:
@@ -136,12 +138,16 @@ class Collector:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> Groups:
         rollouts = [
-            Rollout(prompt, sample, completion, self.decode(completion.token_ids.tolist()))
+            Rollout(prompt, sample, completion, self._text(completion))
             for prompt, group in zip(prompts, completions, strict=True)
             for sample, completion in enumerate(group)
         ]
         scored = iter(self.score(rollouts, self.stopper.check))
         return [[next(scored) for _ in group] for group in completions]
+
+    def _text(self, completion: Completion) -> str:
+        told = completion.text
+        return self.decode(completion.token_ids.tolist()) if told is None else told
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,13 @@ from burnish.train.critic import critic_foundation
 from burnish.train.evaluate import newest_model
 from burnish.train.localize import local_inputs
 from burnish.train.reward_models import read_judge
-from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
+from burnish.train.setup import (
+    TextFoundation,
+    example_dataset,
+    lay_foundation,
+    model_tokenizer,
+    prompt_dataset,
+)
 
 _ROWS = 512
 """Rows of each data set that are tokenized."""
@@ -60,11 +66,16 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 if not is_elsewhere(judge.path):
                     read_judge(judge, config.seed, Layout(), torch.device("cpu"))
         with _noting(errors):
-            foundation = lay_foundation(local, given=config.model)
-            if command == "rl" and config.algorithm.advantage == "gae":
-                with _noting(errors):
-                    if config.critic.path is None or not is_elsewhere(config.critic.path):
-                        critic_foundation(foundation)
+            foundation: TextFoundation
+            if command == "eval" and local.rollout.engine == "openai":
+                tokenizer = model_tokenizer(local.model)
+                foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
+            else:
+                foundation = laid = lay_foundation(local, given=config.model)
+                if command == "rl" and config.algorithm.advantage == "gae":
+                    with _noting(errors):
+                        if config.critic.path is None or not is_elsewhere(config.critic.path):
+                            critic_foundation(laid)
             names = ["train", "validation"] if trains else ["validation"]
             for name in names:
                 with _noting(errors):
@@ -97,7 +108,7 @@ def _noting(errors: list[BurnishError]) -> Iterator[None]:
 
 
 def _first_rows(
-    foundation: Foundation, name: str, command: Command, pool: RewardPool | None
+    foundation: TextFoundation, name: str, command: Command, pool: RewardPool | None
 ) -> PromptDataset | ExampleDataset | None:
     """Read the first rows of `data.train` or `data.validation`, as far as they are not behind URLs."""
     config, setting = foundation.config, f"data.{name}"

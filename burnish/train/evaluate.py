@@ -36,16 +36,18 @@ from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.stats import Mean, Stats
-from burnish.train.collect import Collector, sampling
+from burnish.train.collect import Collector, Judge, sampling
 from burnish.train.intact import Intact
 from burnish.train.reward_models import load_judge
 from burnish.train.run import Validation
 from burnish.train.setup import (
     Foundation,
+    TextFoundation,
     example_dataset,
     lay_foundation,
     load_frozen,
     make_collector,
+    model_tokenizer,
     prompt_dataset,
 )
 from burnish.train.signals import Stopper, StopRequested, catch_signals
@@ -57,7 +59,7 @@ log = logging.getLogger("burnish")
 
 
 def prompt_validation(
-    foundation: Foundation,
+    foundation: TextFoundation,
     collector: Collector,
     dataset: PromptDataset,
     before: Callable[[], None] = lambda: None,
@@ -145,12 +147,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Validate the model of `config`, with the weights of `step` if given, and return the numbers. Collective.
 
-    With reward functions the held-out data are prompts, without them examples.
+    With reward functions the held-out data are prompts, without them examples. With `rollout.engine` openai no model is loaded: an
+    endpoint answers.
     """
     with catch_signals(layout) as stopper:
         try:
-            foundation = lay_foundation(config, layout, device)
             progress = Progress(config.tracking.progress and layout.is_main)
+            if config.rollout.engine == "openai":
+                tokenizer = model_tokenizer(config.model)
+                return _measured(
+                    TextFoundation(config, tokenizer, layout, device), stopper, progress
+                )
+            foundation = lay_foundation(config, layout, device)
             Intact(layout, progress).require(*foundation.places(fresh=step is None))
             if step is not None:
                 same_on_all_ranks(str(step.path), "the step to evaluate", layout)
@@ -165,21 +173,25 @@ def evaluate(
             ) from None
 
 
-def _measured(foundation: Foundation, stopper: Stopper, progress: Progress) -> dict[str, float]:
+def _measured(foundation: TextFoundation, stopper: Stopper, progress: Progress) -> dict[str, float]:
     config = foundation.config
     paths, setting = config.data.validation, "data.validation"
     with progress.phase("evaluate"):
-        if not config.reward.given:
+        if isinstance(foundation, Foundation) and not config.reward.given:
             engine = load_frozen(foundation)
             return example_validation(foundation, engine, stopper.check_all, progress)()[0]
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
             pool.require_answer(held_out[0], held_out.first_row)
-            engine = load_frozen(foundation)
-            judge = load_judge(foundation, engine)
+            model: Engine | None = None
+            judge: Judge = list
+            if isinstance(foundation, Foundation):
+                model = load_frozen(foundation)
+                judge = load_judge(foundation, model)
             collector = make_collector(foundation, pool, stopper, progress, judge)
             with closing(collector.generator) as generator:
-                generator.load_weights(engine.published(), version=0)
+                if model is not None:
+                    generator.load_weights(model.published(), version=0)
                 measured = prompt_validation(foundation, collector, held_out)()[0]
             with agree(foundation.layout):
                 collector.complaints.require_answer()

@@ -85,14 +85,15 @@ def _copy_all(
     values: Mapping[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
 ) -> None:
     """Replace ids and URLs by paths of copies."""
-    model = values["model"]
+    model, has_weights = values["model"], trains or values["rollout"]["engine"] != "openai"
     if only_small and is_elsewhere(model["path"]):
         folder = local_directory(model["path"], watch, weights=False)
         model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
         model["tokenizer"] = model["tokenizer"] or str(folder)
     for section, setting in ((model, "path"), (model, "tokenizer"), (model["lora"], "path")):
         if is_elsewhere(section.get(setting)):
-            section[setting] = str(local_directory(section[setting], watch))
+            place = local_directory(section[setting], watch, weights=has_weights)
+            section[setting] = str(place)
     for setting in ("chat_template", "fresh"):
         if isinstance(model[setting], str) and is_url(model[setting]):
             model[setting] = str(_file(model[setting], watch))

@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,27 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Foundation:
-    """The model that a run starts from, before any weight is read."""
+class TextFoundation:
+    """What the evaluation of an endpoint starts from: no model, only a tokenizer."""
 
     config: RunConfig
-    hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     """Pad and eos are repaired."""
+    layout: Layout
+    """The processes; how a model is cut among them is in its engine's layout."""
+    device: torch.device
+
+    @property
+    def prompt_limits(self) -> dict[str, int]:
+        """Return the most tokens of a prompt, by what limits them."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation(TextFoundation):
+    """The model that a run starts from, before any weight is read."""
+
+    hf_config: PretrainedConfig
     source: ShardSource
     """First values of what is trained: the model's weights, or its adapter's."""
     base: ShardSource
@@ -63,11 +78,15 @@ class Foundation:
     """All ids that end a completion."""
     flops: ModelFlops
     """What its sequences cost, forward."""
-    layout: Layout
-    """The processes; how a model is cut among them is in its engine's layout."""
-    device: torch.device
     card: str = ""
     """The README.md of the trained model; "" for none."""
+
+    @property
+    def prompt_limits(self) -> dict[str, int]:
+        """Return the most tokens of a prompt beside a completion. Raises `UsageError` if a completion leaves no room."""
+        response, budget = self.config.rollout.max_response_length, self.config.microbatch_tokens
+        positions = getattr(self.hf_config, "max_position_embeddings", None)
+        return _prompt_limits(response, budget, positions)
 
     @property
     def costs(self) -> ModelFlops:
@@ -140,11 +159,7 @@ def lay_foundation(
             want="a causal language model",
             do="set model.path to a language model; a critic's directory belongs in critic.path",
         )
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path or "",
-        config.model.chat_template,
-        config.model.trust_remote_code,
-    )
+    tokenizer = model_tokenizer(config.model)
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
@@ -163,20 +178,26 @@ def lay_foundation(
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
     foundation = Foundation(
         config,
-        hf_config,
         tokenizer,
+        layout,
+        device,
+        hf_config,
         source,
         base,
         adapter,
         eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
-        layout,
-        device,
         card,
     )
     if given is not None:  # it is trained
         _require_assets(foundation)
     return foundation
+
+
+def model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model."""
+    place = model.tokenizer or model.path or ""
+    return load_tokenizer(place, model.chat_template, model.trust_remote_code)
 
 
 def _require_assets(foundation: Foundation) -> None:
@@ -217,7 +238,7 @@ def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) 
 
 
 def prompt_dataset(
-    foundation: Foundation,
+    foundation: TextFoundation,
     paths: Sequence[str],
     setting: str,
     first: int | None = None,
@@ -229,12 +250,11 @@ def prompt_dataset(
     `setting` names them in errors. Raises `MissingError` if they lack a column that a reward function of the pool needs.
     """
     config = foundation.config
-    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
-    limits = _prompt_limits(config.rollout.max_response_length, config.microbatch_tokens, positions)
     rows = load_rows(paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
-    return PromptDataset(rows, foundation.tokenizer, config.data, limits=limits, progress=progress)
+    limits, tokenizer = foundation.prompt_limits, foundation.tokenizer
+    return PromptDataset(rows, tokenizer, config.data, limits=limits, progress=progress)
 
 
 def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:
@@ -308,8 +328,15 @@ def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
     return engine
 
 
-def make_generator(foundation: Foundation) -> Generator:
-    """Make the generator of `rollout.place`, without weights. Collective."""
+def make_generator(foundation: TextFoundation) -> Generator:
+    """Make the generator of `rollout.engine` and `rollout.place`, without weights. Collective."""
+    if not isinstance(foundation, Foundation):
+        endpoint: Generator = import_module("burnish.rollout.openai").EndpointGenerator(
+            foundation.config.rollout,
+            encode=partial(foundation.tokenizer.encode, add_special_tokens=False),
+            template_variables=foundation.config.data.chat_template_kwargs,
+        )
+        return endpoint
     if foundation.config.rollout.place == "inside":
         return local_generator(foundation)
     generator: Generator = import_module("burnish.train.serve").served_generator(foundation)
@@ -352,7 +379,7 @@ def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
 
 
 def make_collector(
-    foundation: Foundation,
+    foundation: TextFoundation,
     pool: RewardPool,
     stopper: Stopper,
     progress: Progress,

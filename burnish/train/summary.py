@@ -57,6 +57,8 @@ def summary(
         ("model", f"{_model(config.model, run_dir)}{_parameters(config.model)}"),
         ("engine", f"{engine.kind}, precision {engine.precision}, {processes}"),
     ]
+    if command == "eval" and config.rollout.engine == "openai":
+        rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
     counted = None
     if command == "eval":
         rows.append(("validate on", _data(data.validation, "data.validation")[0]))

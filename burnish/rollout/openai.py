@@ -1,0 +1,254 @@
+"""An OpenAI-compatible endpoint as a generator: texts and messages out, texts in. It has no weights that could be set.
+
+Conversations go to URL/chat/completions, texts to URL/completions, each sample by itself and with a seed of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from burnish.boxes.shards import Publication, TensorSpec
+from burnish.config.schema import RolloutConfig
+from burnish.data.columns import tools_of
+from burnish.errors import BurnishError, UsageError
+from burnish.files.strict_json import clipped
+from burnish.records import Completion, Prompt, Request, StopReason
+from burnish.records.seeds import derive_seed
+from burnish.rollout.base import Sampling, Watch, require_valid
+
+KEY = "OPENAI_API_KEY"
+"""The environment variable that holds the key."""
+AT_ONCE = 32
+"""Requests under way if `rollout.slots` is auto."""
+_RETRIES = 6
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+# Seconds; they double from one attempt to the next, or are what the endpoint asks for.
+_POLL_SECONDS = 0.1
+_BUSY = frozenset({408, 409, 425, 429})
+# Statuses beside those of 500 and more after which another attempt may succeed.
+
+
+class _Passing(Exception):
+    """What may be gone at the next attempt. `wait` is what the endpoint asks for, in seconds."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class EndpointGenerator:
+    """Answers of an endpoint; a `Generator` for evaluation. Its completions have texts, and no log-probs: these are NaN."""
+
+    central = True
+
+    def __init__(
+        self,
+        settings: RolloutConfig,
+        *,
+        encode: Callable[[str], Sequence[int]],
+        template_variables: Mapping[str, Any],
+    ) -> None:
+        """`encode` gives the token ids of an answer."""
+        self._url, self._model = urlsplit((settings.url or "").rstrip("/")), settings.model
+        self._timeout, self._encode = settings.timeout_seconds, encode
+        self._slots = AT_ONCE if settings.slots == "auto" else settings.slots
+        self._variables = dict(template_variables)
+        key = os.environ.get(KEY)
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        """See `Generator.generate`, but the endpoint makes the draws.
+
+        Raises `BurnishError` if it refuses a request, or fails again and again.
+        """
+        require_valid(requests, sampling, None)
+        wanted = [(request, sample) for request in requests for sample in range(request.samples)]
+        asking = _Asking(self, wanted, sampling)
+        workers = [
+            threading.Thread(target=asking.run, daemon=True)
+            for _ in range(min(self._slots, len(wanted)))
+        ]
+        for worker in workers:
+            worker.start()
+        told = 0
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(_POLL_SECONDS)
+                    ended = len(asking.found)
+                    if watch is not None:
+                        watch(ended - told)
+                    told = ended
+            if watch is not None:
+                watch(len(asking.found) - told)
+        finally:
+            asking.stop.set()
+        if asking.errors:
+            raise asking.errors[0]
+        made = iter([asking.found[number] for number in range(len(wanted))])
+        return [[next(made) for _ in range(request.samples)] for request in requests]
+
+    def connection(self) -> HTTPConnection:
+        """Return a connection to the endpoint, which opens when it is used."""
+        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
+        return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+
+    def answer(
+        self, connection: HTTPConnection, request: Request, sample: int, sampling: Sampling
+    ) -> Completion:
+        """Ask once. Raises `_Passing`, or `BurnishError` where it is no use to ask again."""
+        assert request.prompt is not None
+        chats = request.prompt.messages is not None
+        path = f"{self._url.path}/{'chat/' if chats else ''}completions"
+        body = self._body(request.prompt, request.prompt_key, sample, sampling)
+        try:
+            connection.request("POST", path, json.dumps(body), self._headers)
+            told = connection.getresponse()
+            content = told.read()
+        except (OSError, HTTPException) as error:
+            connection.close()
+            raise _Passing(f"{type(error).__name__}: {error}") from error
+        if told.status != 200:
+            raise self._refusal(told.status, told.reason, content, told.headers.get("Retry-After"))
+        try:
+            choice = json.loads(content)["choices"][0]
+            text = choice["message"]["content"] if chats else choice["text"]
+            text, reason = str(text or ""), str(choice["finish_reason"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise BurnishError(
+                f"the endpoint {self._url.geturl()} answers what makes no sense",
+                have=clipped(content.decode(errors="replace")),
+                want="choices with a text and a finish_reason, as OpenAI's API has them",
+                do="correct rollout.url",
+            ) from error
+        ids = np.array(self._encode(text), np.int64)
+        unknown = np.full(len(ids), np.nan, np.float32)
+        stop: StopReason = "length" if reason == "length" else "stop"
+        return Completion(ids, unknown, unknown, stop, weights_version=0, text=text)
+
+    def _body(self, prompt: Prompt, key: int, sample: int, sampling: Sampling) -> dict[str, Any]:
+        seed = derive_seed(sampling.seed, "endpoint", sampling.step, key, sample) % 2**31
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+        }
+        beyond: dict[str, Any] = {  # OpenAI's own API has none of these
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+        }
+        body |= {name: value for name, value in beyond.items() if value}
+        if prompt.messages is None:
+            return {**body, "prompt": prompt.text}
+        tools = tools_of(dict(prompt.columns), f"row {prompt.index + 1}")
+        beyond = {"tools": tools, "chat_template_kwargs": self._variables}
+        given = {name: value for name, value in beyond.items() if value}
+        return {**body, "messages": prompt.messages, **given}
+
+    def _refusal(self, status: int, reason: str, content: bytes, wait: str | None) -> Exception:
+        said = clipped(f"{status} {reason}: {content.decode(errors='replace')}")
+        if status in _BUSY or status >= 500:
+            asked = (wait or "").strip()
+            return _Passing(said, float(asked) if asked.isdecimal() else None)
+        remedies = {
+            401: f"set the environment variable {KEY} to a key of this endpoint",
+            403: f"set the environment variable {KEY} to a key that may use this model",
+            404: "correct rollout.url, which often ends in /v1, or rollout.model",
+        }
+        return BurnishError(
+            f"the endpoint {self._url.geturl()} refuses a request",
+            have=said,
+            want="200",
+            do=remedies.get(status, "correct the setting that it names"),
+        )
+
+    def lost(self, reason: str) -> BurnishError:
+        """Return the error for an endpoint that failed at all attempts."""
+        return BurnishError(
+            f"the endpoint {self._url.geturl()} failed {_RETRIES} times in a row",
+            have=reason,
+            want="an answer",
+            do="look whether it runs; rollout.slots bounds the requests at one time, "
+            "rollout.timeout_seconds how long one may take",
+        )
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        """Raise `UsageError`: nobody can."""
+        raise UsageError(
+            "the weights of an endpoint cannot be set", do="set rollout.engine=builtin to train"
+        )
+
+    def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
+        """See `Generator.checksums`: it shows no weights."""
+        return iter(())
+
+    def release(self) -> None:
+        """See `Generator.release`."""
+
+    def close(self) -> None:
+        """See `Generator.close`."""
+
+
+class _Asking:
+    """Samples that threads ask for, each with a connection of its own."""
+
+    def __init__(
+        self,
+        generator: EndpointGenerator,
+        wanted: Sequence[tuple[Request, int]],
+        sampling: Sampling,
+    ) -> None:
+        self._generator, self._sampling = generator, sampling
+        self._next, self._lock = iter(enumerate(wanted)), threading.Lock()
+        self.found: dict[int, Completion] = {}
+        self.errors: list[BurnishError] = []
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        """Ask for one sample after the other until none is left, or something went wrong."""
+        connection = self._generator.connection()
+        try:
+            while not self.stop.is_set():
+                with self._lock:
+                    number, (request, sample) = next(self._next, (-1, (None, 0)))
+                if request is None:
+                    return
+                found = self._patiently(connection, request, request.first_sample + sample)
+                if found is not None:
+                    self.found[number] = found
+        except BurnishError as error:
+            self.errors.append(error)
+            self.stop.set()
+        finally:
+            connection.close()
+
+    def _patiently(
+        self, connection: HTTPConnection, request: Request, sample: int
+    ) -> Completion | None:
+        """Return the completion, or None if it is no longer wanted. Raises `BurnishError`."""
+        wait, reason = _FIRST_WAIT, ""
+        for _ in range(_RETRIES):
+            try:
+                return self._generator.answer(connection, request, sample, self._sampling)
+            except _Passing as error:
+                reason = str(error)
+                if self.stop.wait(min(error.wait or wait, _LONGEST_WAIT)):
+                    return None
+                wait *= 2
+        raise self._generator.lost(reason)

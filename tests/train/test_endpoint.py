@@ -1,0 +1,305 @@
+"""`burnish eval` of an endpoint with OpenAI's API: what it is asked, what its answers are worth, and how its failures end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_for_tests import save_char_tokenizer
+from training_files import FRESH, RL, Command, write_rows
+
+KEY = "OPENAI_API_KEY"
+ROLLOUT = {"engine": "openai", "model": "tiny", "max_response_length": 4}
+Answer = tuple[int, dict[str, Any] | str | None]
+"""Status and body; None hangs up, and a negative status is the seconds to wait for before another attempt."""
+
+
+class Endpoint:
+    """An endpoint on this machine. It records requests, answers sums, or what `script` says of a request and its number."""
+
+    def __init__(self, script: Callable[[dict[str, Any], int], Answer | None]) -> None:
+        self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
+        self.script, self.lock, self.at_once, self.most = script, threading.Lock(), 0, 0
+        self.met: Counter[tuple[str, int]] = Counter()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with endpoint.lock:
+                    endpoint.asked.append((self.path, self.headers["Authorization"], body))
+                    endpoint.at_once += 1
+                    endpoint.most = max(endpoint.most, endpoint.at_once)
+                    name = (text_of(body), body.get("seed", 0))
+                    endpoint.met[name] += 1
+                    number = endpoint.met[name]
+                status, said = endpoint.script(body, number) or (200, answer(body))
+                with endpoint.lock:
+                    endpoint.at_once -= 1
+                if said is None:
+                    self.close_connection = True
+                    return
+                content = (said if isinstance(said, str) else json.dumps(said)).encode()
+                self.send_response(abs(status))
+                if status < 0:
+                    self.send_header("Retry-After", "0")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+
+def text_of(body: dict[str, Any]) -> str:
+    """The prompt of a request, whether text or messages."""
+    return str(body["prompt"] if "prompt" in body else body["messages"][-1]["content"])
+
+
+def answer(body: dict[str, Any], text: str | None = None, reason: str = "stop") -> dict[str, Any]:
+    """An answer as OpenAI's API has it: the sum, if `text` does not say otherwise."""
+    first, second = text_of(body).rstrip("=").split("+")
+    text = str(int(first) + int(second)) if text is None else text
+    said = {"message": {"role": "assistant", "content": text}} if "messages" in body else {}
+    return {"choices": [{"index": 0, "finish_reason": reason, "text": text, **said}]}
+
+
+@contextmanager
+def serving(script: Callable[[dict[str, Any], int], Answer | None]) -> Iterator[Endpoint]:
+    endpoint = Endpoint(script)
+    thread = threading.Thread(target=endpoint.http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        endpoint.http.shutdown()
+        endpoint.http.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def sums(work: Path) -> str:
+    """The configuration of an evaluation of six sums without any model."""
+    sums = [(a, b) for a in (1, 2, 3) for b in (4, 5)]
+    write_rows(
+        work / "sums.jsonl",
+        [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums],
+    )
+    config = {
+        "model": {"tokenizer": "tokenizer"},
+        "data": {"validation": ["sums.jsonl"]},
+        "rollout": ROLLOUT,
+        "reward": {"functions": [{"function": "exact_match"}], "workers": 1},
+        "evaluation": {"n": 2, "temperature": 0.5, "top_p": 0.9},
+    }
+    (work / "endpoint.yaml").write_text(json.dumps(config))
+    return "endpoint.yaml"
+
+
+def evaluated(
+    work: Path, argv: Sequence[str], environ: dict[str, str] | None = None
+) -> tuple[int, dict[str, float], str]:
+    """Exit status, numbers and output of `burnish eval`."""
+    command = Command(work, ["eval", *argv, "--json"], environ)
+    status = command.wait()
+    lines = [line for line in command.output.splitlines() if line.startswith("{")]
+    return status, json.loads(lines[-1]) if lines else {}, command.output
+
+
+def test_texts_are_asked_sample_by_sample_and_scored_as_they_are_said(
+    work: Path, sums: str
+) -> None:
+    def script(body: dict[str, Any], number: int) -> Answer | None:
+        return (200, answer(body, "9999", "length")) if text_of(body) == "1+4=" else None
+
+    with serving(script) as endpoint:
+        argv = [sums, f"rollout.url={endpoint.url}", "rollout.stop=[';']", "rollout.slots=3"]
+        status, found, output = evaluated(work, argv, {KEY: "secret"})
+        again = [*endpoint.asked]
+        endpoint.asked.clear()
+        evaluated(work, argv)
+    assert status == 0, output
+    assert found["val/mean@2"] == pytest.approx(5 / 6)
+    assert found["val/response_length/mean"] == pytest.approx((5 * 1 + 4) / 6)
+    assert found["val/response_length/clip_ratio"] == pytest.approx(1 / 6)
+    assert len(again) == 12
+    assert {(path, key) for path, key, _ in again} == {("/v1/completions", "Bearer secret")}
+    bodies = [body for _, _, body in again]
+    assert len({body.pop("seed") for body in bodies}) == 12
+    assert {body.pop("prompt") for body in bodies} == {
+        f"{a}+{b}=" for a in (1, 2, 3) for b in (4, 5)
+    }
+    wanted = {"model": "tiny", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "stop": [";"]}
+    assert all(body == wanted for body in bodies)
+    assert 1 <= endpoint.most <= 3
+    assert {key for _, key, _ in endpoint.asked} == {None}
+    assert "secret" not in output
+
+
+def test_the_same_evaluation_asks_the_same_and_another_seed_asks_others(
+    work: Path, sums: str
+) -> None:
+    asked = []
+    for seed in (0, 0, 1):
+        with serving(lambda *_: None) as endpoint:
+            status, _, output = evaluated(
+                work, [sums, f"rollout.url={endpoint.url}", f"seed={seed}"]
+            )
+            assert status == 0, output
+            asked.append({(text_of(body), body["seed"]) for *_, body in endpoint.asked})
+    assert asked[0] == asked[1]
+    assert not asked[0] & asked[2]
+
+
+def test_conversations_are_asked_as_messages(work: Path, sums: str) -> None:
+    settings = ["data.string_prompts=user", "data.system_prompt='Add.'", "evaluation.top_k=5"]
+    settings += ["data.chat_template_kwargs={enable_thinking: false}"]
+    with serving(lambda *_: None) as endpoint:
+        status, found, output = evaluated(work, [sums, f"rollout.url={endpoint.url}", *settings])
+    assert status == 0, output
+    assert found["val/mean@2"] == 1
+    assert {path for path, *_ in endpoint.asked} == {"/v1/chat/completions"}
+    for *_, body in endpoint.asked:
+        assert [message["role"] for message in body["messages"]] == ["system", "user"]
+        assert body["top_k"] == 5
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_what_passes_is_asked_again(work: Path, sums: str) -> None:
+    """The first attempts at three of the sums end in three ways."""
+    failures: dict[str, Answer] = {
+        "1+4=": (-429, "slowly"),
+        "2+4=": (503, "loading"),
+        "3+4=": (200, None),
+    }
+
+    def script(body: dict[str, Any], number: int) -> Answer | None:
+        return failures.get(text_of(body)) if number == 1 else None
+
+    with serving(script) as endpoint:
+        status, found, output = evaluated(work, [sums, f"rollout.url={endpoint.url}"])
+    assert status == 0, output
+    assert found["val/mean@2"] == 1
+    assert Counter(text_of(body) for *_, body in endpoint.asked) == Counter(
+        {f"{a}+{b}=": 2 + 2 * (b == 4) for a in (1, 2, 3) for b in (4, 5)}
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (401, {"error": {"message": "Incorrect API key provided"}}),
+        (404, {"error": {"message": "The model does not exist"}}),
+        (400, {"error": {"message": "Unknown parameter: top_k"}}),
+        (200, "<html>"),
+        (200, {"choices": []}),
+    ],
+)
+def test_what_stays_ends_by_name(work: Path, sums: str, said: Answer) -> None:
+    with serving(lambda *_: said) as endpoint:
+        argv = [sums, f"rollout.url={endpoint.url}", "rollout.slots=1"]
+        status, found, output = evaluated(work, argv)
+    assert status == 1
+    assert not found
+    assert len(endpoint.asked) == 1
+    assert "Traceback" not in output
+    assert endpoint.url in output
+
+
+def test_the_judge_of_the_guide_asks_an_endpoint() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text()
+    (code,) = re.findall(r'^```python title="judge.py"\n(.*?)^```$', guide, re.M | re.S)
+
+    def script(body: dict[str, Any], number: int) -> Answer:
+        said = "Yes." if "'five'" in text_of(body) else "no"
+        return 200, {"choices": [{"message": {"role": "assistant", "content": said}}]}
+
+    with serving(script) as endpoint:
+        judge: dict[str, Any] = {}
+        exec(code.replace("http://localhost:8000/v1", endpoint.url), judge)
+        assert asyncio.run(judge["agrees"]("", "five", "5")) == 1
+        assert asyncio.run(judge["agrees"]("", "six", "5")) == 0
+    assert {path for path, *_ in endpoint.asked} == {"/v1/chat/completions"}
+
+
+@pytest.mark.nightly
+def test_an_endpoint_that_never_recovers_ends_by_name(work: Path, sums: str) -> None:
+    with serving(lambda *_: (500, "out of order")) as endpoint:
+        argv = [sums, f"rollout.url={endpoint.url}", "rollout.slots=1"]
+        status, _, output = evaluated(work, argv)
+    assert status == 1
+    assert len(endpoint.asked) > 2
+    assert "Traceback" not in output
+    assert "out of order" in output
+
+
+REFUSED = {
+    "rollout.url": ["rollout.model=tiny"],
+    "rollout.model": ["rollout.url=http://localhost:1/v1"],
+    "reward.functions": [
+        "rollout.model=tiny",
+        "rollout.url=http://localhost:1/v1",
+        "reward.functions=[]",
+    ],
+    "model.tokenizer": [
+        "rollout.model=tiny",
+        "rollout.url=http://localhost:1/v1",
+        "model.tokenizer=null",
+    ],
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_a_dry_run_refuses_what_is_missing(work: Path, sums: str, setting: str) -> None:
+    given = ["rollout.model=null", *REFUSED[setting]]
+    command = Command(work, ["eval", sums, "--dry-run", *given])
+    assert command.wait() == 2
+    assert setting in command.output
+
+
+def test_a_dry_run_asks_nobody(work: Path, sums: str) -> None:
+    with serving(lambda *_: None) as endpoint:
+        command = Command(work, ["eval", sums, "--dry-run", f"rollout.url={endpoint.url}"])
+        assert command.wait() == 0, command.output
+    assert not endpoint.asked
+    assert endpoint.url in command.output
+
+
+def test_reinforcement_learning_refuses_it(work: Path) -> None:
+    config = {**RL, "rollout": {**RL["rollout"], **ROLLOUT, "url": "http://localhost:1/v1"}}
+    (work / "learns.yaml").write_text(json.dumps(config))
+    for argv in (["rl", "learns.yaml", "--dry-run"], ["serve", "learns.yaml"]):
+        command = Command(work, argv)
+        assert command.wait() == 2
+        assert "rollout.engine" in command.output
+
+
+def test_a_run_that_has_a_model_needs_none_of_its_weights(work: Path, sums: str) -> None:
+    """`model.path` gives only the tokenizer, and here has nothing else."""
+    save_char_tokenizer(work / "unweighted")
+    (work / "unweighted" / "config.json").write_text(json.dumps(FRESH))
+    with serving(lambda *_: None) as endpoint:
+        argv = [
+            sums,
+            f"rollout.url={endpoint.url}",
+            "model.path=unweighted",
+            "model.tokenizer=null",
+        ]
+        status, found, output = evaluated(work, argv)
+    assert status == 0, output
+    assert found["val/mean@2"] == 1
