@@ -6,6 +6,7 @@ A message is a line of JSON and the bytes of the arrays that it names. No pickle
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -59,18 +60,15 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
-    """Read an array straight into its memory."""
-    try:
-        array = np.empty(shape, kind)
-    except MemoryError as error:
-        raise ValueError(f"there is no memory for an array of {kind} {shape}") from error
-    room, came = array.reshape(-1).view(np.uint8).data, 0
+    """Read an array straight into its memory, which takes no room before bytes come."""
+    array = torch.empty(math.prod(shape) * np.dtype(kind).itemsize, dtype=torch.uint8).numpy()
+    room, came = array.data, 0
     while came < len(room):
         read = cast(Any, stream).readinto(room[came:])
         if not read:
             raise ValueError(f"{came} of {len(room)} bytes came")
         came += read
-    return array
+    return array.view(kind).reshape(shape)
 
 
 def encode_shard(shard: Shard) -> Parts:
@@ -97,7 +95,10 @@ def read_shards(stream: BinaryIO) -> Iterator[Shard]:
         dtype = getattr(torch, fields["dtype"])
         spec = TensorSpec(fields["name"], tuple(fields["shape"]), dtype)
         box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
-        yield Shard(spec, box, torch.from_numpy(message.arrays["data"]).view(dtype).view(box.sizes))
+        flat = torch.from_numpy(message.arrays["data"])
+        # Of nothing numpy makes strides that torch does not view.
+        flat = flat.view(dtype) if flat.numel() else torch.empty(0, dtype=dtype)
+        yield Shard(spec, box, flat.view(box.sizes))
     raise ValueError("the weights ended too early")
 
 
