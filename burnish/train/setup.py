@@ -347,14 +347,17 @@ def local_generator(foundation: Foundation) -> Generator:
     """Make the generator of `rollout.engine` in this process, without weights."""
     if foundation.config.rollout.engine == "builtin":
         return builtin_generator(foundation)
-    rollout, vllm = foundation.config.rollout, import_module("burnish.rollout.vllm.vllm_generator")
+    config, vllm = foundation.config, import_module("burnish.rollout.vllm.vllm_generator")
+    rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
+    longest = config.longest_completed if is_limited else config.microbatch_tokens
     generator: Generator = vllm.VllmGenerator(
         foundation.hf_config,
         device=foundation.device,
-        dtype=compute_dtype(foundation.config.engine),
+        dtype=compute_dtype(config.engine),
         slots=rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=foundation.tokenizer.decode,
+        max_length=longest,
         tensor_parallel=rollout.tensor_parallel,
     )
     return generator
