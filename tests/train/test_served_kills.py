@@ -71,6 +71,7 @@ class Campaign:
 
     work: Path
     case: str
+    name: str
     attempt: int = 0
     servers: list[Command] = field(default_factory=list)
     killed: int = 0
@@ -78,7 +79,7 @@ class Campaign:
 
     @property
     def run(self) -> Path:
-        return self.work / "runs" / f"{self.case}_{self.attempt}"
+        return self.work / "runs" / f"{self.name}_{self.case}_{self.attempt}"
 
     @property
     def step(self) -> int:
@@ -121,7 +122,7 @@ class Campaign:
     def anew(self) -> None:
         for each in self.servers:
             each.send(signal.SIGTERM)
-            assert each.wait() == 0, each.output
+            assert each.wait() in (0, -signal.SIGTERM), each.output  # perhaps while it starts
         notes = self.run / "servers"
         left = len(list(notes.iterdir())) if notes.exists() else 0
         assert left <= self.killed
@@ -166,9 +167,10 @@ class Campaign:
             self.anew()
 
 
-def campaign(work: Path, case: str) -> tuple[Campaign, dict[str, Any]]:
+def campaign(work: Path, case: str, name: str) -> tuple[Campaign, dict[str, Any]]:
+    """A campaign, and what its run comes to in peace."""
     (work / "slow.py").write_text(SLOW)
-    made = Campaign(work, case)
+    made = Campaign(work, case, name)
     return made, made.done()
 
 
@@ -182,7 +184,7 @@ def kinds(case: str) -> list[tuple[str, int]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_every_steps_save(work: Path, case: str) -> None:
-    made, wanted = campaign(work, case)
+    made, wanted = campaign(work, case, "saves")
     for victim, number in kinds(case):
         for step in range(1, STEPS):
             if victim == "trainer":
@@ -196,7 +198,7 @@ def test_killed_at_every_steps_save(work: Path, case: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_random_moments(work: Path, case: str) -> None:
-    made, wanted = campaign(work, case)
+    made, wanted = campaign(work, case, "moments")
     moments = random.Random(case)
 
     def while_starting(first: Command) -> None:
