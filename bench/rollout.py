@@ -2,10 +2,10 @@
 
     python -m bench.rollout [--json] [--rounds N] [--cases tokens update ahead]
 
-All processes have one thread and compute in fp32 on the CPU.
+All processes have one thread and compute in fp32 on the CPU. vLLM takes part where it is installed.
 
 - `tokens`: 16 prompts of 24 tokens, 8 samples of each, 64 tokens each, 5 M parameters; beside Hugging Face `generate`.
-- `update`: the weights of a model of 350 MB; the limit copies the same tensors within this process.
+- `update`: the weights of a model of 350 MB, beside a copy of the tensors within this process, and vLLM's own `reload_weights`.
 - `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
   and training take alike. A step is the median of a run's steps but the first two and the last two.
 
@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bench.machine import Result, command_line, interleaved, ratio, report
+from bench.peers import Peer
 from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.boxes.shards import Publication, Shard
 from burnish.config.load import load_config
@@ -41,10 +43,17 @@ from burnish.tracking.trackers import read_metrics
 from burnish.train.setup import lay_foundation, make_generator
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, TOKENS = 16, 8, 24, 64
-PLACES = ("inside", "child", "servers")
+PLACES = {
+    "inside": ("builtin", "inside"),
+    "child": ("builtin", "child"),
+    "servers": ("builtin", "servers"),
+    "vLLM child": ("vllm", "child"),
+    "vLLM servers": ("vllm", "servers"),
+}
+"""Engine and place of each side."""
 SLOTS, STEPS = 32, 12
-GOALS = {"inside": 0.5, "child": 1 / 1.5, "servers": 1 / 3}
-"""Copying the tensors in memory over an update."""
+GOALS = {"child": 1 / 1.5, "servers": 1 / 3}
+"""vLLM's own `reload_weights` over an update, by place."""
 
 
 @contextmanager
@@ -62,7 +71,7 @@ def world(size: str) -> Iterator[Path]:
             "model": {"fresh": model, "tokenizer": str(directory / "tokenizer")},
             "data": {"train": [str(directory / "prompts.jsonl")]},
             "batch": {"prompts": PROMPTS, "tokens_per_device": 4096},
-            "rollout": {"n": SAMPLES, "max_response_length": TOKENS},
+            "rollout": {"n": SAMPLES, "max_response_length": TOKENS, "slots": 128},
             "engine": {"precision": "fp32"},
             "algorithm": {"mismatch_cap": 2.0},
             "reward": {"functions": [{"function": "bench.words:even_share"}]},
@@ -77,18 +86,29 @@ def world(size: str) -> Iterator[Path]:
 def generators(directory: Path) -> Iterator[dict[str, Generator]]:
     """The generator of each place, without weights."""
     file = str(directory / "config.yaml")
-    command = [sys.executable, "-m", "burnish", "serve", file, "--port", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    with ExitStack() as stack:
+        made: dict[str, Generator] = {}
+        for name, (engine, place) in PLACES.items():
+            if engine == "vllm" and find_spec("vllm") is None:
+                continue
+            settings = [f"name={engine}", f"rollout.engine={engine}", f"rollout.place={place}"]
+            if place == "servers":
+                stack.enter_context(server([file, *settings]))
+            foundation = lay_foundation(load_config(file, settings).config)
+            made[name] = stack.enter_context(closing(make_generator(foundation)))
+        yield made
+
+
+@contextmanager
+def server(arguments: Sequence[str]) -> Iterator[None]:
+    """A process of `burnish serve`."""
+    command = [sys.executable, "-m", "burnish", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        with ExitStack() as stack:
-            made: dict[str, Generator] = {}
-            for place in PLACES:
-                foundation = lay_foundation(load_config(file, [f"rollout.place={place}"]).config)
-                made[place] = stack.enter_context(closing(make_generator(foundation)))
-            yield made
+        yield
     finally:
-        server.terminate()
-        server.wait()
+        process.terminate()
+        process.wait()
 
 
 def fresh_model(directory: Path) -> PreTrainedModel:
@@ -132,7 +152,6 @@ def tokens(rounds: int) -> list[Result]:
         seconds = interleaved(sides, rounds)
     each = {name: [s / counts[name] for s in times] for name, times in seconds.items()}
     speed = {name: 1 / median(times) for name, times in each.items()}
-    goals = {"inside": 1.2, "child": 1.1, "servers": 1.1}
     return [
         Result(
             f"rollout/tokens/{name}",
@@ -141,15 +160,15 @@ def tokens(rounds: int) -> list[Result]:
             None,
             "tokens/s",
             ratio(each["peer"], each[name]),
-            goals[name],
+            1.0,
         )
         for name in made
     ]
 
 
 def update(rounds: int) -> list[Result]:
-    """Seconds of a weight update beside copying the tensors in memory."""
-    with world("88m") as directory, generators(directory) as made:
+    """Seconds of a weight update; the limit is vLLM's own, or copying the tensors in memory without vLLM."""
+    with world("88m") as directory, generators(directory) as made, ExitStack() as stack:
         shards = list(model_shards(fresh_model(directory)))
         room = [torch.empty_like(shard.tensor) for shard in shards]
 
@@ -157,19 +176,25 @@ def update(rounds: int) -> list[Result]:
             made[name].load_weights(Publication(shards), 0)
 
         sides: dict[str, Callable[[], object]] = {name: partial(load, name) for name in made}
-        seconds = interleaved(sides | {"copy": partial(copy, shards, room)}, rounds)
-    limit = seconds["copy"]
+        sides["copy"] = partial(copy, shards, room)
+        if find_spec("vllm") is not None:
+            settings = {"model": model_config("88m")}
+            peer = stack.enter_context(Peer(None, "bench.rollout_vllm", settings, 1))
+            sides["reload_weights"] = partial(peer.ask, {})
+        seconds = interleaved(sides, rounds)
+    limits = {"copy", "reload_weights"} & seconds.keys()
     return [
         Result(
-            f"rollout/update/{name}",
+            f"rollout/update/{name}, {limit}",
             median(seconds[name]),
             None,
-            median(limit),
+            median(seconds[limit]),
             "s",
-            ratio(limit, seconds[name]),
-            GOALS[name],
+            ratio(seconds[limit], seconds[name]),
+            GOALS.get(PLACES[name][1], 0.0) if limit == "reload_weights" else 0.0,
         )
         for name in made
+        for limit in sorted(limits)
     ]
 
 
