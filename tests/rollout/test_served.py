@@ -446,12 +446,18 @@ def raw(server: Server, text: bytes) -> bytes:
     """What it answers to anything."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), 20) as connection:
-        connection.sendall(text)
-        connection.shutdown(socket.SHUT_WR)
-        with connection.makefile("rb") as stream:
-            return stream.read()
+        try:
+            connection.sendall(text)
+            connection.shutdown(socket.SHUT_WR)
+            with connection.makefile("rb") as stream:
+                return stream.read()
+        except TimeoutError:
+            raise
+        except OSError:  # it has closed before it read all, and then the system may drop its answer
+            return HUNG_UP
 
 
+HUNG_UP = b"hung up"
 POST = b"POST /completions HTTP/1.1\r\nAuthorization: Bearer secret\r\n"
 PUT = b"PUT /weights?version=3 HTTP/1.1\r\nAuthorization: Bearer secret\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -481,7 +487,8 @@ def test_an_odd_request_is_answered_and_so_is_the_next(what: str) -> None:
     with serving(own(tiny_model())) as server:
         generator = loaded([server])
         said = raw(server, ODD[what])
-        assert b" 40" in said or b" 41" in said or b" 501" in said or b'"failed"' in said, said
+        answers = (b" 40", b" 41", b" 501", b'"failed"', HUNG_UP)
+        assert any(answer in said for answer in answers), said
         if what.startswith("weights"):
             assert server.about()["version"] is None
             generator = loaded([server])
