@@ -53,7 +53,7 @@ def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> I
     thread.start()
     try:
         name = f"[{host}]" if ":" in host else host
-        yield Server(f"http://{name}:{server.port}", TOKEN, timeout)
+        yield Server(f"http://{name}:{server.port}", TOKEN, max(timeout, 30.0))
     finally:
         server.stop()
         thread.join(30)
@@ -359,7 +359,7 @@ def until(fine: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("leaves", [True, False])
 def test_an_upload_that_ends_in_the_middle_leaves_no_version(leaves: bool) -> None:
     """Whether the sender is gone, or silent for too long."""
-    with serving(own(tiny_model()), timeout=30 if leaves else 0.5) as server:
+    with serving(own(tiny_model()), timeout=30 if leaves else 3.0) as server:
         generator = loaded([server])
         assert server.about()["version"] == 1
         with uploading(Server(server.url, TOKEN, 30.0), pieces()[:3]) as upload:
