@@ -44,7 +44,9 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 def save_base(directory: Path) -> None:
     settings = dict(FRESH)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     save_char_tokenizer(directory)
 
 

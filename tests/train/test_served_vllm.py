@@ -48,7 +48,9 @@ def digest(run: Path) -> str:
 def save_wide(directory: Path) -> None:
     settings = dict(WIDE)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     save_char_tokenizer(directory)
 
 
