@@ -59,7 +59,8 @@ class GeneratorServer:
         self._generator, self._token, self._about = generator, token, dict(about)
         self._version: int | None = None
         self._owner = ""
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._http = _Http((host, port), partial(_Handler, self, timeout))
         self.port = self._http.server_port

@@ -339,7 +339,8 @@ class Drawing:
         """Batches that may be drawn and are not taken over."""
         self._last = first - 1
         self._may_draw: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._drawn: queue.SimpleQueue[tuple[DrawnBatch, int] | BaseException] = queue.SimpleQueue()
+        # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
+        self._drawn: queue.Queue[tuple[DrawnBatch, int] | BaseException] = queue.Queue()
         collector = sampler.collector
         if collector.layout.is_main:
             # Nobody waits for most of it, and training has the terminal, and the signals.
