@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from training_files import FRESH
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from burnish.models.value_head import value_class
@@ -99,3 +100,13 @@ def save_classifier(
     model.save_pretrained(directory)
     save_char_tokenizer(directory)
     return directory
+
+
+def save_base(directory: Path, seed: int, **changes: Any) -> None:
+    """Save a model like those that runs make anew, with its tokenizer."""
+    settings = FRESH | changes
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    save_char_tokenizer(directory)

@@ -90,6 +90,15 @@ _OF_TRAINING: Sequence[Constraint] = (
 )
 _OF_SAMPLING: Sequence[Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
+    ("rollout.engine=vllm", "rollout.place=child|servers", "vLLM wants a process of its own"),
+    ("rollout.tensor_parallel", "rollout.engine=vllm", ""),
+    ("rollout.tensor_parallel", "rollout.place=servers", "a process beside a rank has its device"),
+    ("rollout.servers", "rollout.place=servers", ""),
+    (
+        "rollout.place=child|servers",
+        "model.lora.publish=merged",
+        "other processes get whole weights",
+    ),
 )
 _OF_ENDPOINTS: Sequence[Constraint] = (
     ("rollout.engine=openai", "rollout.url", ""),
@@ -119,25 +128,16 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
-    ("rollout.engine=vllm", "rollout.place=child|servers", "vLLM wants a process of its own"),
     (
         "rollout.engine=vllm",
         "algorithm.router_replay=none|recompute",
         "its experts are not recorded",
     ),
-    ("rollout.tensor_parallel", "rollout.engine=vllm", ""),
-    ("rollout.tensor_parallel", "rollout.place=servers", "a process beside a rank has its device"),
-    ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.in_flight", "rollout.ahead", "nothing is drawn while a step learns"),
     (
         "rollout.in_flight",
         "rollout.place=child|servers",
         "inside, generating and training take turns",
-    ),
-    (
-        "rollout.place=child|servers",
-        "model.lora.publish=merged",
-        "other processes get whole weights",
     ),
 )
 

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -232,13 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         call = self._server.call(partial(self._server.complete, asked, self._say))
-        told = time.monotonic()
         try:
-            while not call.running() and not call.done():  # another call is under way
-                time.sleep(0.001)
-                if time.monotonic() - told >= _BEAT_SECONDS:
+            while not wait([call], _BEAT_SECONDS).done:
+                if not call.running():  # another call is under way
                     self._say(messages.encode({"ended": 0}))
-                    told = time.monotonic()
             self._say(_told(call))
         finally:
             call.cancel()

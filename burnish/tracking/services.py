@@ -13,6 +13,7 @@ import netrc
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -29,7 +30,7 @@ _QUIET_SECONDS = 30.0
 # How long W&B may take at the end of the process, beside the time that a run gives its trackers.
 
 
-class _Service:
+class _Service(ABC):
     """What services share: what they are told of a run, tables, and how the run ended."""
 
     def __init__(self, directory: Path) -> None:
@@ -47,14 +48,15 @@ class _Service:
             data = [list(row.values()) for row in table]
             self._log_table(step, f"rollouts/{kind}", list(table[0]), data)
 
+    @abstractmethod
     def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
-        raise NotImplementedError
+        """Log rows of samples under a name."""
 
     def end(self, state: State) -> None:
         """Note how the run ended."""
         self._state = state
 
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027 - a service needs none of its own
         """Do nothing: the service's own thread or process writes."""
 
 

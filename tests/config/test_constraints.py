@@ -332,3 +332,18 @@ def test_the_sizes_suggested_divide(prompts: int, minibatches: int) -> None:
         assert abs(int(size) - prompts) < minibatches
     for part in parts.split(" or "):
         assert prompts % int(part) == 0
+
+
+@pytest.mark.parametrize("command", ["rl", "eval"])
+@pytest.mark.parametrize(
+    ("setting", "needed"),
+    [
+        ("rollout.engine=vllm", "rollout.place"),
+        ("rollout.servers=2", "rollout.place"),
+        ("rollout.tensor_parallel=2", "rollout.engine"),
+    ],
+)
+def test_a_place_is_refused_in_training_and_evaluation(
+    command: Command, setting: str, needed: str
+) -> None:
+    assert needed in refused(command, setting)

@@ -13,9 +13,9 @@ from checkpoints_for_tests import contents_of
 from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
-from tokenizers_for_tests import save_char_tokenizer
-from training_files import FRESH, RL, SFT, burnish, done, metrics, outcome, weights, write_rows
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import save_base
+from training_files import RL, SFT, burnish, done, metrics, outcome, weights, write_rows
+from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import committed
@@ -51,15 +51,6 @@ def alone(lora):
 def first(lora):
     """A run of three steps, of which others begin."""
     return done(lora, "sft", "sft-lora.yaml", "name=first", "steps=3")
-
-
-def save_base(directory, seed, **changes):
-    settings = FRESH | changes
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    save_char_tokenizer(directory)
 
 
 @pytest.mark.parametrize("trained", ["sft-lora.yaml", "sft.yaml"])

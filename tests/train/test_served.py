@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from same_runs import assert_same
 from served_runs import written
 from servers_for_tests import Servers
-from tiny import save_classifier
-from tokenizers_for_tests import save_char_tokenizer
-from training_files import FRESH, RL, Command, done, metrics, outcome, ranks, rollouts
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import save_base, save_classifier
+from training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "plain": (1, 0, {}),
@@ -41,15 +38,6 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Processes, how far ahead, and settings."""
 
 
-def save_base(directory: Path) -> None:
-    settings = dict(FRESH)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    save_char_tokenizer(directory)
-
-
 QUICKLY = ("ahead", "ranks")
 MARKED = [c if c in QUICKLY else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
 
@@ -59,7 +47,7 @@ def test_processes_beside_the_ranks_draw_what_a_generator_inside_draws(
     work: Path, case: str
 ) -> None:
     save_classifier(work / "judge")
-    save_base(work / "base")
+    save_base(work / "base", 0)
     world, ahead, settings = CASES[case]
     found = []
     for place in ("inside", "child"):

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from servers_for_tests import Servers
-from tokenizers_for_tests import save_char_tokenizer
+from tiny import save_base
 from training_files import FRESH, RL, burnish, done, rollouts
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.checkpoint.steps import committed
 
@@ -45,18 +43,9 @@ def digest(run: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def save_wide(directory: Path) -> None:
-    settings = dict(WIDE)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    save_char_tokenizer(directory)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_draws_what_the_built_in_generator_draws(work: Path, case: str) -> None:
-    save_wide(work / "wide")
+    save_base(work / "wide", 0, **WIDE)
     world, place, settings = CASES[case]
     given = {**RL, **settings, "steps": 3, "evaluation": {"before": False, "every": 0}}
     found = []
