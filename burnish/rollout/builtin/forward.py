@@ -21,6 +21,7 @@ from burnish.boxes.box import intersect, whole
 from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import LoraConfig
+from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
 from burnish.models.kernels.attention import Attends
@@ -73,6 +74,7 @@ class InferenceModel:
         kind = FusedForward if _is_plain(self.module) else ModuleForward
         self.forward: Callable[[Tensor, Tensor, Attends, Any], Tensor] = kind(self.module)
         """Maps token ids [T] and positions [T] to hidden states [T, hidden]. A `burnish.models.routing.Routing` records the experts."""
+        self._products: Sequence[FusedLinear] = getattr(self.forward, "products", ())
         self._transform = logit_transform(hf_config)
         self._gather: Gather | None = None
         self._loaded = False
@@ -113,6 +115,8 @@ class InferenceModel:
         if not self._loaded and self._fixed:
             self._gathered(weights.fixed, self._fixed, layout, None)
         self._gather = self._gathered(weights.changing, self._changing, layout, self._gather)
+        for product in self._products:
+            product.refresh()
         self._loaded = True
 
     def _gathered(
@@ -210,6 +214,7 @@ class FusedForward:
         self._rotary = base.rotary_emb
         self._blocks = [_Block(layer) for layer in base.layers]
         self._norm: FusedRMSNorm = base.norm
+        self.products = [product for block in self._blocks for product in block.products]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
@@ -232,9 +237,10 @@ class _Block:
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self.qkv, self._out = FusedLinear(*projections), FusedLinear(attention.o_proj)
+        self._qkv, self._out = FusedLinear(*projections), FusedLinear(attention.o_proj)
         self._gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
         self._down, self._act = FusedLinear(mlp.down_proj), mlp.act_fn
+        self.products = (self._qkv, self._out, self._gate_up, self._down)
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
     def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
@@ -245,7 +251,7 @@ class _Block:
 
     def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
         """Return attention of [T, hidden] before its output projection, [T, heads · head_dim]."""
-        qkv = self.qkv(hidden).view(len(hidden), -1, self._head_dim)
+        qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         rotating = self._rotated(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
@@ -283,10 +289,21 @@ class FusedLinear:
             (columns, rows, layer.lora_B["default"].weight, float(layer.scaling["default"]))
             for (columns, layer), rows in zip(own, ranks, strict=True)
         ]
+        self._reordered: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Copy changed weights into the order that the bf16 units of a CPU read; each product would do it otherwise."""
+        weight = self._weight
+        if weight.is_cpu and weight.dtype == torch.bfloat16 and has_bf16_products(weight.device):
+            self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return [n, sum of out] for `rows` [n, in], in new memory."""
-        result = linear(rows, self._weight, self._bias)
+        if self._reordered is None:
+            result: Tensor = linear(rows, self._weight, self._bias)
+        else:
+            parts = (rows, self._reordered, self._bias)
+            result = torch.ops.mkldnn._linear_pointwise(*parts, "none", [], "")
         if self._a is not None:
             narrow = linear(rows, self._a)
             for columns, ranks, b, scale in self._wide:
