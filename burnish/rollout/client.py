@@ -1,4 +1,4 @@
-"""A generator that other processes are: each is asked for its share, and where one dies the others take over.
+"""A generator that other processes are: they share the requests, and where one dies the others take over.
 
 A prompt's draws do not depend on who makes them. Each rank sends weights to some of the servers; rank 0 asks all of them.
 """
@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -215,48 +216,52 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`.
 
-        Deals requests by length, a share for each server. The whole share of a lost one goes to another, so who is lost does not
-        change what is computed together, and no bit. Raises `BurnishError` if none is left.
+        Deals requests by length, a share for each server, before any begins: time decides no bit. With `in_flight`, where it does
+        anyway, servers take smaller shares from one queue. The whole share of a lost one goes to another, so who is lost does not
+        change what is computed together. Raises `BurnishError` if none is left.
         """
         if self._version is None:
             raise UsageError("the servers have no weights", do="call load_weights first")
-        lengths = np.array([max(1, len(each.token_ids)) for each in requests])
-        shares = share_evenly(lengths, min(len(self._servers), len(requests))) if requests else []
+        shares = _shares(requests, len(self._servers), in_flight=self._in_flight)
         found: dict[int, list[Completion]] = {}
         while waiting := [share for share in enumerate(shares) if share[1][0] not in found]:
             alive = [server for server in self._servers if server.url not in self._lost]
             if not alive:
                 raise self._none_left(watch)
-            dealt: dict[Server, Bins] = {}
+            together = deque[list[int]]()
+            dealt = {
+                server: together if self._in_flight else deque[list[int]]() for server in alive
+            }
             for number, share in waiting:
-                own = self._servers[number]
-                server = own if own in alive else alive[number % len(alive)]
-                dealt.setdefault(server, []).append(share)
+                own = self._servers[number % len(self._servers)]
+                dealt[own if own in dealt else alive[number % len(alive)]].append(share)
             found |= self._asked(dealt, requests, sampling, watch)
         return [found[number] for number in range(len(requests))]
 
     def _asked(
         self,
-        dealt: Mapping[Server, Bins],
+        dealt: Mapping[Server, deque[list[int]]],
         requests: Sequence[Request],
         sampling: Sampling,
         watch: Watch | None,
     ) -> dict[int, list[Completion]]:
-        """Ask all servers at the same time, each for its shares; return the completions by request."""
+        """Ask all servers at the same time, each for its shares, which some may have in common; return the completions by request."""
         found: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()
         left, version = threading.Event(), self._version or 0
 
-        def ask(server: Server, shares: Bins) -> None:
+        def ask(server: Server, shares: deque[list[int]]) -> None:
+            share: list[int] = []
             try:
-                for share in shares:
+                while not errors and (share := _next(shares)):
                     mine = [requests[number] for number in share]
                     groups = server.complete(
                         mine, sampling, version, told, self._owner, in_flight=self._in_flight
                     )
                     found.update(zip(share, groups, strict=True))
             except ServerLost as error:
+                shares.appendleft(share)
                 if not left.is_set():
                     self._lose(server.url, str(error))
             except Exception as error:  # noqa: BLE001 - raised below
@@ -376,6 +381,25 @@ class ServedGenerator:
             want="one that answers",
             do="start the same command again, with servers that run: it goes on from the newest checkpoint",
         )
+
+
+def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> Bins:
+    """Return the requests that are asked for at a time: one share for each server, or ever smaller ones for whoever is next."""
+    if in_flight:
+        left, shares = deque(range(len(requests))), list[list[int]]()
+        while left:
+            count = -(-len(left) // (2 * servers - 1))
+            shares.append([left.popleft() for _ in range(count)])
+        return shares
+    lengths = np.array([max(1, len(each.token_ids)) for each in requests])
+    return share_evenly(lengths, min(servers, len(requests))) if requests else []
+
+
+def _next(shares: deque[list[int]]) -> list[int]:
+    try:
+        return shares.popleft()
+    except IndexError:  # perhaps another server has taken the last
+        return []
 
 
 def _tell(told: queue.SimpleQueue[int], watch: Watch | None) -> None:

@@ -243,6 +243,45 @@ def test_who_is_lost_changes_no_bit() -> None:
     assert drawn[0] == drawn[1] == drawn[2]
 
 
+@dataclass
+class Paced:
+    """A generator that ends its first call when `may_end` is set, and sets `last` when so many requests have come to it."""
+
+    inner: BuiltinGenerator
+    may_end: threading.Event
+    last: threading.Event
+    wanted: int
+    asked: list[int] = field(default_factory=list)
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        self.inner.load_weights(weights, version)
+
+    def generate(self, requests: Any, sampling: Any, watch: Any) -> list[list[Completion]]:
+        self.asked += [request.prompt_key for request in requests]
+        if len(self.asked) >= self.wanted:
+            self.last.set()
+        while not self.may_end.wait(0.01):
+            watch(0)
+        return self.inner.generate(requests, sampling, watch)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_in_flight_a_slow_server_gets_less_and_what_a_lost_one_had_is_drawn(dies: bool) -> None:
+    """The slow one ends its first share after the other has had everything else."""
+    requests, over, free = make_requests((3,) * 9, samples=2), threading.Event(), threading.Event()
+    free.set()
+    quick = Paced(own(tiny_model()), free, over, wanted=6)
+    slow = Paced(own(tiny_model()), over, threading.Event(), wanted=9)
+    with ExitStack() as stack:
+        lost = scripted(LIES["dies"]) if dies else serving(slow)
+        servers = [stack.enter_context(each) for each in (lost, serving(quick))]
+        found = loaded(servers, in_flight=True).generate(requests, SAMPLING)
+    assert_same(found, alone(requests))
+    asked = [each.prompt_key for each in requests]
+    assert sorted(quick.asked + slow.asked) == asked
+    assert len(quick.asked) == (9 if dies else 6)
+
+
 def test_an_error_of_the_user_is_raised_and_nobody_is_lost() -> None:
     with serving(own(tiny_model())) as server:
         generator = loaded([server])
