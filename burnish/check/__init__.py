@@ -1,1 +1,1 @@
-"""The layout's self-check."""
+"""Checks of a layout and of a machine."""

@@ -27,6 +27,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish serve [CONFIG] [key=value ...]          generate completions for a run elsewhere
   burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
   burnish check [CONFIG] [--processes N]          compare a layout with one plain process
+  burnish doctor [PLACE ...] [--processes N]      what this machine has and lacks for training
   burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
   burnish config show [CONFIG] [key=value ...]    every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
@@ -95,6 +96,12 @@ _COMMANDS = {
         "check:run_check",
         "CONFIG key=value --processes",
         "Compare one step at a layout with one plain process, on a small model of the same family.",
+    ),
+    "doctor": (
+        "doctor:doctor",
+        "PLACE --processes --json",
+        "Look at devices, versions, limits, disks, clock, ports and the hub, and say what to type where something is missing. Under "
+        "torchrun, Slurm or Ray: all machines, the speed of collectives, and which rank is slow.",
     ),
     "completion": (
         "completion:completion",
@@ -201,6 +208,10 @@ _POSITIONAL = {
     ),
     "MODEL": ("model", _argument("a directory, or an id of the Hugging Face Hub", nargs="?")),
     "DATA": ("data", _argument("a file, a directory, or an id of the Hugging Face Hub", nargs="?")),
+    "PLACE": (
+        "places",
+        _argument("directories and URLs where runs will write; none: this one", nargs="*"),
+    ),
     "SHELL": ("shell", _argument("bash, zsh or fish", choices=("bash", "zsh", "fish"))),
     "MODEL|RUN": (
         "config",
@@ -244,7 +255,7 @@ _OPTIONS = {
         "its bf16 speed in 10¹² operations/s", type=float, metavar="TFLOPS"
     ),
     "--processes": _argument(
-        "start so many on this machine's CPU; without it the command is one of torchrun's, or alone",
+        "start so many on this machine (check: on its CPU); without it the command is one of torchrun's, or alone",
         type=int,
     ),
     "--tensors": _flag("list every tensor"),

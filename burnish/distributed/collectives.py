@@ -25,7 +25,8 @@ from burnish.tracking.stats import Max, Metric, Number, Stats
 T = TypeVar("T")
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch's own. 2.13 renamed it and warns at the old name."""
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch's own. 2.13 renamed both and warns at the old names."""
 
 
 def gather_objects(value: T, layout: Layout) -> list[T]:

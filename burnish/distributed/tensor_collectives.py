@@ -14,11 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from burnish.distributed.collectives import all_gather
+from burnish.distributed.collectives import all_gather, reduce_scatter
 from burnish.distributed.device import uncompiled
-
-# torch 2.13 renamed it and warns at the old name.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @uncompiled
@@ -100,5 +97,5 @@ def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 def _scattered(rows: Tensor, group: ProcessGroup) -> Tensor:
     own = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
-    _reduce_scatter(own, rows.contiguous(), group=group)
+    reduce_scatter(own, rows.contiguous(), group=group)
     return own

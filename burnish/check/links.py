@@ -1,0 +1,138 @@
+"""How fast the ranks of a run compute and talk to each other, and which of them is the odd one out.
+
+Bandwidths of collectives are those of the bus, as NCCL's tests count them: the bytes of the whole tensor divided by the time,
+times (n - 1) / n, and for an all-reduce times two.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from burnish.check.machine import Finding
+from burnish.distributed.collectives import all_gather, gather_objects, reduce_scatter
+from burnish.distributed.device import has_bf16_products, measured_matmul_peak, synchronize
+from burnish.distributed.layout import Layout
+from burnish.errors import bytes_text, few
+
+_BYTES = {"cpu": 8 << 20}
+_BYTES_OF_ACCELERATORS = 256 << 20
+_ROUNDS = 5
+_ODD = 1.5
+# A rank this many times slower than the median is named.
+_MOST_SKEW = 0.5
+# Seconds between clocks.
+
+
+def measure(layout: Layout, device: torch.device) -> list[Finding]:
+    """Measure all ranks together; every rank returns the same findings. Collective."""
+    hosts = gather_objects(socket.gethostname(), layout)
+    return [
+        _clocks(layout, hosts),
+        _products(layout, device, hosts),
+        *_collectives(layout, device),
+        _pairs(layout, device, hosts),
+    ]
+
+
+def _clocks(layout: Layout, hosts: Sequence[str]) -> Finding:
+    dist.barrier()
+    now = gather_objects(time.time(), layout)
+    skews = [at - median(now) for at in now]
+    wrong = [
+        f"rank {rank} on {hosts[rank]} {skew:+.1f} s"
+        for rank, skew in enumerate(skews)
+        if abs(skew) > _MOST_SKEW
+    ]
+    return Finding(
+        "clocks",
+        few(wrong) or f"{max(now) - min(now):.3f} s apart",
+        want=f"less than {_MOST_SKEW} s from each other" if wrong else "",
+        do="start chrony or systemd-timesyncd on these machines",
+    )
+
+
+def _products(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Finding:
+    dtype = torch.bfloat16 if has_bf16_products(device) else torch.float32
+    peaks = gather_objects(measured_matmul_peak(device, dtype), layout)
+    speeds = f"{min(peaks) / 1e12:.2f} to {max(peaks) / 1e12:.2f} TFLOPS ({dtype})"
+    return _compared("matrix products", speeds, [1 / peak for peak in peaks], hosts)
+
+
+def _collectives(layout: Layout, device: torch.device) -> Iterator[Finding]:
+    number = torch.zeros(1, device=device)
+    latency = _seconds(lambda: dist.all_reduce(number), layout, device)
+    yield Finding("latency", f"{1e6 * latency:.0f} µs for an all-reduce of one number")
+    world = layout.world
+    elements = _bytes(device) // 4 // world * world
+    whole, part = (torch.zeros(elements // shards, device=device) for shards in (1, world))
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "all-reduce": (2.0, lambda: dist.all_reduce(whole)),
+        "all-gather": (1.0, lambda: all_gather(whole, part)),
+        "reduce-scatter": (1.0, lambda: reduce_scatter(part, whole)),
+    }
+    for name, (times, call) in calls.items():
+        seconds = _seconds(call, layout, device)
+        speed = times * (world - 1) / world * whole.nbytes / seconds
+        yield Finding(name, f"{bytes_text(speed)}/s with {bytes_text(whole.nbytes)}")
+
+
+def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Finding:
+    """Have each rank exchange a tensor with log2(n) others in turn: one slow rank is slow with all of them."""
+    sent, received = (torch.zeros(_bytes(device) // 4, device=device) for _ in range(2))
+    mine: list[float] = []
+    distance = 1
+    while distance < layout.world:
+        peer = layout.rank ^ distance
+        for warm in (False, True):
+            dist.barrier()
+            if peer < layout.world:
+                begin = time.perf_counter()
+                swap = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+                for waiting in dist.batch_isend_irecv(swap):
+                    waiting.wait()
+                synchronize(device)
+                mine += [time.perf_counter() - begin] * warm
+        distance *= 2
+    seconds = gather_objects(median(mine), layout)
+    slowest, fastest = (sent.nbytes / each(seconds) for each in (max, min))
+    found = f"{bytes_text(slowest)}/s to {bytes_text(fastest)}/s each way"
+    return _compared("pairs", found, seconds, hosts)
+
+
+def _compared(part: str, found: str, seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
+    """Name the ranks that take much longer than the median."""
+    usual = median(seconds)
+    odd = [
+        f"rank {rank} on {hosts[rank]} takes {each / usual:.1f} times as long"
+        for rank, each in enumerate(seconds)
+        if each > _ODD * usual
+    ]
+    return Finding(
+        part,
+        f"{found}; {few(odd)}" if odd else found,
+        want="ranks that are about as fast" if odd else "",
+        do="see what else runs there, and its temperature, links and clock; else leave the machine out",
+    )
+
+
+def _bytes(device: torch.device) -> int:
+    return _BYTES.get(device.type, _BYTES_OF_ACCELERATORS)
+
+
+def _seconds(call: Callable[[], object], layout: Layout, device: torch.device) -> float:
+    """Return the median over rounds of the slowest rank's time."""
+    mine: list[float] = []
+    for _ in range(_ROUNDS + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        mine.append(time.perf_counter() - begin)
+    by_rank = gather_objects(mine[1:], layout)
+    return median(max(times[number] for times in by_rank) for number in range(_ROUNDS))
