@@ -12,9 +12,9 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 46_200
-MOST_LINES_OF_THE_CLOSURE = 21_200
-MOST_WORDS_OF_DOCSTRINGS = 48_700
+MOST_LINES = 46_790
+MOST_LINES_OF_THE_CLOSURE = 21_260
+MOST_WORDS_OF_DOCSTRINGS = 49_240
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 15
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
@@ -40,6 +40,7 @@ OPTIONAL = (
     "burnish.distributed.accelerators",
     "burnish.distributed.failure_watch",
     "burnish.distributed.slurm",
+    "burnish.distributed.stall",
     "burnish.distributed.tensor_collectives",
     "burnish.engines.offload",
     "burnish.rollout.builtin.shared_cache",

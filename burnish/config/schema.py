@@ -589,6 +589,8 @@ class DistributedConfig(Section):
 
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a collective waits for other ranks before the run stops. Also how long the process that saves in the background may read and write nothing before its save has failed."""
+    stall_seconds: float = Field(3600.0, ge=0)
+    """A training run in which nothing moves on any rank for so long reports where each rank is, and ends. The same command resumes it. 0: never."""
 
 
 class RunConfig(Section):

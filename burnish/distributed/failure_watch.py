@@ -2,12 +2,13 @@
 
 A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
-The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. Without heartbeats,
-a busy, debugged or suspended rank is never taken for dead. The launcher then restarts the run, which
-resumes.
+The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. A busy, debugged or
+suspended rank is not taken for dead until `distributed.stall_seconds` have passed on all (`stall.py`). The
+launcher then restarts the run, which resumes.
 
 Messages are JSON objects, one a line. A rank introduces itself with a token from the store, which keeps
-strangers out. When it leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
+strangers out. `{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it is. When it
+leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
 The relay sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 """
 
@@ -21,27 +22,38 @@ import secrets
 import socket
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from burnish.distributed.layout import Layout
+from burnish.distributed.stall import (
+    MACHINERY,
+    Judge,
+    Patience,
+    Pulse,
+    end_stopped,
+    process_state,
+    publish,
+)
 from burnish.errors import BurnishError, StoppedError
 from burnish.tracking import logs
 
 _GRACE_SECONDS = 5.0
 # A rank that hears of a failure has this long to leave; then its process is ended.
+_HELD_UP_SECONDS = 1.0
+# The same where no rank moves, so that none can leave by itself.
 _VERDICT_SECONDS = 2.0
 # A rank with a broken collective waits this long to hear whose fault it was.
 _CONNECT_SECONDS = 60.0
-_MACHINERY = ("torch", "contextlib", "threading", "burnish.distributed", "burnish.boxes")
-# Frames of these modules do not tell what a rank was doing.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Seconds of silence before the other machine is asked, seconds between questions, questions.
 _LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
@@ -55,24 +67,34 @@ class FailureWatch:
     after a failure is ended, with the failure and its threads' stacks on standard error.
     """
 
-    def __init__(self, layout: Layout, host: str, store: Store) -> None:
-        """Connect to rank 0 on the machine `host`. All ranks share `store`."""
+    def __init__(
+        self, layout: Layout, host: str, store: Store, patience: Patience | None = None
+    ) -> None:
+        """Connect to rank 0 on the machine `host`. All ranks share `store`, and have the same `patience` with ranks that stand still."""
         self._rank = layout.rank
         self._failure: Failure | None = None
         self._told = threading.Event()
         self._left = threading.Event()
         self._reported = False
+        self._sending = threading.Lock()
         self._main = threading.get_ident()
         self._me = {"rank": layout.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._relay: _Relay | None = None
         if layout.rank == 0:
-            self._relay = _Relay(local=layout.local_world == layout.world)
+            local = layout.local_world == layout.world
+            self._relay = _Relay(local=local, patience=patience)
             store.set("watch", json.dumps(self._relay.contact | self._me))
             self._relay.start()
         self._contact = json.loads(store.get("watch"))
         self._socket = self._connect(host)
         self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
         self._listener.start()
+        self._pulse: Pulse | None = None
+        self._unanswered: float | None = None
+        self._main_is_silent = False
+        if patience is not None:
+            self._patience, self._pulse = patience, Pulse(patience, self._alarm)
+            self._pulse.start()
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -95,7 +117,7 @@ class FailureWatch:
         """Wait this long for another rank's failure; return it, or None."""
         self._told.wait(wait_seconds)
         first = self._failure
-        return None if first is None or first.rank == self._rank else first
+        return None if first is None or (first.rank == self._rank and not first.still) else first
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank failed; ignore `StoppedError`, which all ranks reach."""
@@ -109,6 +131,8 @@ class FailureWatch:
     def leave(self) -> None:
         """Say goodbye, unless this rank reported a failure, and disconnect."""
         self._left.set()
+        if self._pulse is not None:
+            self._pulse.stop()
         if not self._reported:
             self._send({"reason": None})
         with suppress(OSError):  # the relay has closed it
@@ -119,8 +143,29 @@ class FailureWatch:
         self._socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # rank 0 is gone, which every rank notices
+        with suppress(OSError), self._sending:  # rank 0 is gone, which every rank notices
             self._socket.sendall(_line(message))
+
+    def _alarm(self, still: float) -> None:
+        """Tell the relay that this rank does not move; if nobody asks back for long, rank 0 is what does not move."""
+        now, limits = time.monotonic(), self._patience
+        self._unanswered = self._unanswered or now
+        if now - self._unanswered > 2 * limits.pause + limits.answer and 0 < limits.stall <= still:
+            main = Failure(0, self._contact["host"], self._contact["pid"])
+            where = main.host, main.pid
+            state = process_state(where) or "seen from there only"
+            self._main_is_silent = True
+            cause = f"rank 0 does not answer: its process is {state}"
+            threading.Timer(_HELD_UP_SECONDS / 2, end_stopped, (where,)).start()
+            self._hear(replace(main, reason=cause, still=still))
+        self._send({"alarm": still})
+
+    def _say(self) -> None:
+        self._unanswered = None
+        if self._pulse is not None:
+            self._send(self._pulse.answer())
+            # The device may be what hangs, and this thread has to hear on.
+            threading.Thread(target=lambda: self._send(Pulse.memory()), daemon=True).start()
 
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])
@@ -140,14 +185,20 @@ class FailureWatch:
 
     def _listen(self) -> None:
         failure = self._next()
-        if failure is None or self._left.is_set():
-            return
-        self._failure = failure
+        if failure is not None and not self._left.is_set():
+            self._hear(failure)
+
+    def _hear(self, failure: Failure) -> None:
+        self._failure = self._failure or failure
         self._told.set()
-        if not self._left.wait(_GRACE_SECONDS):
+        if not self._left.wait(_HELD_UP_SECONDS if failure.still else _GRACE_SECONDS):
             frame = sys._current_frames().get(self._main)
             stack = [] if frame is None else list(traceback.walk_stack(frame))
-            _end_process(self._error(failure, _work(reversed(stack))))
+            error = self._error(self._failure, _work(reversed(stack)))
+            if not failure.still or self._main_is_silent:
+                _end_process(error)
+            publish(str(error), aloud=False)  # the relay has shown all stacks
+            os._exit(1)
 
     def _error(self, failure: Failure, work: str) -> BurnishError:
         """Return the failure's error. One rank that is left shows the last lines of the lost rank's log."""
@@ -160,7 +211,9 @@ class FailureWatch:
         with suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
-                return None if "done" in message else Failure(**message)
+                if "ask" not in message:
+                    return None if "done" in message else Failure(**message)
+                self._say()
         return Failure(0, self._contact["host"], self._contact["pid"])
 
 
@@ -168,7 +221,7 @@ def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
     place = "no code of its own"
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
-        if not any(module == name or module.startswith(name + ".") for name in _MACHINERY):
+        if not any(module == name or module.startswith(name + ".") for name in MACHINERY):
             place = f"{module}.{frame.f_code.co_qualname} (line {line})"
     return place
 
@@ -192,6 +245,8 @@ class Failure:
     pid: int
     reason: str = ""
     lines: Sequence[str] = ()
+    still: float = 0.0
+    """How many seconds no rank had moved, if that is the failure; this rank probably held up the others."""
 
     def error(self, rank: int, work: str) -> BurnishError:
         """Return the error for `rank` to raise, which was in `work`."""
@@ -199,6 +254,15 @@ class Failure:
         meanwhile = f"while rank {rank} was in {work}"
         shown = ["", "the last lines of its log:", *self.lines] if self.lines else [""]
         lines = "\n        ".join(shown)
+        if self.still:
+            error = BurnishError(
+                f"nothing moved on any rank for {self.still:.0f} s",
+                have=self.reason,
+                do="see the report in the log of rank 0, then start the same command again: it resumes. "
+                "distributed.stall_seconds sets how long a run may stand still",
+            )
+            error.told_elsewhere = self.rank != 0  # rank 0 may be silent
+            return error
         if self.reason:
             error = BurnishError(
                 f"{who} failed {meanwhile}",
@@ -217,7 +281,7 @@ class Failure:
 class _Relay(threading.Thread):
     """Tells every rank of the first failure, until rank 0 leaves. Runs in rank 0."""
 
-    def __init__(self, *, local: bool) -> None:
+    def __init__(self, *, local: bool, patience: Patience | None) -> None:
         """Open a port, on this machine alone if all ranks are `local`."""
         super().__init__(name="burnish-relay", daemon=True)
         self._listener = _listen_on("localhost" if local else "")
@@ -226,6 +290,11 @@ class _Relay(threading.Thread):
         self._token = secrets.token_hex(16)
         self._failure: Failure | None = None
         self._ranks: dict[int, asyncio.StreamWriter] = {}
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._judge: Judge | None = None
+        if patience is not None:
+            ask = partial(self._tell, {"ask": True})
+            self._judge = Judge(patience, self._processes, ask, self._hold_up)
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
         """How ranks reach it."""
@@ -265,6 +334,9 @@ class _Relay(threading.Thread):
                     message = json.loads(line)
                     if peer is None:
                         peer = self._greet(message, writer)
+                    elif "reason" not in message:
+                        if self._judge is not None:
+                            self._judge.hear(peer.rank, message)
                     else:
                         said_goodbye = True
                         if message["reason"] is not None:
@@ -273,6 +345,7 @@ class _Relay(threading.Thread):
             if peer is None:
                 return
             self._ranks.pop(peer.rank, None)
+            self._processes.pop(peer.rank, None)
             if not said_goodbye:
                 self._fail(peer)
             if peer.rank == 0:
@@ -284,6 +357,7 @@ class _Relay(threading.Thread):
             raise ValueError("not the run's token")
         peer = Failure(**message)
         self._ranks[peer.rank] = writer
+        self._processes[peer.rank] = peer.host, peer.pid
         if self._failure is not None:
             writer.write(_line(asdict(self._failure)))
         return peer
@@ -292,6 +366,9 @@ class _Relay(threading.Thread):
         if self._failure is None:
             self._failure = failure
             self._tell(asdict(failure))
+
+    def _hold_up(self, rank: int, process: tuple[str, int], cause: str, still: float) -> None:
+        self._fail(Failure(rank, *process, cause, still=still))
 
     def _tell(self, message: dict[str, Any]) -> None:
         for writer in self._ranks.values():

@@ -55,18 +55,21 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     device = pick_device(place.layout.local_rank, place.own_device)
     if device.type == "cpu":
         keep_freed_pages()
-    with process_group(device, config.timeout_seconds, place) as layout:
+    with process_group(device, config.timeout_seconds, place, config.stall_seconds) as layout:
         return fn(layout, device)
 
 
 @contextmanager
 def process_group(
-    device: torch.device, timeout_seconds: float, place: Place | None = None
+    device: torch.device,
+    timeout_seconds: float,
+    place: Place | None = None,
+    stall_seconds: float = 0.0,
 ) -> Iterator[Layout]:
     """Open the default process group, yield this process's layout, destroy the group.
 
     Makes `device` current. `timeout_seconds` bounds the meeting of the ranks and every collective. `place` defaults to the
-    environment's. A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
+    environment's. A run in the block that does not move for `stall_seconds` is ended (0: never). A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
 
     Raises `UsageError` for a half-set environment, and `BurnishError` naming ranks that are missing, fail or die, or the
     collective that timed out.
@@ -80,9 +83,13 @@ def process_group(
         store = held.enter_context(_meeting(place, timeout))
         watch = None
         if layout.world > 1:
-            watched = import_module("burnish.distributed.failure_watch").FailureWatch
-            watch = watched(layout, place.host, store)
+            watched = import_module("burnish.distributed.failure_watch")
+            patience = watched.Patience(stall_seconds, timeout_seconds)
+            watch = watched.FailureWatch(layout, place.host, store, patience)
             held.callback(watch.leave)
+        elif stall_seconds:
+            stall = import_module("burnish.distributed.stall")
+            held.enter_context(stall.watching_alone(stall_seconds))
         held.callback(_destroy_group)
         if watch is not None:
             held.enter_context(watch.naming_failures())

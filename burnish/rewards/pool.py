@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Self
 
 import numpy as np
@@ -32,7 +34,15 @@ from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.records import Completion, Prompt, RewardCall, Rollout
 from burnish.rewards.builtin import exact_match, numeric
 from burnish.rewards.overview import message_hint
-from burnish.rewards.signature import Answer, Signature, arguments, call, read_signature, timed
+from burnish.rewards.signature import (
+    STACK_SIGNAL,
+    Answer,
+    Signature,
+    arguments,
+    call,
+    read_signature,
+    timed,
+)
 
 LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
 """Functions that run in this process: they take linear time. A regular expression can backtrack for ever, and sympy think."""
@@ -64,8 +74,8 @@ class Call:
 class RewardPool:
     """Score rollouts with configured functions. A context manager; `close` ends its processes."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Load every function. Raises `UsageError` for an unusable one."""
+    def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
+        """Load every function; `moved` hears of each call that has ended. Raises `UsageError` for an unusable one."""
         if not config.given:
             raise UsageError(
                 "No reward function is configured.",
@@ -76,7 +86,7 @@ class RewardPool:
         self._config = config
         self._workers: Workers | None = None
         if any(each.function not in LOCAL for each in config.functions):
-            self._workers = Workers(config)
+            self._workers = Workers(config, moved)
             self._signatures = self._workers.signatures
         else:
             self._signatures = [
@@ -181,9 +191,9 @@ class RewardPool:
 class Workers:
     """Up to `reward.workers` processes that each know all functions."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
         """Start one worker and wait until it has loaded the functions, or raise its `UsageError`."""
-        self._config = config
+        self._config, self._moved = config, moved
         self._all: list[_Worker] = []
         self._idle = [self._started()]
         self.signatures = self._idle[0].signatures
@@ -198,7 +208,7 @@ class Workers:
         that time are killed; another worker makes the rest. An exception of `check` kills all
         workers and is raised here.
         """
-        todo = _Todo(calls, self.signatures, self._config)
+        todo = _Todo(calls, self.signatures, self._config, self._moved)
         count = min(self._config.workers, len(todo.waiting))
         with futures.ThreadPoolExecutor(count) as threads:
             serving = {threads.submit(self._serve, todo) for _ in range(count)}
@@ -219,10 +229,18 @@ class Workers:
                 raise
         return [todo.answers[number] for number in range(len(calls))]
 
+    def waits_for(self) -> str:
+        """Say which function has been called for longest, and the line that it is at. For any thread."""
+        asked = [(each.asked, each) for each in list(self._all) if each.asked is not None]
+        if not asked:
+            return ""
+        (_, function), worker = min(asked, key=lambda each: each[0])
+        return f"the reward {self._config.functions[function].function} ({worker.line()})"
+
     def close(self) -> None:
         """End all workers."""
         for worker in self._all:
-            worker.connection.close()
+            worker.release()
         for worker in self._all:
             worker.end(_CLOSE_SECONDS)
         self._all, self._idle = [], []
@@ -239,7 +257,7 @@ class Workers:
 
     def _discard(self, worker: _Worker) -> None:
         worker.end(0)
-        worker.connection.close()
+        worker.release()
         self._all.remove(worker)
 
     def _serve(self, todo: _Todo) -> None:
@@ -263,6 +281,7 @@ class Workers:
             at_once, patience = self._config.concurrency, patience + _LATE_SECONDS
         asked = [(i, todo.calls[i].arguments, todo.calls[i].count) for i in bundle]
         began = time.time()
+        worker.asked = began, function
         try:
             worker.connection.send((function, asked))
             while bundle and function not in todo.given_up:
@@ -277,6 +296,7 @@ class Workers:
             todo.lose(bundle[:at_once], todo.late, began)
         except (EOFError, OSError):
             todo.lose(bundle[:at_once], f"its process ended ({worker.status()})", began)
+        worker.asked = None
         if bundle[at_once:]:
             todo.waiting.appendleft(bundle[at_once:])
         return not bundle
@@ -286,9 +306,13 @@ class _Todo:
     """Calls and their answers, named by their indices in `calls`."""
 
     def __init__(
-        self, calls: Sequence[Call], signatures: Sequence[Signature], config: RewardConfig
+        self,
+        calls: Sequence[Call],
+        signatures: Sequence[Signature],
+        config: RewardConfig,
+        moved: Callable[[], None],
     ) -> None:
-        self.calls = calls
+        self.calls, self._moved = calls, moved
         self.answers: dict[int, list[Answer]] = {}
         self.given_up: dict[int, str] = {}
         """Functions whose calls are lost, and how."""
@@ -323,9 +347,11 @@ class _Todo:
     def answer(self, number: int, answers: list[Answer]) -> None:
         """Note a call's answers; its function thus works."""
         self.answers[number] = answers
+        self._moved()
         del self._lost[self.calls[number].function]
 
     def _fail(self, numbers: Sequence[int], error: str, began: float | None = None) -> None:
+        self._moved()
         for number in numbers:
             count = self.calls[number].count
             text = error if count == 1 else f"{error} for {count} completions"
@@ -348,14 +374,17 @@ class _Worker:
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
         self.signatures: Sequence[Signature] = ()
+        self.asked: tuple[float, int] | None = None
+        """When it got the calls that it makes, and the function's index."""
+        self._stack = TemporaryFile()  # noqa: SIM115 - closed by `release`
         with theirs:
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             command = [sys.executable, "-m", "burnish.rewards.worker"]
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
+                [*command, *map(str, (theirs.fileno(), os.getpid(), self._stack.fileno()))],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self._stack.fileno()],
                 # A session of its own: the terminal's ctrl-C is for us, and the whole group can be killed.
                 start_new_session=True,
             )
@@ -391,6 +420,27 @@ class _Worker:
             if self._process.poll() is not None and not self.connection.poll():
                 raise EOFError
         return self.connection.recv()
+
+    def line(self) -> str:
+        """Return the place in the reward function that a call is at, such as `rewards.py line 12 in check`."""
+        self._stack.seek(0)
+        self._stack.truncate()
+        self._process.send_signal(STACK_SIGNAL)
+        text, deadline = "", time.monotonic() + _CLOSE_SECONDS
+        while "/burnish/rewards/worker" not in text and time.monotonic() < deadline:
+            time.sleep(0.01)
+            text = os.pread(self._stack.fileno(), 1 << 16, 0).decode()
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+        ours = [number for number, frame in enumerate(frames) if "/burnish/rewards/" in frame[0]]
+        if not ours or not ours[0] or "/asyncio/" in frames[ours[0] - 1][0]:
+            return "no line is known"
+        path, line, name = frames[ours[0] - 1]
+        return f"{Path(path).name} line {line} in {name}"
+
+    def release(self) -> None:
+        """Close what connects it to this process."""
+        self.connection.close()
+        self._stack.close()
 
     def end(self, patience: float) -> int:
         """End what it started, wait `patience` seconds for its exit, else kill; return the exit status."""

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import math
 import re
+import signal
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ _LONGEST = 500
 Style = Literal["trl", "verl"]
 """Whose signature a function has."""
 
+STACK_SIGNAL = signal.SIGUSR2
+"""Has a worker write the stack of its main thread."""
 BUILTINS: Mapping[str, str] = {
     name: f"burnish.rewards.builtin:{name}"
     for name in ("exact_match", "numeric", "regex", "math_verify")

@@ -1,4 +1,4 @@
-"""The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT`.
+"""The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT STACK`.
 
 It imports the functions' modules and nothing heavy, and reports their signatures over the inherited
 connection FD. It makes calls until that closes. It gets an async function's calls in bundles,
@@ -8,6 +8,7 @@ others alone. It cancels late async calls; for any other late call the parent ki
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import sys
 import threading
@@ -18,19 +19,28 @@ from typing import Any
 
 from burnish.errors import BurnishError
 from burnish.functions import load_function
-from burnish.rewards.signature import BUILTINS, Style, call, call_async, read_signature
+from burnish.rewards.signature import (
+    BUILTINS,
+    STACK_SIGNAL,
+    Style,
+    call,
+    call_async,
+    read_signature,
+)
 
 Asked = tuple[int, Mapping[str, Any], int]
 """A call: its number, its keyword arguments, and how many rollouts it is about."""
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, stack: int) -> None:
     """Serve calls over the connection `descriptor` until it closes or the process `parent` is gone.
 
     Answers with a call's number and answers, or None for an async call that missed its deadline.
     """
     # A program that a reward function starts must not hold the connection open.
-    os.set_inheritable(descriptor, False)
+    for each in (descriptor, stack):
+        os.set_inheritable(each, False)
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
@@ -86,4 +96,4 @@ def _exit_without(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))

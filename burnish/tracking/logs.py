@@ -47,7 +47,9 @@ class RankLog(RotatingFileHandler):
             delay=True,
         )
         self.addFilter(lambda record: record.levelno >= logging.INFO or _is_ours(record))
-        self._rank, self._spans, self._form = rank, spans, form
+        self._rank, self._form = rank, form
+        self.spans = spans
+        """They know step and phase."""
         self._is_lost, self._catches_faults = False, not faulthandler.is_enabled()
         self.last: Sequence[str] = ()
         """The last lines before the error that ended the run."""
@@ -56,7 +58,7 @@ class RankLog(RotatingFileHandler):
         """Return the record as a line; further lines of its message are indented."""
         text = record.getMessage()
         stack = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
-        level, step, phase = record.levelname.lower(), self._spans.step, self._spans.current
+        level, step, phase = record.levelname.lower(), self.spans.step, self.spans.current
         if self._form == "json":
             when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
             place = {"rank": self._rank, "step": step, "phase": phase, "logger": record.name}
@@ -153,6 +155,12 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 def _latest() -> RankLog | None:
     return next((each for each in _ended.handlers if isinstance(each, RankLog)), None)
+
+
+def spans() -> Spans | None:
+    """Return the spans of this process's run; None before its log is opened."""
+    handler = _latest()
+    return None if handler is None else handler.spans
 
 
 def add(text: str) -> None:

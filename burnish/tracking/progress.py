@@ -81,7 +81,9 @@ class Bar:
         seconds: float,
         clock: Callable[[], float],
         first: float | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
+        self._moved = moved
         self._show, self._seconds, self._clock = show, seconds, clock
         self._done = 0.0
         self._began = clock()
@@ -90,6 +92,8 @@ class Bar:
     def advance(self, count: float = 1) -> None:
         """Count so many more of the phase's units as done."""
         self._done += count
+        if count:
+            self._moved()
         now = self._clock()
         if now - self._shown_at >= self._seconds:
             self._shown_at = now
@@ -97,7 +101,7 @@ class Bar:
 
 
 class Progress:
-    """Show phases on `stream` (default: standard error) if `enabled` (main rank). Phases may nest."""
+    """Show phases on `stream` (default: standard error) if `enabled` (main rank). Phases may nest. `moved` hears of each advance."""
 
     def __init__(
         self,
@@ -105,7 +109,9 @@ class Progress:
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
+        self.moved = moved
         self._clock, self._begun = clock, set[str]()
         self._console = Console(file=cast(TextIO, Screen(stream or sys.stderr)), quiet=not enabled)
         self._bars = RichProgress(
@@ -142,7 +148,7 @@ class Progress:
 
             first = None if name in self._begun else _FIRST_SECONDS
             self._begun.add(name)
-            yield Bar(line, _LINE_SECONDS, self._clock, first)
+            yield Bar(line, _LINE_SECONDS, self._clock, first, self.moved)
             return
         task = self._bars.add_task(name, total=total, completed=int(done))
         self._bars.start()
@@ -151,6 +157,7 @@ class Progress:
                 lambda counted, _: self._bars.update(task, completed=done + counted),
                 0.0,
                 self._clock,
+                moved=self.moved,
             )
         finally:
             self._bars.refresh()

@@ -47,11 +47,23 @@ class Spans:
         self.ended: list[Callable[[str, float, float], None]] = []
         """Told of each span: its path, when it began (`now`), its seconds."""
         self.now = clock
+        self.moves = 0
+        """How often something has moved: spans that began or ended, and what else counts itself here."""
+
+    @property
+    def path(self) -> str:
+        """The span under way, such as rollout/generate; for any thread."""
+        return "/".join(self._open)
+
+    def move(self) -> None:
+        """Note that something has moved."""
+        self.moves += 1
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block as `name` inside the open spans, even if it raises."""
         self._open.append(name)
+        self.move()
         path = "/".join(self._open)
         outermost = path == name
         if outermost:
@@ -71,6 +83,7 @@ class Spans:
             for told in self.ended:
                 told(path, start, seconds)
             self._open.pop()
+            self.move()
             if outermost:
                 self._memory[name] = max(self._memory.get(name, 0), self._note_peak())
         if outermost:

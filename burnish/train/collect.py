@@ -344,7 +344,8 @@ class Drawing:
         collector = sampler.collector
         if collector.layout.is_main:
             # Nobody waits for most of it, and training has the terminal, and the signals.
-            alone = replace(collector.on_main, progress=Progress(False), stopper=Stopper())
+            unseen = Progress(False, moved=collector.progress.moved)
+            alone = replace(collector.on_main, progress=unseen, stopper=Stopper())
             sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
             Thread(target=self._draw, args=(sampler,), daemon=True).start()
 

@@ -75,12 +75,12 @@ def open_run(
     if `resume` is never, and ranks with different configurations.
     """
     directory, settings = RunDirectory(config.directory), config.checkpoint
-    progress = Progress(config.tracking.progress and layout.is_main)
     spans = Spans(
         settle=partial(synchronize, device),
         reset_peak=partial(reset_peak_memory, device),
         peak=partial(peak_memory, device),
     )
+    progress = Progress(config.tracking.progress and layout.is_main, moved=spans.move)
     checkpoints = Checkpoints(
         directory.checkpoints,
         layout,

@@ -50,7 +50,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
     """
     with ExitStack() as stack:
         session = stack.enter_context(open_run(config, "rl", layout, device))
-        pool = stack.enter_context(RewardPool(local.reward))
+        pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
         spans, progress = session.spans, session.progress
         with progress.phase("setup", 4) as bar:
             cards = import_module("burnish.train.model_card")

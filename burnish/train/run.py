@@ -425,6 +425,7 @@ class Run:
                 nonlocal shown  # a sync that begins again does not move the bar back
                 bar.advance(max(0.0, 100 * part - shown))
                 shown = max(shown, 100 * part)
+                session.spans.move()  # whoever is patient with a mirror may be so for hours
 
             return session.checkpoints.settle_mirror(seconds, session.stopper.changed(), show)
 

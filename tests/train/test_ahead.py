@@ -33,6 +33,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.tracking.progress import Progress
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
 from burnish.train.signals import Stopper
@@ -134,7 +135,7 @@ class Collected:
 
     generator: Weights
     layout: Layout = field(default_factory=Layout)
-    progress: Any = None
+    progress: Any = field(default_factory=lambda: Progress(False))
     stopper: Stopper = field(default_factory=Stopper)
     parked = nullcontext
 

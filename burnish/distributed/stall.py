@@ -1,0 +1,409 @@
+"""Find out why nothing moves: one report on all ranks, after which the run ends (`distributed.stall_seconds`).
+
+A thread in each rank looks at its main thread every few seconds. The rank moves if the stack is none of those
+seen lately, if a phase begins or ends, or if a bar advances. So a loop that only waits does not move.
+A rank that has stood still for long says so to rank 0's relay; a rank that moves says nothing. The relay then
+asks every rank for its step, phase, stack, collective and memory, and judges the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from burnish.distributed.device import total_memory, used_memory
+from burnish.tracking import logs
+
+MACHINERY = ("torch", "contextlib", "threading", "burnish.distributed", "burnish.boxes")
+"""Modules whose frames do not tell what a rank was doing."""
+_REMEMBERED = 16
+# Stacks that a loop which only waits may go through.
+_TICK_SECONDS, _LONGEST_PAUSE, _LONGEST_ANSWER = 5.0, 60.0, 30.0
+_WRITING_SECONDS = 2.0
+_SHARE_OF_TIMEOUT = 0.9
+_MOST_GROUPS, _MOST_RECORDED = 64, 3
+_COLLECTIVE = re.compile(
+    r"_?(all_|reduce|broadcast|barrier|monitored_barrier|gather|scatter|send|recv)"
+)
+_WRAPPERS = "torch.distributed.c10d_logger"
+
+Answer = dict[str, Any]
+"""What a rank says of itself, as JSON."""
+Frames = Sequence[tuple[FrameType, int]]
+"""Frames and their lines, the innermost last."""
+Process = tuple[str, int]
+"""Where a rank runs: its machine and its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long ranks may stand still."""
+
+    stall: float
+    """Seconds after which the run ends if no rank moves; 0: never."""
+    timeout: float = math.inf
+    """Seconds after which a collective fails. Just before, the ranks are looked at, and the run goes on."""
+
+    @property
+    def first(self) -> float:
+        """Seconds after which a rank that stands still says so."""
+        return min(self.stall or math.inf, _SHARE_OF_TIMEOUT * self.timeout)
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two questions to all ranks."""
+        return min(_LONGEST_PAUSE, self.first / 10)
+
+    @property
+    def answer(self) -> float:
+        """Seconds within which a rank has to answer."""
+        return min(_LONGEST_ANSWER, max(2.0, self.first / 10))
+
+
+class Pulse(threading.Thread):
+    """Notices whether this process's main thread moves. `alarm` gets the seconds, again and again, once it has not for long."""
+
+    def __init__(self, patience: Patience, alarm: Callable[[float], None]) -> None:
+        super().__init__(name="burnish-pulse", daemon=True)
+        self._main, self._alarm, self._patience = threading.get_ident(), alarm, patience
+        self._tick = min(_TICK_SECONDS, patience.first / 8)
+        self._stopped = threading.Event()
+        self._seen: deque[int] = deque(maxlen=_REMEMBERED)
+        self._moves, self._phase = 0, ""
+        self._moved_at = self._phase_at = time.monotonic()
+
+    def run(self) -> None:
+        """Look at the main thread until `stop`."""
+        looked_at = time.monotonic()
+        while not self._stopped.wait(self._tick):
+            now = time.monotonic()
+            if now - looked_at > 4 * self._tick + 1:  # the process was suspended
+                self._moved_at = now
+            looked_at = now
+            if (still := self._still(now)) >= self._patience.first:
+                self._alarm(still)
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self._stopped.set()
+
+    def _still(self, now: float) -> float:
+        spans, frame = logs.spans(), sys._current_frames().get(self._main)
+        if spans is None:  # the run has not begun
+            self._moved_at = now
+            return 0.0
+        if spans.path != self._phase:
+            self._phase, self._phase_at = spans.path, now
+        places = [(id(each.f_code), each.f_lasti) for each, _ in traceback.walk_stack(frame)]
+        place = hash(tuple(places)) if frame is not None else 0
+        if spans.moves != self._moves or place not in self._seen:
+            self._moves, self._moved_at = spans.moves, now
+            self._seen.append(place)
+        return now - self._moved_at
+
+    def answer(self) -> Answer:
+        """Say where this process is."""
+        frames, spans = sys._current_frames(), logs.spans()
+        stack = _stack(frames.get(self._main))
+        if stack and stack[-1][0].f_code.co_name == "_engine_run_backward":
+            # An accelerator's backward pass runs in threads of torch.
+            ours = {each.ident for each in threading.enumerate()}
+            for thread, frame in frames.items():
+                stack += [] if thread in ours else _stack(frame)
+        now = time.monotonic()
+        return {
+            "still": now - self._moved_at,
+            "step": None if spans is None else spans.step,
+            "phase": self._phase,
+            "since": now - self._phase_at,
+            "stack": [_line(frame, line) for frame, line in stack],
+            "waits": _waits(frames.values()),
+            "place": _place(stack),
+            "collective": _collective(stack),
+        }
+
+    @staticmethod
+    def memory() -> Answer:
+        """Say what memory is used, and which collectives torch's recorder has under way. May hang with the device."""
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
+        return {"memory": f"{said} of {device.type}", "recorded": _recorded()}
+
+
+def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    name = _module(frame)
+    if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
+        return True
+    return any(name == each or name.startswith(each + ".") for each in MACHINERY)
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f'File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_qualname}'
+
+
+def _place(stack: Frames) -> str:
+    """Return the innermost frame that tells what is done."""
+    for frame, line in reversed(stack):
+        if not _is_machinery(frame):
+            where = f"{Path(frame.f_code.co_filename).name} line {line}"
+            return f"{_module(frame)}.{frame.f_code.co_qualname} ({where})"
+    return "no code of its own"
+
+
+def _collective(stack: Frames) -> str:
+    """Return the collective that the innermost frames are in, and the layer that FSDP gathers for it; "" for none."""
+    inner = list(takewhile(lambda each: _is_machinery(each[0]), reversed(stack)))
+    of_torch = [each for each, _ in inner if _module(each).startswith("torch.distributed")]
+    names = [each.f_code.co_name for each in of_torch if _module(each) != _WRAPPERS]
+    if not names:
+        return ""
+    name = next(filter(_COLLECTIVE.match, names), names[0]).strip("_")
+    layers = (getattr(each.f_locals.get("self"), "_module_fqn", None) for each in of_torch)
+    layer = next(filter(None, layers), None)
+    return f"{name} of {layer}" if layer else name
+
+
+def _waits(threads: Collection[FrameType]) -> str:
+    """Return what objects of ours whose methods are running wait for: those with a method `waits_for`."""
+    owners: dict[int, Any] = {}
+    for thread in threads:
+        for frame, _ in _stack(thread):
+            owner = frame.f_locals.get("self") if _module(frame).startswith("burnish.") else None
+            if hasattr(owner, "waits_for"):
+                owners[id(owner)] = owner
+    said = []
+    for owner in owners.values():
+        with suppress(OSError, ValueError):  # it has stopped waiting
+            said.append(owner.waits_for())
+    return "; ".join(filter(None, said))
+
+
+def _recorded() -> str:
+    """Return the collectives that torch's Flight Recorder has seen begin and not end."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump)
+    if dump is None:
+        return ""
+    with suppress(RuntimeError, ValueError, TypeError):
+        entries = json.loads(dump()).get("entries", [])
+        return ", ".join(
+            f"{each['profiling_name']} number {each['collective_seq_id']} of group {each['process_group'][-1]} ({each['state']})"
+            for each in [entry for entry in entries if not entry["retired"]][:_MOST_RECORDED]
+        )
+    return ""
+
+
+def process_state(process: Process) -> str:
+    """Return what the kernel says of a process beside this one, such as "T (stopped)"; "" of others."""
+    with suppress(OSError):
+        fields = dict(
+            line.split(":", 1)
+            for line in Path(f"/proc/{process[1]}/status").read_text().splitlines()
+        )
+        if process[0] == socket.gethostname() and int(fields["PPid"]) == os.getppid():
+            return fields["State"].strip()
+    return ""
+
+
+def end_stopped(*processes: Process) -> None:
+    """Kill stopped processes beside this one: they cannot end by themselves."""
+    for process in processes:
+        if process_state(process).startswith("T"):
+            with suppress(OSError):
+                os.kill(process[1], signal.SIGKILL)
+
+
+class Judge:
+    """Asks all ranks where they are once one has stood still for long. Runs in the relay."""
+
+    def __init__(
+        self,
+        patience: Patience,
+        processes: Mapping[int, Process],
+        ask: Callable[[], None],
+        fail: Callable[[int, Process, str, float], None],
+    ) -> None:
+        """`processes` are the ranks that are there. `ask` asks them all; `fail` ends the run for a rank, its process, a cause and seconds."""
+        self._patience, self._processes, self._ask, self._fail = patience, processes, ask, fail
+        self._answers: dict[int, Answer] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._complete, self._whole = asyncio.Event(), 0
+        self._ready_at = 0.0
+        self._has_reported = False
+
+    def hear(self, rank: int, message: Answer) -> None:
+        """Take an alarm, or a part of an answer."""
+        if "alarm" not in message:
+            self._answers.setdefault(rank, {}).update(message)
+            self._whole += "memory" in message
+            if self._whole >= len(self._processes):
+                self._complete.set()
+        elif self._asking is None and time.monotonic() >= self._ready_at:
+            self._asking = asyncio.create_task(self._judge())
+
+    async def _judge(self) -> None:
+        self._answers, self._complete, self._whole = {}, asyncio.Event(), 0
+        there = dict(self._processes)
+        self._ask()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._complete.wait(), self._patience.answer)
+        answers = {rank: each for rank, each in self._answers.items() if "still" in each}
+        silent = sorted(there.keys() - answers.keys())
+        longest = max((each["still"] for each in answers.values()), default=0.0)
+        shortest = min((each["still"] for each in answers.values()), default=0.0)
+        ends = 0 < self._patience.stall <= shortest
+        fails_soon = longest >= _SHARE_OF_TIMEOUT * self._patience.timeout
+        if ends or (fails_soon and not self._has_reported):
+            self._has_reported = True
+            states = {rank: process_state(there[rank]) for rank in silent}
+            suspect, cause = likely_cause(answers, states)
+            said = f"nothing has moved on any rank for {shortest:.0f} s"
+            if not ends:
+                said = f"a rank has not moved for {longest:.0f} s, and collectives fail after {self._patience.timeout:g} s"
+            publish(report(f"{said}: {cause}", answers, states, there))
+            if ends:
+                self._fail(suspect, there[suspect], cause, shortest)
+                end_stopped(*(there[rank] for rank in silent))
+        self._ready_at = time.monotonic() + self._patience.pause
+        self._asking = None
+
+
+def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tuple[int, str]:
+    """Return the rank that most probably holds up the others, and a sentence that says what each rank does.
+
+    `silent` are ranks that do not answer, with the states of their processes. Ranks in a collective wait for others.
+    """
+    groups: defaultdict[tuple[bool, str], list[int]] = defaultdict(list)
+    for rank, each in answers.items():
+        # A rank whose host code is elsewhere may yet wait for a collective on its device.
+        collective = each["collective"] or (not each["waits"] and each.get("recorded"))
+        doing = f"in {each['waits'] or each['place']}"
+        text = f"in {collective} called by {each['place']}" if collective else doing
+        groups[bool(collective), text].append(rank)
+    told, suspects = [], []
+    for state, members in _grouped(silent):
+        why = (
+            f"the process is {state}" if state else "it is stopped, or C code holds its interpreter"
+        )
+        told.append(
+            f"{_named(members)} {_does(members, 'do not answer', 'does not answer')}: {why}"
+        )
+        suspects.append(members[0])
+    # Of several groups that wait for nobody, the smallest is the odd one out.
+    for (waits, text), members in sorted(groups.items(), key=lambda each: len(each[1])):
+        seconds = max(answers[rank]["still"] for rank in members)
+        verb = _does(members, "wait", "waits") if waits else _does(members, "are", "is")
+        told.append(f"{_named(members)} {verb} {text} since {seconds:.0f} s")
+        suspects += [] if waits else members[:1]
+    suspects += [min(members) for _, members in sorted(groups.items(), key=lambda e: len(e[1]))]
+    return suspects[0], "; ".join(told)
+
+
+def _grouped(values: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
+    ordered = sorted(values, key=lambda rank: values[rank])
+    for value, ranks in groupby(ordered, key=lambda rank: values[rank]):
+        yield value, sorted(ranks)
+
+
+def _does(ranks: Sequence[int], several: str, one: str) -> str:
+    return several if len(ranks) > 1 else one
+
+
+def _named(ranks: Collection[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def report(
+    summary: str,
+    answers: Mapping[int, Answer],
+    silent: Mapping[int, str],
+    processes: Mapping[int, Process],
+) -> str:
+    """Return the whole report: the summary, then every group of ranks with the same stack, small groups first."""
+    lines = [f"burnish: {summary}"]
+    for rank, state in sorted(silent.items())[:_MOST_GROUPS]:
+        where = f"host {processes[rank][0]}, pid {processes[rank][1]}"
+        lines.append(f"  rank {rank} ({where}) does not answer; its process: {state or 'not seen'}")
+    stacks = {rank: "\n      ".join(each["stack"]) for rank, each in answers.items()}
+    for stack, ranks in sorted(_grouped(stacks), key=lambda each: len(each[1]))[:_MOST_GROUPS]:
+        first = answers[ranks[0]]
+        at = f"step {first['step']}, {first['phase'] or 'between phases'} since {first['since']:.0f} s"
+        where = f"host {processes[ranks[0]][0]}, pid {processes[ranks[0]][1]}"
+        lines.append(f"  {_named(ranks)} ({where}): {at}, still for {first['still']:.0f} s")
+        facts = {
+            "waits for": first["waits"],
+            "collective": first["collective"],
+            "recorded by torch": first.get("recorded", ""),
+            "memory": first.get("memory", "the device does not answer"),
+            "stack": f"\n      {stack}",
+        }
+        lines += [f"    {name}: {text}" for name, text in facts.items() if text]
+    return "\n".join(lines)
+
+
+def publish(text: str, *, aloud: bool = True) -> None:
+    """Write to this rank's log, and `aloud` to standard error. Either may hang, so this waits two seconds at most."""
+
+    def write() -> None:
+        with suppress(OSError):  # standard error may be closed
+            if aloud:
+                os.write(2, f"\n{text}\n".encode())
+        logs.add(text)
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    writing.join(_WRITING_SECONDS)
+
+
+@contextmanager
+def watching_alone(stall_seconds: float) -> Iterator[None]:
+    """Watch a run of one process inside the block: report and end the process if it does not move."""
+
+    def end(still: float) -> None:
+        answers = {0: pulse.answer() | Pulse.memory()}
+        _, cause = likely_cause(answers, {})
+        said = f"nothing has moved for {still:.0f} s: {cause}"
+        publish(report(said, answers, {}, {0: (socket.gethostname(), os.getpid())}))
+        os._exit(1)
+
+    pulse = Pulse(Patience(stall_seconds), end)
+    pulse.start()
+    try:
+        yield
+    finally:
+        pulse.stop()

@@ -1,0 +1,106 @@
+"""Runs in which nothing moves: the report names the rank, its phase and its function, and all ranks end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailed, run_processes, torchrun_environ
+
+from burnish.distributed.environment import place_of
+from burnish.distributed.processes import process_group
+from burnish.distributed.stall import likely_cause
+from burnish.tracking import logs
+from burnish.tracking.spans import Spans
+
+STALL = 1.5
+
+
+def sleeps_in_a_named_function() -> None:
+    time.sleep(300)
+
+
+def blocks_on_a_pipe() -> None:
+    Path("pipe").open("w").close()  # nobody reads it
+
+
+def is_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _part(root: str, act: str, who: int) -> None:
+    """What one rank does: a few steps, then rank `who` acts and the others wait for it."""
+    os.chdir(root)
+    rank, spans = int(os.environ.get("RANK", 0)), Spans()
+    os.dup2(os.open(f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    place = place_of(os.environ)
+    with (
+        process_group(torch.device("cpu"), 60, place, STALL) as layout,
+        logs.rank_log(Path(f"logs/rank-{rank}.log"), rank, spans, "text"),
+    ):
+        for spans.step in range(1, 4):
+            with spans("update"):
+                dist.all_reduce(torch.ones(1))
+        with spans("rollout"):
+            if layout.rank == who:
+                globals()[act]()
+            dist.all_reduce(torch.ones(1))
+
+
+def _reports(root: Path, act: str, who: int, world: int = 3) -> str:
+    """The report on the ranks, which all have to fail."""
+    os.mkfifo(root / "pipe")
+    store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
+    environs = [torchrun_environ(rank, world, store.port) for rank in range(world)]
+    with pytest.raises(RankFailed) as raised:
+        run_processes(_part, environs if world > 1 else [{}], str(root), act, who, timeout=60)
+    assert set(raised.value.failures) == set(range(world))
+    assert "did not end in time" not in raised.value.failures.values()
+    printed = [(root / f"stderr-{rank}").read_text() for rank in range(world)]
+    assert "".join(printed).count("burnish: nothing has moved") <= 1
+    return "\n".join([*printed, *raised.value.failures.values()])
+
+
+@pytest.mark.parametrize("act", [sleeps_in_a_named_function, blocks_on_a_pipe])
+def test_the_rank_that_does_not_come_is_named_with_its_function(tmp_path, act):
+    said = _reports(tmp_path, act.__name__, 2)
+    first = said.strip().splitlines()[0]
+    assert first.startswith("burnish: nothing has moved on any rank for ")
+    assert f"rank 2 is in tests.distributed.test_stall.{act.__name__} (test_stall.py line" in first
+    assert "ranks 0-1 wait in all_reduce called by tests.distributed.test_stall._part" in first
+    assert "step 3, rollout since" in said
+    assert f"in {act.__name__}" in said
+    assert first in (tmp_path / "logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stopped_rank_does_not_answer(tmp_path, who):
+    said = _reports(tmp_path, "is_stopped", who, 2)
+    assert re.search(rf"rank {who} does not answer: [a-z ]+ T \(stopped\)", said)
+    assert "all_reduce" in said
+
+
+def test_a_lone_process_is_watched_too(tmp_path):
+    said = _reports(tmp_path, "sleeps_in_a_named_function", 0, 1)
+    assert "nothing has moved for " in said
+    assert "rank 0 is in tests.distributed.test_stall.sleeps_in_a_named_function" in said
+
+
+def test_those_that_wait_for_nobody_are_the_cause():
+    def at(place: str, collective: str = "") -> dict[str, object]:
+        return {"still": 640, "place": place, "collective": collective, "waits": ""}
+
+    waiting = {rank: at("f", "all_gather of layers.12") for rank in (0, 1, 2, 5)}
+    assert likely_cause(waiting | {3: at("check")}, {}) == (
+        3,
+        "rank 3 is in check since 640 s; ranks 0-2, 5 wait in all_gather of layers.12 called by f since 640 s",
+    )
+    assert likely_cause(waiting | {3: at("check")}, {4: "T (stopped)"})[0] == 4
+    assert likely_cause(waiting | {3: at("g", "broadcast")}, {})[0] == 3
+    assert likely_cause({0: at("f"), 1: at("f"), 2: at("g")}, {})[0] == 2
