@@ -546,7 +546,7 @@ class TracesConfig(Section):
     local: bool = True
     """Write them to traces/step-N.jsonl.gz, in OTLP's JSON. As with rollouts, the oldest files go first when all take more than `rollouts_keep_gb`."""
     endpoint: str | None = Field(None, pattern=r"^(env|https?://[!-~]+)$")
-    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: to that of OTEL_EXPORTER_OTLP_ENDPOINT. Needs the extra otel, whose variables OTEL_EXPORTER_OTLP_* count."""
+    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: to that of OTEL_EXPORTER_OTLP_ENDPOINT. OpenTelemetry's variables OTEL_EXPORTER_OTLP_* count."""
     sample_rate: float = Field(0.0, ge=0, le=1)
     """Share of all rollouts that are traced, beside those of the rollout files that are kept longest. The same ones in equal runs."""
     max_text: int = Field(4000, ge=0)

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import logging
 import os
 import random
+import ssl
+import struct
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
 
 from burnish.config.document import recorded
 from burnish.config.schema import RunConfig, TracesConfig
@@ -33,6 +36,8 @@ _AT_ONCE, _ROOM = 64, 16
 # Traces in one request to a collector, and steps whose traces may wait for it.
 _INTERNAL, _ERROR = 1, 2
 # Codes of OTLP: the kind of a span within one process, and the status of one that failed.
+_MAY_PASS = (429, 502, 503, 504)
+# Answers of a collector that may soon take more.
 
 
 class TraceSpan(NamedTuple):
@@ -275,24 +280,30 @@ def _known(value: Attributes) -> Any:
 
 
 class OtlpExporter:
-    """Send traces to a collector."""
+    """Send traces to a collector. OpenTelemetry's variables OTEL_EXPORTER_OTLP_* apply."""
+
+    # Its own exporter takes ten times the processor time: a message of protobuf for each attribute.
 
     def __init__(self, directory: Path, *, endpoint: str, resource: Attributes) -> None:
-        from opentelemetry.exporter.otlp.proto.http import trace_exporter
-        from opentelemetry.sdk.resources import Resource
-
-        if endpoint != "env" and urlsplit(endpoint).path in ("", "/"):
+        if endpoint == "env":
+            endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
+            if not endpoint:
+                endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
+                endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+        elif urlsplit(endpoint).path in ("", "/"):
             endpoint = f"{endpoint.rstrip('/')}/v1/traces"
-        self._exporter = trace_exporter.OTLPSpanExporter(None if endpoint == "env" else endpoint)
-        self._resource, self._said = Resource.create(resource), ""
+        self._timeout = float(_variable("TIMEOUT") or 10)
+        self._is_compressed = _variable("COMPRESSION") == "gzip"
+        headers = {"Content-Type": "application/x-protobuf", **_pairs(_variable("HEADERS"))}
+        headers |= {"Content-Encoding": "gzip"} if self._is_compressed else {}
+        self._request = partial(Request, endpoint, headers=headers)
+        self._context = None
+        if endpoint.startswith("https:"):
+            self._context = ssl.create_default_context(cafile=_variable("CERTIFICATE"))
+            if certificate := _variable("CLIENT_CERTIFICATE"):
+                self._context.load_cert_chain(certificate, _variable("CLIENT_KEY"))
+        self._resource = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES")) | resource
         self._held: list[_Trace] = []
-
-        def keep(record: logging.LogRecord) -> bool:
-            self._said = record.getMessage()
-            return False
-
-        # Its complaint about each request becomes one warning.
-        logging.getLogger(trace_exporter.__name__).filters = [keep]
 
     def log_traces(self, step: int, traces: Sequence[_Trace]) -> None:
         """Hold a step's traces."""
@@ -302,29 +313,94 @@ class OtlpExporter:
         """Send what is held."""
         held, self._held = self._held, []
         for start in range(0, len(held), _AT_ONCE):
-            some = held[start : start + _AT_ONCE]
-            if self._exporter.export([span for each in some for span in self._made(each)]).value:
-                raise OSError(self._said or "the collector does not take traces")
+            self._send(protobuf(held[start : start + _AT_ONCE], self._resource))
+
+    def _send(self, body: bytes) -> None:
+        """Send a request, for as long as the time-out where the collector is away or busy. Raises `OSError`."""
+        body = gzip.compress(body) if self._is_compressed else body
+        deadline, pause = time.monotonic() + self._timeout, 0.5
+        while True:
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                urlopen(self._request(data=body), timeout=left, context=self._context).close()
+                return
+            except OSError as error:
+                may_pass = getattr(error, "code", 503) in _MAY_PASS
+                if not may_pass or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause *= 2
 
     def close(self) -> None:
-        """Disconnect."""
-        self._exporter.shutdown()
+        """Do nothing: no connection is kept."""
 
-    def _made(self, trace: _Trace) -> Iterator[Any]:
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
-        name, numbers = int.from_bytes(trace.id, "big"), range(len(trace.spans))
-        ids = [int.from_bytes(trace.span_id(number), "big") for number in numbers]
-        contexts = [SpanContext(name, each, False, TraceFlags(1)) for each in ids]
-        for span, context in zip(trace.spans, contexts, strict=True):
-            yield ReadableSpan(
-                span.name,
-                context,
-                parent=None if context is contexts[0] else contexts[0],
-                resource=self._resource,
-                attributes=span.attributes,
-                status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
-                start_time=_nanoseconds(span.begin),
-                end_time=_nanoseconds(span.end),
-            )
+def _variable(name: str) -> str | None:
+    """Return a variable of OpenTelemetry, that for traces before that for all."""
+    found = (os.environ.get(f"OTEL_EXPORTER_OTLP_{of}{name}") for of in ("TRACES_", ""))
+    return next(filter(None, found), None)
+
+
+def _pairs(text: str | None) -> dict[str, str]:
+    """Return what a variable says as name=value,name=value."""
+    pairs = (each.partition("=") for each in (text or "").split(",") if "=" in each)
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+
+
+def protobuf(traces: Sequence[_Trace], resource: Attributes) -> bytes:
+    """Return an OTLP request with these traces."""
+    # The numbers are those of fields in opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
+    spans = [_field(2, _span_message(each, i)) for each in traces for i in range(len(each.spans))]
+    scope_spans = _field(1, _field(1, b"burnish")) + b"".join(spans)
+    return _field(1, _field(1, _attributes(1, resource)) + _field(2, scope_spans))
+
+
+def _span_message(trace: _Trace, number: int) -> bytes:
+    span, parent, status = trace.spans[number], b"", b""
+    if number:
+        parent = _field(4, trace.span_id(0))
+    if span.error is not None:
+        status = _field(15, _field(2, span.error.encode()) + _number(3, _ERROR))
+    times = [_nanoseconds(each).to_bytes(8, "little") for each in (span.begin, span.end)]
+    return b"".join(
+        (
+            _field(1, trace.id),
+            _field(2, trace.span_id(number)),
+            parent,
+            _field(5, span.name.encode()),
+            _number(6, _INTERNAL),
+            b"\x39" + times[0],  # fields 7 and 8, of 64 bits
+            b"\x41" + times[1],
+            _attributes(9, span.attributes),
+            status,
+        )
+    )
+
+
+def _attributes(field: int, attributes: Attributes) -> bytes:
+    pairs = ((_field(1, n.encode()), _field(2, _any(value))) for n, value in attributes.items())
+    return b"".join(_field(field, name + value) for name, value in pairs)
+
+
+def _any(value: Any) -> bytes:
+    if isinstance(value, str):
+        return _field(1, value.encode())
+    if isinstance(value, int):
+        return _number(3, value)
+    if isinstance(value, list):
+        return _field(5, b"".join(_field(1, _any(each)) for each in value))
+    return b"\x21" + struct.pack("<d", value)
+
+
+def _number(field: int, value: int) -> bytes:
+    return bytes((field << 3,)) + _varint(value & (1 << 64) - 1)
+
+
+def _field(field: int, content: bytes) -> bytes:
+    return bytes((field << 3 | 2,)) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    if value < 128:
+        return bytes((value,))
+    return bytes((value & 127 | 128,)) + _varint(value >> 7)

@@ -51,8 +51,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _CONFIG_LIMIT = 1 << 24
 SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
-EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-"""What sends traces."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
 _PATIENCE = RetryPolicy(seconds=20)
@@ -76,10 +74,6 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
             problems += _package("vllm", "rollout.engine: vllm", "vLLM", do)
     if command != "eval":
         problems += _trackers(config.tracking.trackers)
-        if config.tracking.traces.endpoint:
-            do = f"{install('otel')}, or set tracking.traces.endpoint to null"
-            want = "OpenTelemetry's SDK and its exporter"
-            problems += _package(EXPORTER, "tracking.traces.endpoint", want, do)
     if problems:
         raise together(problems, "the inputs of this run")
 

@@ -1,4 +1,4 @@
-"""Traces by OTLP, really: OpenTelemetry's own exporter sends to a collector on loopback, which parses protobuf.
+"""Traces by OTLP to a collector on loopback, which OpenTelemetry's own messages parse.
 
 `make nightly` makes the environment that has them, `.venv-trackers`.
 """
@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import gzip
-import json
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,26 +26,17 @@ from burnish.config.schema import TracesConfig
 from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.traces import Traces, read_traces
 
-pytestmark = [
-    pytest.mark.nightly,
-    # What OpenTelemetry does is its own.
-    pytest.mark.filterwarnings("default"),
-]
-MISSING = "OpenTelemetry's exporter is in .venv-trackers, which make nightly makes"
+MISSING = "OpenTelemetry's messages are in .venv-trackers, which make nightly makes"
 
 
 class Collector:
-    """An OTLP collector: what it was sent, as JSON. It answers with `status`, once `may_answer` is set."""
+    """An OTLP collector: what it was sent. It answers with `status`, or once with the first of `before`, once `may_answer` is set."""
 
     def __init__(self) -> None:
-        service = pytest.importorskip(
-            "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=MISSING
-        )
-        from google.protobuf.json_format import MessageToDict
-
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        self.headers: list[Message] = []
         self.status, self.may_answer = 200, threading.Event()
+        self.before: list[int] = []
         self.may_answer.set()
         collector = self
 
@@ -52,12 +46,13 @@ class Collector:
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
                 collector.may_answer.wait(60)
-                if self.path == "/v1/traces" and collector.status == 200:
-                    found = service.ExportTraceServiceRequest.FromString(body)
-                    collector.requests.append(MessageToDict(found))
-                    collector.headers.append(dict(self.headers))
-                self.send_response(collector.status if self.path == "/v1/traces" else 404)
-                self.end_headers()
+                status = collector.before.pop(0) if collector.before else collector.status
+                if self.path == "/v1/traces" and status == 200:
+                    collector.bodies.append(body)
+                    collector.headers.append(self.headers)
+                with suppress(BrokenPipeError):  # it has waited long enough
+                    self.send_response(status if self.path == "/v1/traces" else 404)
+                    self.end_headers()
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -65,6 +60,18 @@ class Collector:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """What it was sent, as JSON."""
+        name = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
+        service = pytest.importorskip(name, reason=MISSING)
+        from google.protobuf.json_format import MessageToDict
+
+        return [
+            MessageToDict(service.ExportTraceServiceRequest.FromString(body))
+            for body in self.bodies
+        ]
 
     def spans(self) -> list[dict[str, Any]]:
         """All spans, in the order of their coming."""
@@ -98,6 +105,7 @@ def traced(
     traces.exporter.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", ["4", HOSTILE])
 def test_the_collector_gets_what_the_file_has(
     tmp_path: Path, collector: Collector, text: str
@@ -120,13 +128,15 @@ def test_the_collector_gets_what_the_file_has(
         assert attributes(mine) == attributes(theirs)
         for name in ("name", "startTimeUnixNano", "endTimeUnixNano"):
             assert mine[name] == theirs[name]
-        assert ("code" in mine["status"]) == ("code" in theirs["status"])
-        assert mine["status"].get("message") == theirs["status"].get("message")
+        status = mine.get("status", {})
+        assert ("code" in status) == ("code" in theirs["status"])
+        assert status.get("message") == theirs["status"].get("message")
     resource = attributes(collector.requests[0]["resourceSpans"][0]["resource"])
     assert resource["service.name"] == "burnish"
     assert resource["service.instance.id"] == "abc"
 
 
+@pytest.mark.nightly
 def test_the_attributes_are_the_conventions_own(tmp_path: Path, collector: Collector) -> None:
     known = pytest.importorskip(
         "opentelemetry.semconv._incubating.attributes.gen_ai_attributes", reason=MISSING
@@ -139,6 +149,7 @@ def test_the_attributes_are_the_conventions_own(tmp_path: Path, collector: Colle
     assert all(name.startswith(("gen_ai.", "burnish.", "error.type")) for name in used)
 
 
+@pytest.mark.nightly
 def test_the_variables_of_opentelemetry_count(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +165,7 @@ def test_the_variables_of_opentelemetry_count(
     assert (resource["service.name"], resource["team"]) == ("mine", "blue")
 
 
+@pytest.mark.nightly
 def test_a_step_that_is_made_again_is_not_sent_again(tmp_path: Path, collector: Collector) -> None:
     traced(tmp_path, collector.url, range(1, 4))
     traced(tmp_path, collector.url, range(3, 5))
@@ -188,4 +200,32 @@ def test_a_collector_that_refuses_or_is_away_costs_one_warning(
     assert {each.name for each in warned} == {"burnish"}
     assert len(warned) == 2
     assert warned[-1].args[1] == 3
-    assert json.dumps(collector.requests) == "[]"
+    assert collector.bodies == []
+
+
+def test_a_collector_that_is_busy_is_asked_again(tmp_path: Path, collector: Collector) -> None:
+    collector.before = [503, 429]
+    traced(tmp_path, collector.url)
+    assert len(collector.bodies) == 1
+
+
+def test_a_certificate_of_ones_own_is_trusted_if_it_is_named(
+    tmp_path: Path,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "own.pem"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "own.pem", tmp_path / "key.pem")
+    collector.server.socket = context.wrap_socket(collector.server.socket, server_side=True)
+    url = collector.url.replace("http://127.0.0.1", "https://localhost")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    traced(tmp_path / "refused", url)
+    assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+    assert collector.bodies == []
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", str(tmp_path / "own.pem"))
+    traced(tmp_path / "trusted", url)
+    assert len(collector.bodies) == 1

@@ -23,6 +23,7 @@ import pytest
 import yaml
 from contracts.tracker import Record, ServiceContract
 from ports import free_port
+from tracking.test_otlp import traced
 
 from burnish.errors import UsageError
 from burnish.tracking.trackers import load_tracker
@@ -260,6 +261,23 @@ class TestMlflow(ServiceContract):
         tracker.close()
         assert [each.args[1] for each in caplog.records if "lost" in each.message] == [3]
         caplog.clear()
+
+    def test_it_takes_traces(
+        self, tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from mlflow import MlflowClient
+
+        client = MlflowClient()
+        place = client.create_experiment("traces")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-mlflow-experiment-id={place}")
+        traced(tmp_path, mlflow_server, text="fünf")
+        found = client.search_traces(locations=[place])
+        assert len(found) == 2
+        spans = {span.name: span for span in found[0].data.spans}
+        assert set(spans) == {"rollout", "text_completion me/tiny", "reward exact", "reward late"}
+        assert spans["reward late"].status.status_code.name == "ERROR"
+        assert spans["reward exact"].attributes["burnish.reward.inputs.completion"] == "fünf"
+        assert spans["reward exact"].parent_id == spans["rollout"].span_id
 
 
 @pytest.fixture(scope="module")
