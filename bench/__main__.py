@@ -22,6 +22,7 @@ BENCHMARKS = (
     "grpo",
     "loading",
     "logprobs",
+    "scale",
     "sft",
     "start",
 )

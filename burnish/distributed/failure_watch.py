@@ -15,8 +15,10 @@ The relay sends every rank the first `Failure`, or `{"done": true}` when rank 0 
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import json
+import logging
 import os
 import secrets
 import socket
@@ -56,8 +58,12 @@ _VERDICT_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Seconds of silence before the other machine is asked, seconds between questions, questions.
+_BACKLOG, _FULL_SECONDS = 4096, 1.0
+# Ranks that may knock at one time; how long the relay waits before it tries again to open a file.
 _LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
 # Characters of a message, and of each line of a log in it.
+
+_log = logging.getLogger(__name__)
 
 
 class FailureWatch:
@@ -313,11 +319,15 @@ class _Relay(threading.Thread):
     async def _accept(self, main_has_left: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as hearing:
             while True:
-                with suppress(OSError):  # the caller hung up
+                try:
                     connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
                     _prepare(connection)
                     streams = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
                     hearing.create_task(self._hear(*streams, main_has_left))
+                except OSError as error:  # most often the caller hung up
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        _log.warning("rank 0 can open no more files: %s", error)
+                        await asyncio.sleep(_FULL_SECONDS)
 
     async def _hear(
         self,
@@ -371,17 +381,20 @@ class _Relay(threading.Thread):
         self._fail(Failure(rank, *process, cause, still=still))
 
     def _tell(self, message: dict[str, Any]) -> None:
+        line = _line(message)
         for writer in self._ranks.values():
-            writer.write(_line(message))
+            writer.write(line)
 
 
 def _listen_on(host: str) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(
+            ("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
     if not host:
-        return socket.create_server(("", 0))
+        return socket.create_server(("", 0), backlog=_BACKLOG)
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(address[0]), 0), family=family)
+    return socket.create_server((str(address[0]), 0), family=family, backlog=_BACKLOG)
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +28,7 @@ from burnish.distributed.device import keep_freed_pages, pick_device, share_core
 from burnish.distributed.environment import Place, place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, UsageError
+from burnish.errors import BurnishError, UsageError, few
 
 T = TypeVar("T")
 
@@ -42,6 +43,11 @@ _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective o
 # How gloo and NCCL say it.
 _LEAVE = timedelta(seconds=5)
 # How long rank 0, where it serves the store, waits at the end for ranks that may still be using it.
+_COUNT, _ALL = "count", "all"
+_LOOK = timedelta(seconds=30)
+# How long a rank waits for the names of the absent.
+_OWN_FILES = 512
+# Descriptors that a rank needs beside its connections.
 
 
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
@@ -126,13 +132,33 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
     if layout.world == 1:
         yield HashStore()
         return
+    raise_descriptors(layout.world * (2 - place.agent_store) if layout.is_main else 0)
     store = _connect(place, timeout)
     _await_everybody(store, layout, timeout, "here")
     yield store
     with suppress(RuntimeError):  # a rank that leaves much later than rank 0 finds the store closed
-        store.set(f"left/{layout.rank}", "")
+        _arrive(store, layout, "left")
         if layout.rank == 0 and not place.agent_store:
-            store.wait([f"left/{rank}" for rank in range(layout.world)], _LEAVE)
+            store.wait([f"left/{_ALL}"], _LEAVE)
+
+
+def raise_descriptors(connections: int) -> None:
+    """Let this process open as many files as the system allows. Raises `UsageError` if those are too few for its connections.
+
+    Rank 0 has one from every rank to its relay, and one to its store unless the launcher's agent serves it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = connections + _OWN_FILES
+    if soft != unlimited and soft < needed and (soft < hard or hard == unlimited):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == unlimited else hard, hard))
+    if hard != unlimited and hard < needed:
+        raise UsageError(
+            f"rank 0 cannot have {connections} connections to the other ranks",
+            have=f"a hard limit of {hard} open files",
+            want=f"{needed}",
+            do="raise it where the run is launched: ulimit -Hn, LimitNOFILE of the service, or --ulimit nofile of the container",
+        )
 
 
 def _connect(place: Place, timeout: timedelta) -> Store:
@@ -166,26 +192,36 @@ def is_first(text: str) -> bool:
     return True
 
 
-def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
+def _arrive(store: Store, layout: Layout, point: str) -> None:
+    """Count this rank; the last one sets the key that all wait for. So the store has a few operations of each rank."""
     store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
-    names = [f"{point}/{rank}" for rank in range(layout.world)]
+    if store.add(f"{point}/{_COUNT}", 1) == layout.world:
+        store.set(f"{point}/{_ALL}", "")
+
+
+def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
+    _arrive(store, layout, point)
     try:
-        store.wait(names, timeout)
+        store.wait([f"{point}/{_ALL}"], timeout)
     except RuntimeError as error:
         raise BurnishError(
             f"rank {layout.rank} did not meet all {layout.world} ranks of the run",
-            have=_absent(store, names),
+            have=_absent(store, layout.world, point),
             want=f"all of them within {timeout.total_seconds():g} s",
             do="look at their output; raise distributed.timeout_seconds if they only start slowly",
         ) from error
 
 
-def _absent(store: Store, names: list[str]) -> str:
+def _absent(store: Store, world: int, point: str) -> str:
+    """Name the ranks that have not come. The first rank that asks looks for all; the others read what it found."""
     try:
-        absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+        if store.add(f"{point}/asked", 1) == 1:
+            absent = [rank for rank in range(world) if not store.check([f"{point}/{rank}"])]
+            store.set(f"{point}/absent", few([str(rank) for rank in absent]))
+        store.wait([f"{point}/absent"], _LOOK)
+        return f"nothing from rank {store.get(f'{point}/absent').decode()}"
     except RuntimeError:
         return "the meeting point has closed: rank 0 or the launcher is gone"
-    return f"nothing from rank {', '.join(absent)}"
 
 
 @contextmanager

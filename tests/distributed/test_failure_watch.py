@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import resource
 import signal
 import socket
 import stat
+import threading
 import time
 from contextlib import suppress
 
@@ -13,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import free_port
-from ranks import RankFailed, run_ranks
+from ranks import RankFailed, run_processes, run_ranks
 
 from burnish.distributed import failure_watch as watch
 from burnish.distributed.failure_watch import FailureWatch
@@ -210,6 +214,40 @@ def test_forked_children_do_not_keep_a_dead_rank_alive(tmp_path):
         " rank 0 was in tests.distributed.test_failure_watch._child_holds_the_connection" in printed
     )
     assert "most recent call first" in printed
+
+
+def _more_ranks_than_descriptors():
+    warned = threading.Semaphore(0)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.release()
+    logging.getLogger(watch.__name__).addHandler(handler)
+    store = dist.HashStore()
+    first = FailureWatch(Layout(0, 3, 0, 3), "", store)
+    while not first._relay._ranks:
+        time.sleep(0.01)
+    contact = json.loads(store.get("watch"))
+    address = (contact["address"], contact["port"])
+    line = socket.socket(socket.getaddrinfo(*address)[0][0])
+    highest = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+    holes = []
+    with suppress(OSError):
+        while True:
+            holes.append(os.open("/dev/null", os.O_RDONLY))
+    line.connect(address)
+    assert warned.acquire(timeout=LONG)
+    assert first._relay.is_alive()
+    again = warned.acquire(timeout=0.3)  # a relay that spins warns thousands of times a second
+    for hole in holes:
+        os.close(hole)
+    me = {"token": contact["token"], "rank": 1, "host": "here", "pid": 1}
+    line.sendall(json.dumps(me).encode() + b"\n" + b'{"reason": "heard", "lines": []}\n')
+    reason = first.failure(LONG).reason
+    return again, reason
+
+
+def test_a_relay_without_descriptors_waits_until_there_are_some():
+    assert run_processes(_more_ranks_than_descriptors, [{}]) == [(False, "heard")]
 
 
 def test_an_orderly_stop_is_not_a_failure(pair):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from burnish.distributed.device import has_fp64, pick_device
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import backend_of, process_group
+from burnish.distributed.processes import backend_of, process_group, raise_descriptors
 from burnish.errors import BurnishError, UsageError
 
 CPU = torch.device("cpu")
@@ -132,6 +133,21 @@ def test_a_rank_that_does_not_come_is_named():
     ):
         pass
     assert not dist.is_initialized()
+
+
+def _with_few_descriptors():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, 2000))
+    raise_descriptors(0)
+    limits = [resource.getrlimit(resource.RLIMIT_NOFILE)]
+    raise_descriptors(1000)
+    limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+    with pytest.raises(UsageError):
+        raise_descriptors(2000)
+    return limits
+
+
+def test_descriptors_are_raised_as_far_as_the_system_allows():
+    assert run_processes(_with_few_descriptors, [{}]) == [[(600, 2000), (2000, 2000)]]
 
 
 def test_a_port_that_is_taken_is_named():
