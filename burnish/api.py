@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,9 +25,10 @@ from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
-from burnish.errors import UsageError
+from burnish.errors import StoppedError, UsageError
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
+from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
@@ -122,10 +125,19 @@ def run_command(
     _refuse_inside_a_worker()
     die_with_agent(os.environ)
     place = place_of(os.environ)
-    layout = place.layout
+    layout, logs = place.layout, RunDirectory(config.directory).logs
+    if command != "eval" and config.distributed.min_processes is not None:
+        elastic = import_module("burnish.launch.elastic")
+        planner = partial(elastic.planner_of, config, command)
+        engine = elastic.adapted(planner, config.engine, layout)
+        config = config.model_copy(update={"engine": engine})
     config, remarks = prepare(config, command, layout.world, run_dir)
-    if layout.is_main and command != "eval" and not place.attempt:
-        make_way(RunDirectory(config.directory), RunIdentity(command, config))
+    if layout.is_main and command != "eval":
+        if place.attempt:
+            refuse_failing_alike(logs)
+        else:
+            make_way(RunDirectory(config.directory), RunIdentity(command, config))
+            forget_failures(logs)
     if layout.is_main:
         said = summary(config, command, layout.world, run_dir, brief=True)
         _log.info("%s\n%s", command if command == "eval" else f"{command}, run {config.name}", said)
@@ -149,13 +161,26 @@ def run_command(
             return measured
 
         return launch(measure, config.distributed)
-    launch(
-        lambda layout, device: training.train(
-            *local_inputs(config, device, layout), layout, device
-        ),
-        config.distributed,
-    )
+    with _noting_failures(logs, layout):
+        launch(
+            lambda layout, device: training.train(
+                *local_inputs(config, device, layout), layout, device
+            ),
+            config.distributed,
+        )
     return {}
+
+
+@contextmanager
+def _noting_failures(logs: Path, layout: Layout) -> Iterator[None]:
+    try:
+        yield
+    except StoppedError:
+        raise
+    except Exception as error:
+        if layout.is_main:
+            note_failure(logs, error)
+        raise
 
 
 def prepare(

@@ -62,6 +62,7 @@ OPTIONAL = (
     "burnish.train.evaluate",
     "burnish.train.guard",
     "burnish.files.hub",
+    "burnish.launch",
     "burnish.train.commits",
     "burnish.train.model_card",
     "burnish.data.splits",

@@ -42,7 +42,8 @@ CONFIG is a YAML file; key=value sets one setting, as optim.lr=1e-6 or rollout.n
 It reads the tokenizer and the headers of weights, tokenizes the first rows of the data, calls the reward
 functions once and plans memory. It does not see later rows, and only small files that are elsewhere.
 
-On several processes: torchrun --nproc-per-node 8 -m burnish rl CONFIG
+On several processes: burnish rl CONFIG --processes 8, or on a Ray cluster: burnish rl CONFIG --ray auto
+or torchrun --nproc-per-node 8 -m burnish rl CONFIG
 --version prints the version; eval "$(burnish completion bash)" completes commands, also in zsh or fish.
 BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged; without it rank 0 logs from info
 on, and other ranks errors only.
@@ -58,8 +59,16 @@ _COMMANDS = {
         "sft|rl MODEL DATA",
         "Write a configuration into the working directory, for RL also a reward function, without DATA also some rows.",
     ),
-    "sft": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from examples."),
-    "rl": ("run:run", "CONFIG key=value --dry-run --devices", "Learn from a reward."),
+    "sft": (
+        "run:run",
+        "CONFIG key=value --dry-run --devices --processes --ray",
+        "Learn from examples.",
+    ),
+    "rl": (
+        "run:run",
+        "CONFIG key=value --dry-run --devices --processes --ray",
+        "Learn from a reward.",
+    ),
     "eval": (
         "run:run",
         "CONFIG|RUN_DIR|MODEL key=value --dry-run --json",
@@ -255,8 +264,13 @@ _OPTIONS = {
         "its bf16 speed in 10¹² operations/s", type=float, metavar="TFLOPS"
     ),
     "--processes": _argument(
-        "start so many on this machine (check: on its CPU); without it the command is one of torchrun's, or alone",
+        "start so many on this machine (check: on its CPU; sft, rl: again when one dies); without it the command is one of "
+        "torchrun's, or alone, or with --ray one on each GPU",
         type=int,
+    ),
+    "--ray": _argument(
+        "start the processes on a Ray cluster: auto for that of this machine, or HOST:PORT",
+        metavar="ADDRESS",
     ),
     "--tensors": _flag("list every tensor"),
     "--full": _argument("read every byte (the default)", action="store_false", dest="fast"),

@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from burnish.cli.output import print_text
 from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
-from burnish.config.schema import ModelConfig, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
-from burnish.errors import BurnishError, UsageError, bytes_text, count_text, of_setting, table
-from burnish.families import ModelShape
-from burnish.files.safetensors import ADAPTER_CONFIG
-from burnish.models.lora.adapter_config import with_adapter
+from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
+from burnish.launch.elastic import planner_of
 from burnish.train.newest_steps import at_newest_steps
-from burnish.train.preflight import model_fields, small_file
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
@@ -91,25 +88,6 @@ def _pointing_to_plan(error: BurnishError) -> BurnishError:
     plan = "burnish plan CONFIG --devices shows what fits"
     do = f"{error.do}; {plan}" if error.do else plan
     return type(error)(error.problem, have=error.have, want=error.want, do=do)
-
-
-def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
-    """Make the planner of a configuration. Raises `UsageError` for a model that it does not know."""
-    from burnish.plan.layouts import Planner
-
-    if (adapter := config.model.lora.path) is not None:
-        with of_setting("model.lora.path"):
-            model = with_adapter(config.model, small_file(adapter, ADAPTER_CONFIG))
-        config = config.model_copy(update={"model": model})
-    if config.engine.precision == "auto":
-        precision = "fp32" if devices.cpu else "bf16"
-        engine = config.engine.model_copy(update={"precision": precision})
-        config = config.model_copy(update={"engine": engine})
-    judges = config.reward.models if command == "rl" else ()
-    with of_setting("reward.models"):
-        shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
-    shape = ModelShape.of(model_fields(config.model))
-    return Planner(shape, config, command, devices, shapes)
 
 
 def devices_of(

@@ -7,15 +7,20 @@ import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from burnish.api import prepare, run_command
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
-from burnish.config.constraints import Command
+from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
-from burnish.errors import MissingError, UsageError, table
+from burnish.errors import MissingError, UsageError, install, refusing, table
+from burnish.launch.elastic import has_layout, planner_of
+from burnish.launch.local import LocalLauncher
+from burnish.launch.supervisor import Launcher, Supervisor
 from burnish.tracking.trackers import json_numbers
 from burnish.train.newest_steps import is_model
 from burnish.train.own_directory import recorded_config
@@ -50,6 +55,9 @@ def run(given: Namespace) -> None:
         raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
     if as_json and given.dry_run:
         raise UsageError("a dry run measures nothing that --json could print", do="leave one out")
+    if getattr(given, "processes", None) is not None or getattr(given, "ray", None) is not None:
+        supervise(given)
+        return
     if not given.dry_run:
         numbers = run_command(command, config, run_dir=run_dir)
         if numbers and layout.is_main:
@@ -74,6 +82,31 @@ def run(given: Namespace) -> None:
             _started([command, *filter(None, [given.config]), *given.overrides], world),
         )
         print_text("\n\n".join(paragraphs))
+
+
+def supervise(given: Namespace) -> None:
+    """Start the command on several processes, here or on a Ray cluster, and again when one dies."""
+    command, world = given.command, given.processes
+    if given.dry_run:
+        raise UsageError("a dry run starts no processes", do="give --devices 8xNAME instead")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            "torchrun has started this process, so it cannot start the run's processes",
+            do="leave out torchrun, or --processes and --ray",
+        )
+    if world is not None and world < 1:
+        raise UsageError("--processes is not a number of processes", have=world, want="1 or more")
+    config = load_config(given.config, given.overrides).config
+    argv = [command, *filter(None, [given.config]), *given.overrides]
+    launcher: Launcher = LocalLauncher(argv)
+    if given.ray is not None:
+        with refusing("Ray is not installed", do=install("ray")):
+            ray_cluster = import_module("burnish.launch.ray_cluster")
+        launcher = ray_cluster.RayLauncher(given.ray, argv)
+    world = launcher.processes() if world is None else world
+    check(config, command, world)
+    is_possible = partial(has_layout, partial(planner_of, config, command))
+    raise SystemExit(Supervisor(launcher, config.distributed, world, is_possible).run())
 
 
 def _started(arguments: Sequence[str], world: int) -> str:

@@ -591,6 +591,12 @@ class DistributedConfig(Section):
     """How long a collective waits for other ranks before the run stops. Also how long the process that saves in the background may read and write nothing before its save has failed."""
     stall_seconds: float = Field(3600.0, ge=0)
     """A training run in which nothing moves on any rank for so long reports where each rank is, and ends. The same command resumes it. 0: never."""
+    max_restarts: int = Field(10, ge=0)
+    """How often `--processes` and `--ray` start a run again that failed. torchrun has its own `--max-restarts`."""
+    replace_seconds: float = Field(300.0, ge=0)
+    """How long a run waits for devices in place of those that it lost."""
+    min_processes: int | None = Field(None, ge=1)
+    """Elastic: go on with fewer processes, but at least so many, where lost devices are not replaced in time, and take them back when they return. If the layout does not fit the number of processes, also under torchrun, the planner chooses another. Default: always as many as at the start."""
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -20,6 +20,9 @@ from burnish.errors import UsageError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """The signals that ask a run to save and end. Processes beside it leave them to the run."""
+
+PARENT = "BURNISH_PARENT"
+"""The variable in which `burnish.launch` gives a rank the process that it ends with."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,9 +55,11 @@ def place_of(environ: Mapping[str, str]) -> Place:
     return Place(Layout())
 
 
-def die_with_agent(environ: Mapping[str, str]) -> None:
-    """Under torchrun, have the system end this process when torchrun dies: nobody else would, and the run would go on unwatched."""
-    if "TORCHELASTIC_RUN_ID" in environ:
+def die_with_agent(environ: MutableMapping[str, str]) -> None:
+    """Have the system end this rank when torchrun or the launcher dies: nobody else would, and the run would go on unwatched."""
+    if PARENT in environ:
+        die_with(int(environ.pop(PARENT)))  # this process's parent, and no child's
+    elif "TORCHELASTIC_RUN_ID" in environ:
         die_with(os.getppid())
 
 
@@ -69,14 +74,15 @@ def die_with(parent: int) -> None:
 def _torchrun(environ: Mapping[str, str]) -> Place:
     local_world = number_of(environ, "LOCAL_WORLD_SIZE", default=1)
     layout = layout_of(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world)
+    attempt = number_of(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
     if layout.world == 1:
-        return Place(layout)
+        return Place(layout, attempt=attempt)
     return Place(
         layout,
         _text(environ, "MASTER_ADDR").strip("[]"),
         number_of(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=number_of(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        attempt=attempt,
     )
 
 

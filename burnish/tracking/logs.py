@@ -54,6 +54,11 @@ class RankLog(RotatingFileHandler):
         self.last: Sequence[str] = ()
         """The last lines before the error that ended the run."""
 
+    @property
+    def step(self) -> int | None:
+        """The step that the run is in."""
+        return self._spans.step
+
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line; further lines of its message are indented."""
         text = record.getMessage()
@@ -170,6 +175,12 @@ def add(text: str) -> None:
         handler.handle(log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, (), None))
         if not is_open:
             handler.close()
+
+
+def current_step() -> int | None:
+    """Return the step that this process's log was in last; None before the first."""
+    handler = _latest()
+    return None if handler is None else handler.step
 
 
 def last_lines(rank: int | None = None) -> Sequence[str]:

@@ -1,0 +1,91 @@
+"""Fit a run to a number of processes: which numbers have a layout, and which layout a run gets that its own does not fit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from burnish.config.schema import EngineConfig, ModelConfig, RunConfig
+from burnish.distributed.layout import Layout
+from burnish.errors import BurnishError, of_setting
+from burnish.families import ModelShape
+from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.models.lora.adapter_config import with_adapter
+from burnish.plan.devices import Devices, devices_here
+from burnish.plan.layouts import Planner
+from burnish.train.newest_steps import at_newest_steps
+from burnish.train.preflight import model_fields, small_file
+
+log = logging.getLogger("burnish")
+
+
+PlannerOf = Callable[[Devices], Planner]
+"""Makes the planner of a run on some devices."""
+
+_DEGREES = (
+    "replicas",
+    "sequence_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_stages",
+    "expert_parallel",
+    "expert_tensor_parallel",
+)
+
+
+def adapted(planner: PlannerOf, engine: EngineConfig, layout: Layout) -> EngineConfig:
+    """Return settings for so many processes: the run's own, or if these do not fit, the planner's quickest.
+
+    A model that the planner does not know gets FSDP alone. Ranks with equal devices choose the same.
+    """
+    try:
+        planned = planner(_devices(layout.world, layout.local_world))
+    except BurnishError:
+        fits = layout.world % (engine.sharing * engine.replicas) == 0
+        found = {} if fits else EngineConfig().model_dump(include={*_DEGREES})
+    else:
+        _, refused = planned.as_configured()
+        best = next(iter(planned.all_plans()), None) if refused else None
+        found = best.engine.model_dump(exclude={"precision"}) if best and best.fits else {}
+    if not found:
+        return engine
+    chosen = engine.model_copy(update=found)
+    if layout.is_main:
+        degrees = {name: getattr(chosen, name) for name in _DEGREES}
+        shown = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
+        log.warning("the run's layout does not fit %d processes, but %s", layout.world, shown)
+    return chosen
+
+
+def has_layout(planner: PlannerOf, world: int) -> bool:
+    """Return whether there is a way to divide the run among so many processes, whatever their memory."""
+    try:
+        return bool(planner(_devices(world, None)).all_plans())
+    except BurnishError:
+        return True  # the ranks will say what the planner does not know
+
+
+def _devices(world: int, here: int | None) -> Devices:
+    """Return this machine's devices, or if they are not known or not meant, some with memory enough for anything."""
+    found = None if here is None else devices_here(world, here)
+    return found or Devices(world, "CPU", math.inf, 1e12, 1e12, 1e12)
+
+
+def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
+    """Make the planner of a configuration. Raises `UsageError` for a model that it does not know."""
+    config = at_newest_steps(config.model_dump(), config.directory)
+    if (adapter := config.model.lora.path) is not None:
+        with of_setting("model.lora.path"):
+            model = with_adapter(config.model, small_file(adapter, ADAPTER_CONFIG))
+        config = config.model_copy(update={"model": model})
+    if config.engine.precision == "auto":
+        precision = "fp32" if devices.cpu else "bf16"
+        engine = config.engine.model_copy(update={"precision": precision})
+        config = config.model_copy(update={"engine": engine})
+    judges = config.reward.models if command == "rl" else ()
+    with of_setting("reward.models"):
+        shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
+    shape = ModelShape.of(model_fields(config.model))
+    return Planner(shape, config, command, devices, shapes)

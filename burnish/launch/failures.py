@@ -1,0 +1,59 @@
+"""Note how the starts of a run failed, and refuse to start again what fails alike again and again.
+
+Whoever starts a run again (torchrun, `burnish rl --processes`, Ray, Slurm) cannot tell a machine that died from a reward that always
+raises at the same step. Rank 0 can.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from burnish.errors import BurnishError, UsageError
+from burnish.tracking import logs
+
+_ALIKE = 3
+_NAME, _LONGEST_LINE = "failures.jsonl", 300
+_OTHERS = re.compile(r"^rank \d+ \(.*?\) (?=failed|died)| while rank \d+ was in .*")
+# Parts of a failure's text that differ from rank to rank.
+
+
+def forget_failures(directory: Path) -> None:
+    """Forget the failures of a run, as `logs` of its directory has them. A person has started it."""
+    (directory / _NAME).unlink(missing_ok=True)
+
+
+def note_failure(directory: Path, error: Exception) -> None:
+    """Note an error that ends this rank, if its run has got as far as to have a log."""
+    if directory.is_dir():
+        line = {"step": logs.current_step(), "error": _head(error)}
+        with (directory / _NAME).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def refuse_failing_alike(directory: Path) -> None:
+    """Raise `UsageError` if the last starts of a run failed at the same step with the same error."""
+    path = directory / _NAME
+    lines = path.read_text().splitlines()[-_ALIKE:] if path.is_file() else []
+    if len(lines) < _ALIKE or len({*lines}) > 1:
+        return
+    last = json.loads(lines[-1])
+    where = "before its first step" if last["step"] is None else f"in step {last['step']}"
+    raise UsageError(
+        f"the run failed {_ALIKE} times alike {where}, so it is not started again",
+        have=last["error"],
+        want="a failure that another start can mend",
+        do=f"see {directory}, mend the cause, and give the same command: it continues from the newest checkpoint",
+    )
+
+
+def _head(error: Exception) -> str:
+    """Return an error's kind and first line without numbers, which differ from start to start."""
+    ours = isinstance(error, BurnishError)
+    told = error.problem if isinstance(error, BurnishError) else str(error)
+    if isinstance(error, BurnishError) and error.told_elsewhere and error.have is not None:
+        told = str(error.have)
+    line = _OTHERS.sub("", told).strip().partition("\n")[0]
+    kind = "" if ours else f"{type(error).__name__}: "
+    return re.sub(r"\d+", "#", kind + line)[:_LONGEST_LINE]

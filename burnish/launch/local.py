@@ -1,0 +1,146 @@
+"""Start the ranks of a run on this machine, each a process of the same command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from burnish.distributed.environment import PARENT
+
+LAST_LINES = 20
+"""Lines that are shown of a rank that fails."""
+_PAUSE_SECONDS = 0.05
+
+
+def free_port(host: str = "") -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.create_server((host, 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+class RankProcess:
+    """A `burnish` command as a child of this process.
+
+    The system ends it when the thread that makes it ends.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environ: Mapping[str, str], *, cwd: str, keeps: int | None
+    ) -> None:
+        """Start it. Keep its last `keeps` lines; None: it writes where this process does."""
+        shown = keeps is None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "burnish", *argv],
+            env={**environ, PARENT: str(os.getpid())},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=None if shown else subprocess.PIPE,
+            stderr=None if shown else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # the terminal's ctrl-C is for this process, which passes it on
+        )
+        self._lines: deque[str] = deque(maxlen=keeps)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        """Return its exit status, minus the signal's number if one ended it; None while it runs."""
+        status = self._process.poll()
+        if status is not None:
+            self._reader.join(_PAUSE_SECONDS)  # a process of its own may hold the pipe open
+        return status
+
+    def take_lines(self) -> list[str]:
+        """Return the lines that are kept and were not taken."""
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        """End it at once and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError):  # it was closed
+            for line in self._process.stdout or ():
+                self._lines.append(line.rstrip("\n"))
+
+
+class LocalAttempt:
+    """The ranks of one start. Rank 0 writes where this process does."""
+
+    def __init__(self, argv: Sequence[str], world: int, attempt: int) -> None:
+        shared = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port("127.0.0.1")),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+        self._ended: dict[int, int] = {}
+        self._ranks: list[RankProcess] = []
+        for rank in range(world):
+            environ = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            keeps = LAST_LINES if rank else None
+            self._ranks.append(RankProcess(argv, environ, cwd=os.getcwd(), keeps=keeps))
+
+    def poll(self, seconds: float) -> Mapping[int, int]:
+        """Wait at most so long for an end; return the exit statuses in the order of their ends."""
+        until, before = time.monotonic() + seconds, len(self._ended)
+        while True:
+            for rank, process in enumerate(self._ranks):
+                if rank not in self._ended and (status := process.poll()) is not None:
+                    self._ended[rank] = status
+            if len(self._ended) > before or time.monotonic() > until:
+                return self._ended
+            time.sleep(_PAUSE_SECONDS)
+
+    def last_lines(self, rank: int) -> Sequence[str]:
+        """Return the last lines of a rank other than 0, which are seen nowhere else."""
+        return self._ranks[rank].take_lines()
+
+    def send(self, number: int) -> None:
+        """Send every rank a signal."""
+        for process in self._ranks:
+            process.send(number)
+
+    def close(self) -> None:
+        """End what still runs, and wait for its end."""
+        for process in self._ranks:
+            process.send(signal.SIGKILL)
+        for process in self._ranks:
+            process.close()
+
+
+class LocalLauncher:
+    """Starts all ranks on this machine."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+
+    def processes(self) -> int:
+        """Return 1."""
+        return 1
+
+    def room(self) -> int:
+        """Return 0: this machine has no more devices than it had."""
+        return 0
+
+    def start(
+        self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
+    ) -> LocalAttempt:
+        """Start the ranks. There is always room."""
+        return LocalAttempt(self._argv, world, attempt)

@@ -1,0 +1,250 @@
+"""Place the ranks of a run on a Ray cluster: a placement group, one bundle and one actor a process.
+
+Each actor starts the command as its child, in a process with a main thread and signals of its own. The system ends the child when the
+actor dies, and Ray ends the actors when the process that started them dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from burnish.errors import UsageError
+from burnish.launch.local import LAST_LINES, RankProcess, free_port
+
+_DEVICES = ("GPU", "NPU")
+# What Ray calls accelerators that train.
+_VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
+_PASSED = ("BURNISH_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_")
+# The driver's variables that ranks get. Others come from the nodes, or by Ray's runtime environment.
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOST = -signal.SIGKILL
+# The status of a rank whose actor is gone: the system has killed it.
+_ANSWER_SECONDS, _ALL_LINES, _PAUSE_SECONDS = 1.0, 1 << 14, 0.05
+
+log = logging.getLogger("burnish")
+
+
+class RankActor:
+    """One bundle's process on a node of the cluster, which has one rank as its child."""
+
+    def where(self) -> Mapping[str, Any]:
+        """Return the node, its address, and the accelerators that Ray has given to this process."""
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        ids = context.get_accelerator_ids()
+        devices: list[str] = next((ids[kind] for kind in _DEVICES if ids.get(kind)), [])
+        return {"node": context.get_node_id(), "address": address, "devices": devices}
+
+    def port(self) -> int:
+        """Return a port of the node that nobody listens at."""
+        return free_port()
+
+    def start(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str, keeps: int) -> None:
+        """Start the command in the driver's directory, or if the node has none of this name, in that of the Ray job."""
+        signal.signal(signal.SIGTERM, self._pass_on)
+        inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *_OURS)}
+        here = cwd if os.path.isdir(cwd) else os.getcwd()
+        self._process = RankProcess(argv, {**inherited, **environ}, cwd=here, keeps=keeps)
+
+    def poll(self, seconds: float, take: bool) -> tuple[int | None, list[str]]:
+        """Wait at most so long for its end; return its status, and the new lines if they are wanted."""
+        until = time.monotonic() + seconds
+        while (status := self._process.poll()) is None and time.monotonic() < until:
+            time.sleep(_PAUSE_SECONDS)
+        return status, self._process.take_lines() if take or status is not None else []
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send(number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._process.send(number)
+
+
+@dataclass
+class _Placed:
+    """An actor, the answer that is waited for, and what is known of its process."""
+
+    actor: Any
+    polled: Any = None
+    status: int | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+class RayAttempt:
+    """The ranks of one start, on as many bundles. Rank 0's lines are written where this process writes."""
+
+    def __init__(self, group: PlacementGroup, actors: Sequence[Any]) -> None:
+        """Take the actors of the ranks, which are started already."""
+        self._group = group
+        self._ranks = [_Placed(actor) for actor in actors]
+        self._ended: dict[int, int] = {}
+
+    def poll(self, seconds: float) -> Mapping[int, int]:
+        """Wait at most so long for an end; return the exit statuses in the order of their ends."""
+        until, before = time.monotonic() + seconds, len(self._ended)
+        while len(self._ended) == before and (left := until - time.monotonic()) > 0:
+            asked = {}
+            for rank, placed in enumerate(self._ranks):
+                if placed.status is None:
+                    if placed.polled is None:
+                        placed.polled = placed.actor.poll.remote(_ANSWER_SECONDS, rank == 0)
+                    asked[placed.polled] = rank
+            if not asked:
+                break
+            ready, _ = ray.wait(list(asked), timeout=left)
+            for answer in ready:
+                self._take(asked[answer], answer)
+        return self._ended
+
+    def _take(self, rank: int, answer: Any) -> None:
+        placed = self._ranks[rank]
+        placed.polled = None
+        try:
+            placed.status, lines = ray.get(answer)
+        except RayError as error:
+            first = str(error).partition("\n")[0]
+            placed.status, lines = _LOST, [f"the actor of rank {rank} is gone: {first}"]
+        if rank == 0:
+            for line in lines:
+                print(line, flush=True)
+        else:
+            placed.lines += lines
+        if placed.status is not None:
+            self._ended[rank] = placed.status
+
+    def last_lines(self, rank: int) -> Sequence[str]:
+        """Return the last lines of a rank other than 0, which are seen nowhere else."""
+        return self._ranks[rank].lines
+
+    def send(self, number: int) -> None:
+        """Send every rank a signal."""
+        for placed in self._ranks:
+            if placed.status is None:
+                placed.actor.send.remote(number)
+
+    def close(self) -> None:
+        """End the actors, with their ranks, and give their bundles back."""
+        for placed in self._ranks:
+            ray.kill(placed.actor)
+        remove_placement_group(self._group)
+
+
+class RayLauncher:
+    """Starts ranks on the bundles of a placement group, neighbours on one node."""
+
+    def __init__(self, address: str, argv: Sequence[str]) -> None:
+        """Connect to the cluster. Raises `UsageError` if there is none."""
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                "there is no Ray cluster to start on",
+                have=f"--ray {address}: {str(error).partition(chr(10))[0]}",
+                want="auto, with a node of Ray on this machine, or HOST:PORT",
+                do="start one with: ray start --head",
+            ) from error
+        self._argv = argv
+        self._kind = next((kind for kind in _DEVICES if self._total(kind)), None)
+        self._each = {"CPU": 1.0} | ({self._kind: 1.0} if self._kind else {})
+
+    def processes(self) -> int:
+        """Return the number of the cluster's accelerators. Raises `UsageError` if it has none."""
+        if self._kind is None:
+            raise UsageError(
+                "the Ray cluster has no accelerators, so how many processes are wanted is not known",
+                have=f"{self._total('CPU'):g} CPUs",
+                do="give --processes N",
+            )
+        return self._total(self._kind)
+
+    def _total(self, kind: str) -> int:
+        return int(ray.cluster_resources().get(kind, 0))
+
+    def room(self) -> int:
+        """Return how many more bundles there is room for now."""
+        free = ray.available_resources()
+        return int(min(free.get(kind, 0) // amount for kind, amount in self._each.items()))
+
+    def start(
+        self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
+    ) -> RayAttempt | None:
+        """Start the run on `world` bundles; None if they are not there within `seconds`, or until `stopped`."""
+        group = placement_group([self._each] * world, strategy="PACK")
+        until = time.monotonic() + seconds
+        ready = group.ready()
+        while not ray.wait([ready], timeout=_ANSWER_SECONDS)[0]:
+            if stopped() or time.monotonic() > until:
+                remove_placement_group(group)
+                return None
+        return self._started(group, world, attempt)
+
+    def _started(self, group: PlacementGroup, world: int, attempt: int) -> RayAttempt | None:
+        remote = ray.remote(RankActor)
+        amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(self._kind == "GPU")}
+        if self._kind not in (None, "GPU"):
+            amounts["resources"] = {self._kind: 1}
+        actors = [
+            remote.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index), **amounts
+            ).remote()
+            for index in range(world)
+        ]
+        try:
+            places = ray.get([actor.where.remote() for actor in actors])
+            order = sorted(range(world), key=lambda at: (places[at]["address"], places[at]["node"]))
+            actors, places = [actors[at] for at in order], [places[at] for at in order]
+            master = {
+                "MASTER_ADDR": places[0]["address"],
+                "MASTER_PORT": str(ray.get(actors[0].port.remote())),
+            }
+            environs = [
+                {**environ, **master, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                for environ in _ranks(places, self._kind)
+            ]
+            started = [
+                actor.start.remote(
+                    self._argv, environ, os.getcwd(), LAST_LINES if rank else _ALL_LINES
+                )
+                for rank, (actor, environ) in enumerate(zip(actors, environs, strict=True))
+            ]
+            ray.get(started)
+        except RayError as error:  # a node is gone already
+            log.warning("an actor is gone: %s", str(error).partition("\n")[0])
+            remove_placement_group(group)
+            return None
+        return RayAttempt(group, actors)
+
+
+def _ranks(places: Sequence[Mapping[str, Any]], kind: str | None) -> list[dict[str, str]]:
+    """Return the variables of each rank. Ranks of a node see all accelerators of the run there, for these talk to each other."""
+    passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED)}
+    nodes = [place["node"] for place in places]
+    environs = []
+    for rank, place in enumerate(places):
+        here = [at for at, node in enumerate(nodes) if node == place["node"]]
+        environ = {
+            **passed,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(here.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+        }
+        if kind is not None:
+            devices = [device for at in here for device in places[at]["devices"]]
+            environ[_VISIBLE[kind]] = ",".join(devices)
+        environs.append(environ)
+    return environs

@@ -1,0 +1,204 @@
+"""Keep a run going: start its processes, and start them again from the newest commit when one of them dies.
+
+The supervisor does not know where processes run. A `Launcher` does: on this machine, or on a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from burnish.config.schema import DistributedConfig
+from burnish.distributed.environment import STOPPING
+from burnish.errors import BurnishError, UsageError, count_text
+
+_LOOK_SECONDS = 0.5
+_GRACE_SECONDS = 20.0
+# How long ranks may go on after one of them failed. They hear of it within seconds, unless they had not met yet.
+_SMALLER_SECONDS = 30.0
+# How long a smaller number of processes may take to find its place.
+_REFUSALS = range(UsageError.exit_code, 6)
+# Exit codes of what starting again does not change: settings, data or checkpoints that cannot be used.
+
+log = logging.getLogger("burnish")
+
+
+class Attempt(Protocol):
+    """The processes of one start of a run."""
+
+    def poll(self, seconds: float) -> Mapping[int, int]:
+        """Wait at most so long for an end; return the exit status of each rank that has ended, the first one first.
+
+        It is minus the signal's number for a rank that a signal ended.
+        """
+
+    def last_lines(self, rank: int) -> Sequence[str]:
+        """Return the last lines that a rank said and nobody has seen yet."""
+
+    def send(self, number: int) -> None:
+        """Send every rank a signal."""
+
+    def close(self) -> None:
+        """End what still runs, and wait for its end."""
+
+
+class Launcher(Protocol):
+    """Where the processes of a run are started."""
+
+    def processes(self) -> int:
+        """Return how many processes a run has if nobody says it. Raises `UsageError` if that is not known."""
+
+    def room(self) -> int:
+        """Return how many more processes there is room for now."""
+
+    def start(
+        self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
+    ) -> Attempt | None:
+        """Start the run on `world` processes; None if it gets no room within `seconds`, or until `stopped`."""
+
+
+class Supervisor:
+    """Runs one command to its end, over as many starts as it takes."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        settings: DistributedConfig,
+        world: int,
+        is_possible: Callable[[int], bool] = lambda world: True,
+    ) -> None:
+        """Take the wanted number of processes, and which other numbers have a layout."""
+        self._launcher, self._settings = launcher, settings
+        self._wanted = self._world = world
+        self._is_possible = is_possible
+        self._signals: list[int] = []
+        self._passed_on = 0
+
+    def run(self) -> int:
+        """Return the exit code of the run. Raises `BurnishError` if it failed too often, or nowhere is room for it."""
+        restarts = 0
+        with self._hearing():
+            for attempt in range(1 << 30):
+                started = self._placed(attempt)
+                if started is None:
+                    return 128 + self._signals[0]
+                try:
+                    larger, ended = self._watched(started)
+                    failed = next(((r, code) for r, code in ended.items() if code), None)
+                    said = started.last_lines(failed[0]) if failed else ()
+                finally:
+                    started.close()
+                if failed is None:
+                    return 0
+                rank, status = failed
+                code = status if status >= 0 else 128 - status
+                for line in said:
+                    log.error("rank %d: %s", rank, line)
+                if self._signals or code in _REFUSALS:
+                    return code
+                if larger:
+                    log.info("going on with %s", count_text(larger, "process"))
+                    self._world = larger
+                    continue
+                if restarts == self._settings.max_restarts:
+                    raise self._gave_up(rank, status, restarts)
+                restarts += 1
+                log.warning(
+                    "rank %d %s; starting the run again from its newest checkpoint, %d of %d times",
+                    rank,
+                    _described(status),
+                    restarts,
+                    self._settings.max_restarts,
+                )
+        raise AssertionError
+
+    def _placed(self, attempt: int) -> Attempt | None:
+        """Start as many processes as before, or fewer if these find no room in time; None if a signal came first."""
+        settings = self._settings
+        started = self._start(self._world, attempt, settings.replace_seconds)
+        if started is None and not self._signals and settings.min_processes is not None:
+            room = min(self._launcher.room(), self._world - 1)
+            for world in self._sizes(room, settings.min_processes):
+                started = self._start(world, attempt, _SMALLER_SECONDS)
+                if started is not None:
+                    log.warning("going on with %d of %d processes", world, self._wanted)
+                    self._world = world
+                if started is not None or self._signals:
+                    break
+        if started is None and not self._signals:
+            least = settings.min_processes or self._wanted
+            raise BurnishError(
+                "there is no room for the run's processes",
+                have=f"room for {self._launcher.room()}",
+                want=f"{self._world} within distributed.replace_seconds: {settings.replace_seconds:g}, or {least} afterwards",
+                do="start the same command again when there is; distributed.min_processes lets a run go on with fewer",
+            )
+        return started
+
+    def _start(self, world: int, attempt: int, seconds: float) -> Attempt | None:
+        return self._launcher.start(world, attempt, seconds, lambda: bool(self._signals))
+
+    def _sizes(self, most: int, least: int) -> Iterator[int]:
+        """Yield the numbers of processes that have a layout, the largest first."""
+        return filter(self._is_possible, range(most, least - 1, -1))
+
+    def _watched(self, started: Attempt) -> tuple[int, dict[int, int]]:
+        """Wait for the end of all ranks; return the number of processes that it was stopped for, or 0, and their statuses."""
+        larger, deadline = 0, float("inf")
+        while True:
+            while self._passed_on < len(self._signals):
+                started.send(self._signals[self._passed_on])
+                self._passed_on += 1
+            ended = dict(started.poll(_LOOK_SECONDS))
+            if len(ended) == self._world or time.monotonic() > deadline:
+                return larger, ended
+            failed = next(filter(None, ended.values()), 0)
+            if failed and deadline == float("inf"):
+                # One that was stopped has saved, and others may have more to write.
+                is_stopped = failed > 128
+                patience = self._settings.timeout_seconds if is_stopped else _GRACE_SECONDS
+                deadline = time.monotonic() + patience
+            if not (larger or ended or self._signals):
+                larger = self._larger()
+                if larger:
+                    log.info("there is room for %d processes again: saving, to go on there", larger)
+                    started.send(signal.SIGUSR1)
+
+    def _larger(self) -> int:
+        """Return a larger number of processes that there is room for; 0 for none."""
+        if self._world == self._wanted:
+            return 0
+        room = min(self._wanted, self._world + self._launcher.room())
+        return next(self._sizes(room, self._world + 1), 0)
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Note the signals that ask for an end, for the ranks."""
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        former = {number: signal.signal(number, hear) for number in STOPPING}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _gave_up(self, rank: int, status: int, restarts: int) -> BurnishError:
+        return BurnishError(
+            f"the run failed {count_text(restarts + 1, 'time')}, the last time because rank {rank} {_described(status)}",
+            want=f"at most distributed.max_restarts: {self._settings.max_restarts} failures",
+            do="see the lines above; the same command continues from the newest checkpoint",
+        )
+
+
+def _described(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"

@@ -1,0 +1,102 @@
+"""A supervised run dies at any moment, loses and gets back its devices, and comes to what an undisturbed one comes to."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from forked_launcher import ForkedLauncher
+from training_files import At, done, outcome
+
+from burnish.checkpoint.steps import committed
+from burnish.config.schema import DistributedConfig
+from burnish.errors import BurnishError, UsageError
+from burnish.launch.supervisor import Supervisor
+
+ARGV = ["rl", "rl.yaml", "checkpoint.save_every=1", "evaluation.every=0"]
+UPDATE, ROLLOUT, SETUP = (
+    "burnish.train.rl:policy_stats",
+    "burnish.train.rl:RolloutQueue.take",
+    "burnish.train.rl:make_collector",
+)
+SAVE = "burnish.train.run:Run._committed"
+
+
+def supervised(launcher: ForkedLauncher, world: int = 2, **settings: float) -> int:
+    given = {"replace_seconds": 0, **settings}
+    return Supervisor(launcher, DistributedConfig.model_validate(given), world).run()
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_is_started_again_from_the_newest_step(work: Path) -> None:
+    wanted = outcome(done(work, *ARGV, "name=calm", world=2))
+    kills = {
+        0: (1, At(UPDATE, 2, signal.SIGKILL)),
+        1: (0, At(ROLLOUT, 2, signal.SIGKILL)),
+        2: (1, At(SAVE, 2, signal.SIGKILL)),
+    }
+    launcher = ForkedLauncher(work, [*ARGV, "name=killed"], kills)
+    assert supervised(launcher) == 0, launcher.output
+    assert len(launcher.started) == 4
+    assert outcome(work / "runs/killed") == wanted
+
+
+def test_lost_devices_are_done_without_and_taken_back(work: Path) -> None:
+    argv = [*ARGV, "distributed.min_processes=1", "engine.tensor_parallel=2"]
+    run = work / "runs/elastic"
+
+    def places() -> int:
+        """Two; one after the first attempt, until the run has gone on alone for two steps."""
+        steps = [each.step for each in committed(run / "checkpoints")] if run.exists() else [0]
+        return 1 if launcher.started and max(steps) < 4 else 2
+
+    kills = {0: (1, At(UPDATE, 3, signal.SIGKILL))}
+    launcher = ForkedLauncher(work, [*argv, "name=elastic"], kills, places)
+    assert supervised(launcher, min_processes=1) == 0, launcher.output
+    assert [len(each.ranks) for each in launcher.started] == [2, 1, 2]
+    grown = int(re.findall(r"step (\d+) is committed", launcher.output)[-1])
+    assert grown >= 4
+
+    stopped = ForkedLauncher(work, [*argv, "name=sequence"])
+    for world, last in ((2, 2), (1, grown - 2), (2, None)):
+        at = last and At(UPDATE, last, signal.SIGUSR1)
+        attempt = len(stopped.started)
+        stopped.kills = {attempt: (0, at)} if at else {}
+        started = stopped.start(world, attempt, 0, lambda: False)
+        codes = [each.wait() for each in started.ranks]
+        assert set(codes) == ({128 + signal.SIGUSR1} if last else {0}), stopped.output
+    assert outcome(run) == outcome(work / "runs/sequence")
+
+
+def test_a_step_that_fails_alike_is_not_tried_for_ever(work: Path) -> None:
+    argv = [
+        "sft",
+        "sft.yaml",
+        "name=alike",
+        "engine.max_skipped_steps=1",
+        "optim.lr=1e30",
+        "evaluation.every=0",
+    ]
+    launcher = ForkedLauncher(work, argv)
+    assert supervised(launcher, world=1) == UsageError.exit_code, launcher.output
+    assert len(launcher.started) == 4
+    assert "3 times alike" in launcher.output
+
+
+def test_what_is_refused_is_not_started_again(work: Path) -> None:
+    launcher = ForkedLauncher(work, [*ARGV, "name=refused", "rollout.n=0"])
+    assert supervised(launcher) == UsageError.exit_code
+    assert len(launcher.started) == 1
+
+
+def test_a_run_that_keeps_dying_ends(work: Path) -> None:
+    kills = {attempt: (1, At(SETUP, 1, signal.SIGKILL)) for attempt in range(9)}
+    launcher = ForkedLauncher(work, [*ARGV, "name=dying"], kills)
+    with pytest.raises(BurnishError, match="max_restarts"):
+        supervised(launcher, max_restarts=1)
+    assert len(launcher.started) == 2
+    launcher = ForkedLauncher(work, [*ARGV, "name=dying"], kills, places=lambda: 1)
+    with pytest.raises(BurnishError, match="min_processes"):
+        supervised(launcher)
