@@ -54,11 +54,6 @@ class RankLog(RotatingFileHandler):
         self.last: Sequence[str] = ()
         """The last lines before the error that ended the run."""
 
-    @property
-    def step(self) -> int | None:
-        """The step that the run is in."""
-        return self._spans.step
-
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line; further lines of its message are indented."""
         text = record.getMessage()
@@ -180,7 +175,7 @@ def add(text: str) -> None:
 def current_step() -> int | None:
     """Return the step that this process's log was in last; None before the first."""
     handler = _latest()
-    return None if handler is None else handler.step
+    return None if handler is None else handler.spans.step
 
 
 def last_lines(rank: int | None = None) -> Sequence[str]:
