@@ -27,7 +27,8 @@ def forget_failures(directory: Path) -> None:
 def note_failure(directory: Path, error: Exception) -> None:
     """Note an error that ends this rank, if its run has got as far as to have a log."""
     if directory.is_dir():
-        line = {"step": logs.current_step(), "error": _head(error)}
+        spans = logs.spans()
+        line = {"step": spans and spans.step, "error": _head(error)}
         with (directory / _NAME).open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -172,12 +172,6 @@ def add(text: str) -> None:
             handler.close()
 
 
-def current_step() -> int | None:
-    """Return the step that this process's log was in last; None before the first."""
-    handler = _latest()
-    return None if handler is None else handler.spans.step
-
-
 def last_lines(rank: int | None = None) -> Sequence[str]:
     """Return the last lines of this process's log before its error, or of another rank's as far as this machine has it."""
     if (handler := _latest()) is None:
