@@ -1,7 +1,7 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-All rows are tokenized once, to find their lengths and bad rows before expensive work. Only lengths
-are kept, also for the next start; items are tokenized again on demand.
+All rows are tokenized once, to find their lengths and bad rows before expensive work. Ranks divide
+them. Only lengths are kept, also for the next start; items are tokenized again on demand.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +37,8 @@ from burnish.data.columns import (
     value_at,
 )
 from burnish.data.sources import Rows
+from burnish.distributed.collectives import agree, any_rank, gather_objects
+from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.records import Example, Prompt, TokenIds
 from burnish.tracking.progress import Bar, Progress
@@ -66,9 +70,11 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         limit: int | None,
+        layout: Layout | None,
     ) -> None:
         self.rows = rows
         self._data = data
+        self._layout = layout or Layout()
         self._tokenizer = tokenizer
         self._limit = limit
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
@@ -100,33 +106,44 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         self._report(limit, setting)
 
     def _lengths(self, progress: Progress) -> Lengths:
-        """Tokenize all rows, unless an earlier start did."""
+        """Tokenize all rows, unless an earlier start did. Collective."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
         named = (rows.digest, len(rows), rows.texts, type(self).__name__, self._limit, data)
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key)
-        if found is None:
+        contents = gather_objects(rows.digest.partition(" ")[0], self._layout)
+        sharing = self._layout if len(set(contents)) == 1 else Layout()
+        if any_rank(found is None, sharing) or found is None:
             with progress.phase("tokenizing", len(rows)) as bar:
-                found = self._tokenized(bar)
-            if found[0].sum() >= WORTH_KEEPING:
+                found = self._tokenized(bar, sharing)
+            if found[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
                 kept.write(key, found)
         return found
 
-    def _tokenized(self, bar: Bar) -> Lengths:
-        total = len(self.rows)
+    def _tokenized(self, bar: Bar, sharing: Layout) -> Lengths:
+        """Tokenize this rank's spans of rows; return what all ranks found. Collective."""
+        total, starts = len(self.rows), range(0, len(self.rows), _SPAN)
         lengths = np.zeros(total, dtype=np.int64)
-        digest = xxhash.xxh3_128()
-        for start in range(0, total, _SPAN):
-            span = range(start, min(start + _SPAN, total))
-            for index, (length, content) in zip(
-                span, self._measure(span, self.rows.span(start, span.stop)), strict=True
-            ):
-                lengths[index] = length
-                if length > 0 and (self._limit is None or length <= self._limit):
-                    digest.update(b"%d " % len(content) + content)
-            bar.advance(len(span))
-        return lengths, digest.hexdigest(), self._encoder.unwritten
+        digests = np.zeros((len(starts), 2), dtype=np.int64)
+        with agree(sharing):
+            for number in range(sharing.rank, len(starts), sharing.world):
+                span = range(starts[number], min(starts[number] + _SPAN, total))
+                digest = xxhash.xxh3_128()
+                for index, (length, content) in zip(
+                    span, self._measure(span, self.rows.span(span.start, span.stop)), strict=True
+                ):
+                    lengths[index] = length
+                    if length > 0 and (self._limit is None or length <= self._limit):
+                        digest.update(b"%d " % len(content) + content)
+                digests[number] = np.frombuffer(digest.digest(), np.int64)
+                bar.advance(len(span) * sharing.world)
+        unwritten = self._encoder.unwritten
+        if sharing.world > 1:  # others have zeros where one has numbers
+            for numbers in (lengths, digests):
+                dist.all_reduce(torch.from_numpy(numbers))
+            unwritten = next(filter(None, gather_objects(unwritten, sharing)), "")
+        return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), unwritten
 
     def _overlong(
         self, index: int, lengths: npt.NDArray[np.int64], limit: int | None, setting: str
@@ -237,12 +254,14 @@ class PromptDataset(_Items[Prompt]):
         *,
         limits: Mapping[str, int] | None = None,
         progress: Progress | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        """Tokenize all rows, each rank of `layout` a part. Collective."""
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
-        super().__init__(rows, tokenizer, data, most.get(setting))
+        super().__init__(rows, tokenizer, data, most.get(setting), layout)
         self._notice_tools()
         self._column = prompt_column(data, rows)
         self._answer = answer_column(data, rows)
@@ -325,8 +344,10 @@ class ExampleDataset(_Items[Example]):
         data: DataConfig,
         max_length: int | None = None,
         progress: Progress | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(rows, tokenizer, data, max_length)
+        """Tokenize all rows, each rank of `layout` a part. Collective."""
+        super().__init__(rows, tokenizer, data, max_length, layout)
         format_ = example_format(data, rows)
         self._columns = tuple(format_.columns.values())
         if format_.kind != "text":

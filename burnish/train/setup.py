@@ -245,7 +245,7 @@ def prompt_dataset(
     pool: RewardPool | None = None,
     progress: Progress | None = None,
 ) -> PromptDataset:
-    """Read the prompts in `paths`, or in their `first` rows, that leave room for a completion.
+    """Read the prompts in `paths`, or in their `first` rows, that leave room for a completion. Collective.
 
     `setting` names them in errors. Raises `MissingError` if they lack a column that a reward function of the pool needs.
     """
@@ -253,8 +253,10 @@ def prompt_dataset(
     rows = load_rows(paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
-    limits, tokenizer = foundation.prompt_limits, foundation.tokenizer
-    return PromptDataset(rows, tokenizer, config.data, limits=limits, progress=progress)
+    limits, layout = foundation.prompt_limits, foundation.layout
+    return PromptDataset(
+        rows, foundation.tokenizer, config.data, limits=limits, progress=progress, layout=layout
+    )
 
 
 def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:
@@ -283,11 +285,11 @@ def example_dataset(
     first: int | None = None,
     progress: Progress | None = None,
 ) -> ExampleDataset:
-    """Read the SFT examples in `paths`, or in their `first` rows. `setting` names them in errors."""
+    """Read the SFT examples in `paths`, or in their `first` rows. `setting` names them in errors. Collective."""
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
     rows = load_rows(paths, setting, progress).first(first)
     limit = min(data.max_length or budget, budget)
-    return ExampleDataset(rows, foundation.tokenizer, data, limit, progress)
+    return ExampleDataset(rows, foundation.tokenizer, data, limit, progress, foundation.layout)
 
 
 def make_engine(

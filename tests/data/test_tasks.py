@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import signal
 
 import numpy as np
@@ -7,9 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import HYBRID, tokenizer_of
+from ranks import RankFailed, run_ranks
 from tokenizers_for_tests import CHATML_MARKED, char_tokenizer
 
 from burnish.config.schema import DataConfig
+from burnish.data import tasks
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import MissingError, UsageError
@@ -454,6 +457,43 @@ class Longest:
 
 def kept_lengths(tmp_path):
     return sorted((tmp_path / "kept" / "lengths").glob("*"))
+
+
+def shared(layout, path, keeping):
+    """Lengths, digest and the rows that this rank tokenized."""
+    os.environ["BURNISH_CACHE"] = f"{path}.kept"
+    tasks._SPAN, tasks.WORTH_KEEPING = 2, keeping
+    measured = []
+
+    class Examples(ExampleDataset):
+        def _measure(self, indices, rows):
+            measured.extend(indices)
+            return super()._measure(indices, rows)
+
+    data = Examples(load_rows([path]), TOKENIZER, DataConfig(), 80, layout=layout)
+    return data.lengths.tolist(), data.digest, measured
+
+
+def test_ranks_divide_the_rows(write, monkeypatch):
+    texts = ["a" * (1 + number % 7) for number in range(13)]
+    path = write("a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(tasks, "_SPAN", 2)
+    one = ExampleDataset(load_rows([path]), TOKENIZER, DataConfig(), 80)
+    for keeping in (1 << 20, 1):
+        found = run_ranks(shared, 3, path, keeping)
+        assert {(tuple(lengths), digest) for lengths, digest, _ in found} == {
+            (tuple(one.lengths.tolist()), one.digest)
+        }
+        rows = [row for *_, measured in found for row in measured]
+        assert sorted(rows) == list(range(13))
+    assert [measured for *_, measured in run_ranks(shared, 3, path, 1)] == [[], [], []]
+
+
+def test_a_bad_row_of_one_rank_is_every_ranks(write):
+    path = write("a.jsonl", '{"text": "a"}\n' * 5 + '{"text": null}\n')
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(shared, 3, path, 1)
+    assert str(failed.value).count("UsageError") >= 3
 
 
 def test_rows_are_tokenized_once_for_all_starts(rows_of, tmp_path, monkeypatch, caplog):
