@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
-from burnish.errors import BurnishError, UsageError, together
+from burnish.errors import BurnishError, UsageError, count_text, together
 
 Command = Literal["sft", "rl", "eval"]
 """Which command a configuration is for."""
@@ -82,6 +82,7 @@ _OF_ACTIVATIONS: Sequence[Constraint] = (
     ("engine.compile", _NOT_SELECTIVE, "selective cannot see the operations of compiled layers"),
 )
 _OF_TRAINING: Sequence[Constraint] = (
+    ("data.weights", "steps", "a mixture has no epochs"),
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
     ("checkpoint.keep_best.metric", "evaluation.every", "only validated steps are compared"),
     ("optim.schedule=wsd", "optim.decay_steps", ""),
@@ -391,6 +392,13 @@ def _near(number: int, total: int) -> str:
 
 def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
     yield from _broken(config, _OF_TRAINING)
+    if config.data.weights and len(config.data.weights) != len(config.data.train):
+        yield UsageError(
+            "data.weights does not fit data.train",
+            have=f"{count_text(len(config.data.weights), 'weight')}, data.train: {config.data.train}",
+            want="a weight for each entry of data.train",
+            do="give as many weights as entries",
+        )
     ramps = config.optim.warmup_steps + config.optim.decay_steps
     if config.steps is not None and ramps > config.steps - waiting > 0:
         names = ["optim.warmup_steps", "optim.decay_steps", "steps"]

@@ -217,6 +217,10 @@ class DataConfig(Section):
 
     train: MayChange[list[str]] = []
     """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, OWNER/NAME:SUBSET/SPLIT, or one of the two after the colon; before it @REVISION. Default: the data set's own subset, and its split train."""
+    weights: list[Annotated[float, Field(gt=0)]] = []
+    """How often each entry of `train` is drawn, relative to the others: [3, 1] draws three rows of the first for one of the second. Needs `steps`. Default: every row once an epoch."""
+    curriculum: str | None = None
+    """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. Default: no such order."""
     validation: MayChange[list[str]] = []
     """The same, for validation. Default split: validation, or else test."""
     prompt_column: str | None = None

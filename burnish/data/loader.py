@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +13,24 @@ from burnish.records.seeds import derive_seed
 
 Indices = npt.NDArray[np.int64]
 """Positions in a sequence, shape [N]."""
+Difficulty = npt.NDArray[np.float64]
+"""A number for each sample, shape [N]; those of small numbers come first."""
+
+_PERIOD = 10_000
+"""Samples after which the pattern of a mixture repeats."""
 
 
-def order(seed: int, epoch: int, size: int) -> Indices:
+def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None) -> Indices:
     """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
+
+    With `difficulty` only samples that are equally difficult change places.
 
     Sorts raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011). NumPy promises that raw draws
     never change; it does not for `permutation`.
     """
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
-    return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
+    keys = (draws,) if difficulty is None else (draws, difficulty)
+    return np.lexsort(keys).astype(np.int64, copy=False)
 
 
 class Loader:
@@ -31,9 +40,16 @@ class Loader:
     """
 
     def __init__(
-        self, size: int, seed: int, shuffle: bool, cursor: int = 0, *, by_epoch: bool = False
+        self,
+        size: int,
+        seed: int,
+        shuffle: bool,
+        cursor: int = 0,
+        *,
+        by_epoch: bool = False,
+        difficulty: Difficulty | None = None,
     ) -> None:
-        """`by_epoch`: one `take` never crosses the end of an epoch."""
+        """`by_epoch`: one `take` never crosses the end of an epoch. Each epoch goes from small to large `difficulty`."""
         if size < 1:
             raise UsageError("a loader over no samples", want="at least one sample")
         if cursor < 0:
@@ -43,6 +59,7 @@ class Loader:
         self._seed = seed
         self._shuffle = shuffle
         self._by_epoch = by_epoch
+        self._difficulty = difficulty
         self._epoch: tuple[int, Indices] | None = None  # the order last asked for
 
     def takes(self, count: int, epochs: int) -> int:
@@ -64,8 +81,42 @@ class Loader:
         return taken
 
     def _order(self, epoch: int) -> Indices:
-        if not self._shuffle:
-            return np.arange(self.size, dtype=np.int64)
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, order(self._seed, epoch, self.size))
+            if self._shuffle:
+                found = order(self._seed, epoch, self.size, self._difficulty)
+            elif self._difficulty is None:
+                found = np.arange(self.size, dtype=np.int64)
+            else:
+                found = np.argsort(self._difficulty, kind="stable").astype(np.int64, copy=False)
+            self._epoch = (epoch, found)
         return self._epoch[1]
+
+
+class MixedLoader(Loader):
+    """Yield indices into data sets that lie end to end, each as often as its weight says.
+
+    The data sets alternate in a fixed pattern, so every stretch of samples has nearly their shares.
+    `cursor` is the only state here as well.
+    """
+
+    def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
+        """Mix the samples of `loaders`. A weight under 1 of 20,000 draws nothing."""
+        super().__init__(sum(loader.size for loader in loaders), seed=0, shuffle=False)
+        edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * _PERIOD).astype(np.int64)
+        self._counts = np.diff(edges)
+        self._offsets = np.cumsum([0, *(loader.size for loader in loaders)])
+        self._loaders = tuple(loaders)
+        places = [(np.arange(count) + 0.5) / count for count in self._counts if count]
+        sources = np.repeat(np.arange(len(loaders)), self._counts)
+        self._pattern = sources[np.argsort(np.concatenate(places), kind="stable")]
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` indices, across epochs of the data sets."""
+        period, start = divmod(self.cursor, _PERIOD)
+        before = np.bincount(self._pattern[:start], minlength=len(self._loaders))
+        for loader, share, taken in zip(self._loaders, self._counts, before, strict=True):
+            loader.cursor = int(period * share + taken)
+        numbers = range(self.cursor, self.cursor + count)
+        sources = [int(self._pattern[number % _PERIOD]) for number in numbers]
+        self.cursor += count
+        return [int(self._offsets[source]) + self._loaders[source].take(1)[0] for source in sources]

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -36,6 +37,7 @@ from burnish.data.columns import (
     tools_of,
     value_at,
 )
+from burnish.data.loader import Difficulty
 from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
@@ -63,6 +65,8 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     """Tokens of each item, shape [len(self)]."""
     digest: str
     """The same for the same items in the same order: of all that is trained on."""
+    first_index: int
+    """Rows of a mixture that come before these."""
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         limit: int | None,
         layout: Layout | None,
     ) -> None:
-        self.rows = rows
+        self.rows, self.first_index = rows, 0
         self._data = data
         self._layout = layout or Layout()
         self._tokenizer = tokenizer
@@ -220,6 +224,27 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         """The row of the first item, for an error message."""
         return self.rows.where(int(self._kept[0]))
 
+    def difficulty(self) -> Difficulty | None:
+        """Return the numbers in the column of `data.curriculum`; None without it. Raises `UsageError` for what is no number."""
+        if self._data.curriculum is None:
+            return None
+        name = self._data.curriculum.removeprefix("-")
+        sign = 1.0 if name == self._data.curriculum else -1.0
+        if name not in self.rows.columns:
+            raise self.rows.missing([name], "data.curriculum")
+        try:
+            numbers = np.asarray(self.rows.table[name][:], dtype=np.float64)
+        except (TypeError, ValueError):
+            numbers = np.full(len(self.rows), np.nan)
+        if np.isnan(numbers).any():
+            raise UsageError(
+                "the column of data.curriculum does not hold numbers",
+                have=f"{self.rows[int(np.flatnonzero(np.isnan(numbers))[0])][name]!r} in {name}",
+                want="a number in every row",
+                do="correct the rows, or name another column",
+            )
+        return sign * numbers[self._kept]
+
     @overload
     def __getitem__(self, index: int) -> Item: ...
 
@@ -280,7 +305,7 @@ class PromptDataset(_Items[Prompt]):
         row = self.rows[index]
         text, messages, ids = self._encode(range(index, index + 1), [row])[0]
         return Prompt(
-            index=index,
+            index=self.first_index + index,
             token_ids=ids,
             text=text,
             messages=messages,
@@ -400,3 +425,31 @@ class ExampleDataset(_Items[Example]):
         )
         texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
+
+
+class Mixture(Sequence[Item], Generic[Item]):
+    """Data sets end to end, to be drawn by weight."""
+
+    def __init__(self, parts: Sequence[_Items[Item]]) -> None:
+        """`parts` are what the entries of `data.train` hold."""
+        self.parts: tuple[_Items[Item], ...] = tuple(parts)
+        self.digest = xxhash.xxh3_128_hexdigest("".join(part.digest for part in parts).encode())
+        self.first_row = parts[0].first_row
+        self._ends = np.cumsum([len(part) for part in parts])
+        for before, part in pairwise(parts):
+            part.first_index = before.first_index + len(before.rows)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[number][index - int(self._ends[number])]

@@ -23,7 +23,6 @@ from burnish.boxes.shards import Publication
 from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader
-from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
@@ -177,7 +176,7 @@ class GroupSampler:
 
     config: RunConfig
     collector: Collector
-    dataset: PromptDataset
+    dataset: Sequence[Prompt]
     loader: Loader
 
     def sample(self, step: int) -> DrawnBatch:

@@ -15,7 +15,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import AlgorithmConfig
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.files.safetensors import model_digest
 from burnish.functions import fingerprint
@@ -45,7 +45,7 @@ class Inputs:
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
-        data: ExampleDataset | PromptDataset,
+        data: ExampleDataset | PromptDataset | Mixture[Any],
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
     ) -> Inputs:

@@ -21,7 +21,7 @@ from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
-from burnish.errors import MissingError, of_setting
+from burnish.errors import MissingError, UsageError, of_setting
 from burnish.files.cache import Watch, local_files
 from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
@@ -105,7 +105,14 @@ def _copy_all(
     for name in ("train", "validation") if trains else ("validation",):
         entries, data[name] = data[name], []
         for entry in entries:
-            data[name] += bring(entry, f"data.{name}", watch)
+            files = bring(entry, f"data.{name}", watch)
+            if name == "train" and data["weights"] and len(files) > 1:
+                raise UsageError(
+                    f"data.weights cannot weigh {entry}, which is {len(files)} files",
+                    want="entries elsewhere that are one file each",
+                    do="copy it to a directory of this machine, and name that in data.train",
+                )
+            data[name] += files
     if not only_small:
         _copy_models(values, watch, trains=trains)
 

@@ -20,7 +20,6 @@ from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
-from burnish.data.loader import Loader
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
@@ -38,7 +37,9 @@ from burnish.train.setup import (
     load_frozen,
     make_collector,
     make_engine,
+    make_loader,
     prompt_dataset,
+    train_dataset,
 )
 from burnish.train.trainer_state import weights_version
 
@@ -58,12 +59,12 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
-            dataset = prompts(local.data.train, "data.train")
+            dataset = train_dataset(prompts, local.data.train, local.data.weights)
             held_out = local.data.validation and prompts(local.data.validation, "data.validation")
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
             by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
-            loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
+            loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, config.algorithm)
             run, update, judge, engines = _models(foundation, session, inputs, total)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from burnish.config.schema import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from burnish.data.loader import Loader, MixedLoader
 from burnish.data.sources import load_rows
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
@@ -34,6 +35,7 @@ from burnish.models.loading import (
     weights_source,
 )
 from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
+from burnish.records.seeds import derive_seed
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Generator
@@ -44,6 +46,8 @@ from burnish.train.collect import Collector, Judge
 from burnish.train.signals import Stopper
 
 _log = logging.getLogger(__name__)
+
+Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,34 @@ def prompt_dataset(
     return PromptDataset(
         rows, foundation.tokenizer, config.data, limits=limits, progress=progress, layout=layout
     )
+
+
+def train_dataset(
+    read: Callable[[Sequence[str], str], Dataset], paths: Sequence[str], weights: Sequence[float]
+) -> Dataset | Mixture[Any]:
+    """Read `data.train`, the `paths`, as one data set or, with weights, as one for each path. Collective."""
+    if not weights:
+        return read(paths, "data.train")
+    return Mixture([read([path], "data.train") for path in paths])
+
+
+def make_loader(
+    dataset: PromptDataset | ExampleDataset | Mixture[Any],
+    data: DataConfig,
+    seed: int,
+    *,
+    by_epoch: bool,
+) -> Loader:
+    """Return what draws samples of `data.train`. `by_epoch`: one take never crosses the end of an epoch."""
+    shuffle = data.shuffle
+    if not isinstance(dataset, Mixture):
+        hard = dataset.difficulty()
+        return Loader(len(dataset), seed, shuffle, by_epoch=by_epoch, difficulty=hard)
+    loaders = []
+    for number, part in enumerate(dataset.parts):
+        own = derive_seed(seed, "mixture", number)
+        loaders.append(Loader(len(part), own, shuffle, difficulty=part.difficulty()))
+    return MixedLoader(loaders, data.weights)
 
 
 def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:

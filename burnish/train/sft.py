@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -11,7 +12,6 @@ from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
-from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
@@ -21,6 +21,8 @@ from burnish.train.setup import (
     example_dataset,
     lay_foundation,
     make_engine,
+    make_loader,
+    train_dataset,
 )
 
 
@@ -36,12 +38,11 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             card = cards.model_card("sft", config.model, config.data, config.model_dump())
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
-            dataset = example_dataset(
-                foundation, local.data.train, "data.train", progress=session.progress
-            )
+            examples_of = partial(example_dataset, foundation, progress=session.progress)
+            dataset = train_dataset(examples_of, local.data.train, local.data.weights)
             bar.advance()
             by_epoch = config.steps is None
-            loader = Loader(len(dataset), config.seed, config.data.shuffle, by_epoch=by_epoch)
+            loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             engine = make_engine(foundation, config.optim)
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.data.loader import Loader, order
+from burnish.data.loader import Loader, MixedLoader, order
 from burnish.errors import UsageError
 
 
@@ -83,3 +83,55 @@ def test_across_epochs_as_many_full_parts_as_reach_their_end(size, count, epochs
 def test_senseless_loaders_are_refused(size, cursor):
     with pytest.raises(UsageError):
         Loader(size, 0, shuffle=True, cursor=cursor)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 40), max_size=6),
+    st.integers(0, 25_000),
+)
+def test_a_mixture_is_a_function_of_the_cursor(parts, counts, first):
+    """However it is taken, and wherever it is taken up; each data set's own samples come in its own order."""
+    sizes, weights = zip(*parts, strict=True)
+
+    def loader(cursor):
+        mixed = MixedLoader([Loader(size, 3, shuffle=True) for size in sizes], weights)
+        mixed.cursor = cursor
+        return mixed
+
+    whole, cursor, taken = loader(first).take(sum(counts)), first, []
+    for count in counts:
+        mixed = loader(cursor)
+        taken += mixed.take(count)
+        cursor = mixed.cursor
+    assert taken == whole
+    from_the_start = loader(0).take(200)
+    starts = np.cumsum([0, *sizes])
+    for number, size in enumerate(sizes):
+        own = [
+            i - starts[number] for i in from_the_start if starts[number] <= i < starts[number + 1]
+        ]
+        assert own == Loader(size, 3, shuffle=True).take(len(own))
+
+
+def test_every_stretch_of_a_mixture_has_nearly_its_shares():
+    mixed = MixedLoader([Loader(7, 0, shuffle=True), Loader(1000, 0, shuffle=True)], [3, 1])
+    first = np.array(mixed.take(30_000)) < 7
+    for length in (4, 100, 1000):
+        shares = first[: 30_000 // length * length].reshape(-1, length).mean(axis=1)
+        assert abs(shares - 0.75).max() <= 1 / length
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.booleans())
+def test_a_curriculum_goes_from_easy_to_hard_in_every_epoch(difficulty, shuffle):
+    hard = np.array(difficulty, dtype=np.float64)
+    loader = Loader(len(hard), 1, shuffle, difficulty=hard)
+    for _ in range(2):
+        taken = loader.take(len(hard))
+        assert sorted(taken) == list(range(len(hard)))
+        assert (np.diff(hard[taken]) >= 0).all()
+
+
+def test_equally_hard_samples_are_shuffled():
+    loader = Loader(50, 1, shuffle=True, difficulty=np.zeros(50))
+    assert loader.take(50) != loader.take(50)

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from training_files import At, burnish, done, metrics, rollouts, weights
+from training_files import At, burnish, done, metrics, rollouts, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
@@ -292,3 +292,30 @@ def test_rewards_that_are_all_equal_teach_nothing_and_break_nothing(work, extra)
 def test_completions_of_one_token(work):
     run = done(work, "rl", "rl.yaml", "name=short", "steps=2", "rollout.max_response_length=1")
     assert all(math.isfinite(value) for row in metrics(run) for value in row.values())
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_mixture_with_a_curriculum_goes_on_where_it_was(work, kind):
+    """Rows of two files, three to one and from easy to hard, on one rank, then killed and resumed on two."""
+    easy = [{"prompt": f"{n}+0=", "completion": f"{n}", "hard": n % 3} for n in range(9)]
+    others = [{"prompt": f"{n}*1=", "completion": f"{n}", "hard": 0.5} for n in range(5)]
+    write_rows(work / "easy.jsonl", easy)
+    write_rows(work / "others.jsonl", others)
+    words = [
+        kind, f"{kind}.yaml", "data.train=[easy.jsonl, others.jsonl]", "data.weights=[3, 1]",
+        "data.curriculum=hard", "steps=4", "evaluation.every=0", "checkpoint.save_every=1",
+    ]  # fmt: skip
+    whole = done(work, *words, f"name=mixed_{kind}")
+    words.append(f"name=mixed_again_{kind}")
+    code, _ = burnish(work, *words, at=At("burnish.train.run:Run.finish", 3, signal.SIGKILL))
+    assert code == -signal.SIGKILL
+    again = done(work, *words, world=2)
+    for one, other in zip(metrics(whole), metrics(again), strict=True):
+        assert other.get("train/loss", 0.0) == pytest.approx(one.get("train/loss", 0.0), 1e-4, 1e-5)
+    if kind == "rl":
+        asked = [row["prompt"] for row in rollouts(whole, 1)][::4]
+        assert sum("+0=" in prompt for prompt in asked) == 3
+        assert {int(prompt[0]) % 3 for prompt in asked if "+0=" in prompt} == {0}
+        assert [row["prompt"] for step in (1, 4) for row in rollouts(again, step)] == [
+            row["prompt"] for step in (1, 4) for row in rollouts(whole, step)
+        ]
