@@ -6,9 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-from training_files import RL
+from training_files import RL, rollouts
 
 QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
+STILL: dict[str, Any] = {
+    "optim": {"lr": 1e-30},
+    "evaluation": {"before": False, "every": 0},
+    "checkpoint": {"save_every": 1},
+    "algorithm": {"mismatch_cap": 2.0},
+}
+"""A run that learns nothing, so that all weights draw the same tokens."""
+IN_FLIGHT: dict[str, Any] = {
+    "ahead": 3,
+    "place": "child",
+    "in_flight": True,
+    "slots": 1,
+    "max_response_length": 24,
+}
+"""Drawing takes so much longer than training that a save is always in its middle."""
 
 
 def written(work: Path, name: str, settings: dict[str, Any], **rollout: Any) -> str:
@@ -17,3 +32,12 @@ def written(work: Path, name: str, settings: dict[str, Any], **rollout: Any) -> 
     given = {**QUICK, **settings, "name": name}
     file.write_text(json.dumps({**given, "rollout": {**given["rollout"], **rollout}}))
     return str(file)
+
+
+def drawn(run: Path, steps: int) -> list[list[tuple[Any, ...]]]:
+    """What was drawn for each step, in the order of prompts and samples."""
+    names = ("prompt_index", "sample", "completion", "stop_reason", "length")
+    return [
+        sorted(tuple(row[name] for name in names) for row in rollouts(run, step))
+        for step in range(1, steps + 1)
+    ]

@@ -57,6 +57,8 @@ class Request:
     """How many completions to draw; their sample indices are `first_sample`, `first_sample` + 1, ..."""
     first_sample: int = 0
     """Index of the first sample."""
+    drawn: int = 0
+    """How many of the last `token_ids` were drawn before. The completions go on after them and leave them out."""
     prompt: Prompt | None = None
     """Where the token ids come from, for generators that are asked in texts or messages."""
 
@@ -71,8 +73,8 @@ class Completion:
     """Log-probability of each id under the distribution it was drawn from (after temperature, top-k, top-p, min-p)."""
     logprobs: Floats
     """Log-probability of each id under the raw model distribution (temperature 1, no truncation), as `Engine.forward` gives."""
-    stop_reason: StopReason
-    """Why it ended."""
+    stop_reason: StopReason | None
+    """Why it ended; None while it has not."""
     weights_version: int
     """The version given to `load_weights` before its first token."""
     experts: Experts | None = None

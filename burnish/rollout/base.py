@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from burnish.boxes.shards import Publication, TensorSpec
 from burnish.errors import BurnishError, UsageError
@@ -52,7 +52,8 @@ class Generator(Protocol):
     ) -> list[list[Completion]]:
         """Return each request's `samples` completions, in order.
 
-        Token t of sample s is drawn with a number derived from (`seed`, `step`, `prompt_key`, s, t) alone.
+        Token t of sample s is drawn with a number derived from (`seed`, `step`, `prompt_key`, s, t) alone. A request's `drawn`
+        tokens count.
         """
 
     def load_weights(self, weights: Publication, version: int) -> None:
@@ -74,6 +75,21 @@ class Generator(Protocol):
         """Free all resources."""
 
 
+class Underway(NamedTuple):
+    """A request of a call under way, and its completions as far as they are."""
+
+    sampling: Sampling
+    request: Request
+    completions: list[Completion]
+
+
+class Continuable(Generator, Protocol):
+    """A generator that tells how far it is."""
+
+    def so_far(self) -> list[Underway]:
+        """Return what `generate` has made so far, if it is called. One in this process is asked from `watch`."""
+
+
 def require_valid(
     requests: Sequence[Request], sampling: Sampling, max_positions: int | None
 ) -> None:
@@ -92,7 +108,7 @@ def require_valid(
         if not fine:
             raise UsageError(f"{name} is out of range", have=getattr(sampling, name), want=want)
     for request in requests:
-        length = len(request.token_ids)
+        length = len(request.token_ids) - request.drawn
         if length == 0:
             raise UsageError(f"prompt {request.prompt_key} is empty", want="at least one token")
         if max_positions is not None and length + sampling.max_tokens > max_positions:

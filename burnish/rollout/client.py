@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, BinaryIO, cast
@@ -29,7 +30,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
 from burnish.rollout import messages
-from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.base import Sampling, Underway, Watch
 
 log = logging.getLogger("burnish")
 
@@ -37,6 +38,8 @@ _POLL_SECONDS = 0.2
 # Between looks for a signal while servers generate.
 _GRACE_SECONDS = 2.0
 # How long a signal that has ended all servers may be on its way to this process.
+_TOLD_SECONDS = 10.0
+# How long a server may take to tell how far it is.
 _WRONG = (OSError, HTTPException, *messages.NONSENSE)
 
 Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
@@ -105,6 +108,20 @@ class Server:
             return messages.read_completions(
                 message, requests, sampling, version, in_flight=in_flight
             )
+
+    def so_far(self, owner: str) -> list[Underway]:
+        """Return what it has made of what `owner` asks for. Raises `ServerLost`."""
+        with self.losing(), closing(self._connection(_TOLD_SECONDS)) as connection:
+            connection.request("GET", "/completions", headers=self._headers())
+            answer = self.answer(connection)
+            asked = self.next(answer)
+            if asked.fields.get("owner") != owner:
+                return []
+            requests, sampling, version = messages.read_requests(asked)
+            groups = messages.read_completions(
+                self.next(answer), requests, sampling, version, in_flight=True, partial=True
+            )
+            return [Underway(sampling, *each) for each in zip(requests, groups, strict=True)]
 
     def hang_up(self) -> None:
         """End what `complete` waits for, from another thread."""
@@ -185,7 +202,7 @@ class Upload:
 
 
 class ServedGenerator:
-    """Generators in other processes; a `Generator`."""
+    """Generators in other processes; a `Continuable`."""
 
     central = True
 
@@ -210,6 +227,7 @@ class ServedGenerator:
         self._owner = from_main(secrets.token_hex(8), layout)  # an evaluation may use them, too
         self._gather: Gather | None = None
         self._version: int | None = None
+        self._ended: list[Underway] = []
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
@@ -222,6 +240,7 @@ class ServedGenerator:
         """
         if self._version is None:
             raise UsageError("the servers have no weights", do="call load_weights first")
+        self._ended = []
         shares = _shares(requests, len(self._servers), in_flight=self._in_flight)
         found: dict[int, list[Completion]] = {}
         while waiting := [share for share in enumerate(shares) if share[1][0] not in found]:
@@ -260,6 +279,8 @@ class ServedGenerator:
                         mine, sampling, version, told, self._owner, in_flight=self._in_flight
                     )
                     found.update(zip(share, groups, strict=True))
+                    whole = zip(mine, groups, strict=True)
+                    self._ended.extend(Underway(sampling, *each) for each in whole)
             except ServerLost as error:
                 shares.appendleft(share)
                 if not left.is_set():
@@ -284,6 +305,21 @@ class ServedGenerator:
         if errors:
             raise errors[0]
         return found
+
+    def so_far(self) -> list[Underway]:
+        """See `Continuable.so_far`. From any thread; a server that does not tell within seconds is left out."""
+
+        def told(server: Server) -> list[Underway]:
+            try:
+                return server.so_far(self._owner)
+            except (ServerLost, BurnishError) as error:
+                log.warning("a generator does not tell how far it is: %s", error)
+                return []
+
+        alive = [server for server in self._servers if server.url not in self._lost]
+        with ThreadPoolExecutor(max(1, len(alive))) as pool:
+            running = [each for parts in pool.map(told, alive) for each in parts]
+        return [*running, *self._ended]
 
     @property
     def _fed(self) -> list[Server]:

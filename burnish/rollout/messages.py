@@ -112,7 +112,8 @@ def encode_requests(
 ) -> Parts:
     """Return what asks for completions by weights of a version that `owner` sent, or `in_flight` also by later ones."""
     told = [
-        [each.prompt_key, len(each.token_ids), each.samples, each.first_sample] for each in requests
+        [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
+        for each in requests
     ]
     ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
     fields = {
@@ -134,8 +135,8 @@ def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
     told = fields["requests"]
     ids = np.split(message.arrays["token_ids"], np.cumsum([length for _, length, *_ in told])[:-1])
     requests = [
-        Request(key, tokens, samples, first)
-        for (key, _, samples, first), tokens in zip(told, ids, strict=bool(told))
+        Request(key, tokens, samples, first, drawn=drawn)
+        for (key, _, samples, first, drawn), tokens in zip(told, ids, strict=bool(told))
     ]
     return requests, Sampling(**given), int(fields["version"])
 
@@ -171,8 +172,9 @@ def read_completions(
     version: int,
     *,
     in_flight: bool,
+    partial: bool = False,
 ) -> list[list[Completion]]:
-    """Return the completions of each request.
+    """Return the completions of each request, or with `partial` as far as they are.
 
     Raises `NONSENSE` unless the message has those that were asked for, by weights of `version`, or `in_flight` also by later ones.
     """
@@ -180,7 +182,8 @@ def read_completions(
     if list(message.fields["groups"]) != [each.samples for each in requests]:
         raise ValueError("these are not the completions that were asked for")
     tokens = [each["tokens"] for each in told]
-    if any(not 0 < count <= sampling.max_tokens for count in tokens):
+    room = [sampling.max_tokens - each.drawn for each in requests for _ in range(each.samples)]
+    if any(not (1 - partial) <= count <= most for count, most in zip(tokens, room, strict=True)):
         raise ValueError(f"a completion has not 1 to {sampling.max_tokens} tokens")
     experts = [each["experts"] or 0 for each in told]
     parts = {}
@@ -199,7 +202,8 @@ def read_completions(
         mine = int(each["weights_version"])
         if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
             raise ValueError(f"weights of version {mine} made a completion")
-        if each["stop_reason"] not in ("stop", "length") or (part["token_ids"] < 0).any():
+        reasons = ("stop", "length", None)[: 2 + partial]
+        if each["stop_reason"] not in reasons or (part["token_ids"] < 0).any():
             raise ValueError("a completion has tokens that are none, or no reason to end")
         if each["experts"] is None:
             part["experts"] = None  # type: ignore[assignment]

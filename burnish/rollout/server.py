@@ -2,6 +2,7 @@
 
     PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`)
     POST /completions         requests; answers with progress, then completions
+    GET  /completions         those under way, as far as they are: requests, then completions
     POST /release             frees device memory until the next weights
     GET  /checksums           of each tensor that it computes with
     GET  /                    what it is
@@ -30,7 +31,7 @@ from urllib.parse import parse_qs, urlsplit
 from burnish.boxes.shards import Publication
 from burnish.errors import BurnishError
 from burnish.rollout import messages
-from burnish.rollout.base import Generator
+from burnish.rollout.base import Continuable
 
 _POLL_SECONDS, _BEAT_SECONDS = 0.2, 1.0
 # A client hears of a call under way at least so often, unless the generator hangs.
@@ -43,7 +44,7 @@ class GeneratorServer:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Continuable,
         *,
         token: str,
         about: Mapping[str, Any],
@@ -147,6 +148,17 @@ class GeneratorServer:
 
         return messages.encode_completions(self._generator.generate(requests, sampling, watch))
 
+    def so_far(self) -> messages.Parts:
+        """Return the requests and the completions of the call under way, if there is one."""
+        parts = self._generator.so_far()
+        if not parts:
+            return messages.encode({})
+        requests = [each.request for each in parts]
+        asked = messages.encode_requests(
+            requests, parts[0].sampling, 0, self._owner, in_flight=True
+        )
+        return [*asked, *messages.encode_completions([each.completions for each in parts])]
+
     def release(self) -> None:
         """Free device memory until the next weights."""
         self._version = None
@@ -195,6 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/":
             self._answer(messages.encode(self._server.about()))
+        elif self.path == "/completions":
+            self._answer(_told(self._server.call(self._server.so_far, between_steps=True)))
         elif self.path == "/checksums":
             self._answer(_told(self._server.call(self._server.checksums)))
         else:

@@ -149,7 +149,7 @@ class Traces:
             messages = prompt.messages or [{"role": "user", "content": prompt.text}]
             said = {"role": "assistant", "content": rollout.text}
             attributes["gen_ai.input.messages"] = self._messages(messages)
-            ended = completion.stop_reason
+            ended = completion.stop_reason or ""
             attributes["gen_ai.output.messages"] = self._messages([said], finish_reason=ended)
         return _span(f"{operation} {model}", asked, last, attributes)
 

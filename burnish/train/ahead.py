@@ -1,15 +1,17 @@
 """The files of batches that are drawn and not trained on, in a step's `ahead/`.
 
 `batch-N.safetensors` has the tokens of the batch that step N trains on, rollouts end to end; `batch-N.jsonl` has a line for each group.
+`partial-N` are the same of completions for a batch that is not whole, with a line for each.
 Messages and columns of prompts are left out: the rewards are there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import PurePath
+from typing import Any, get_args
 
 import numpy as np
 
@@ -18,7 +20,8 @@ from burnish.checkpoint.steps import Committed
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
-from burnish.records import Completion, Prompt, Rollout
+from burnish.records import Completion, Prompt, Rollout, StopReason
+from burnish.rollout.partial import SampleKey
 from burnish.tracking.trackers import json_number, json_numbers, numbers
 from burnish.train.collect import DrawnBatch
 
@@ -27,8 +30,10 @@ Array = np.ndarray[Any, Any]
 _DTYPES = {"I32": np.int32, "F32": np.float32, "U8": np.uint8, "I16": np.int16}
 
 
-def ahead_files(batches: Sequence[DrawnBatch]) -> dict[str, bytes]:
-    """Return the files of pending batches, by path below the step."""
+def ahead_files(
+    batches: Sequence[DrawnBatch], begun: Mapping[SampleKey, Completion]
+) -> dict[str, bytes]:
+    """Return the files of pending batches and of begun completions, by path below the step."""
     files = {}
     for batch in batches:
         kept = [True] * len(batch.groups) + [False] * len(batch.left_out)
@@ -36,35 +41,47 @@ def ahead_files(batches: Sequence[DrawnBatch]) -> dict[str, bytes]:
         lines, tensors = _paths(batch.step)
         files[lines] = "".join(map(_line, groups, kept)).encode()
         files[tensors] = _tensors(groups)
+    for step in sorted({key.step for key in begun}):
+        mine = {key: _storable(each) for key, each in sorted(begun.items()) if key.step == step}
+        lines, tensors = _paths(step, "partial")
+        files[lines] = "".join(_partial_line(*each) for each in mine.items()).encode()
+        files[tensors] = _safetensors(_arrays_of(list(mine.values())))
     return files
 
 
-def read_ahead(step: Committed, files: Mapping[str, bytes]) -> tuple[DrawnBatch, ...]:
-    """Return the pending batches of a step from the content of its `ahead/`, in order.
+def read_ahead(
+    step: Committed, files: Mapping[str, bytes]
+) -> tuple[tuple[DrawnBatch, ...], dict[SampleKey, Completion]]:
+    """Return the pending batches of a step from the content of its `ahead/`, in order, and the completions begun.
 
     Raises `IncompatibleError` unless they are exactly what `ahead_files` writes for the steps that follow.
     """
     told, batches = step.state.get("ahead", 0), list[DrawnBatch]()
+    begun: dict[SampleKey, Completion] = {}
     problem = f"{', '.join(sorted(files)) or 'no files'}, and ahead {told} in the state"
     try:
         for number in range(step.step, step.step + told):
             lines, tensors = (files[path] for path in _paths(number))
             batches.append(_batch(number, step, lines, tensors))
-        is_ours = ahead_files(batches) == files
+        for path in sorted(files):
+            if path.startswith(f"{AHEAD}partial-") and path.endswith(".jsonl"):
+                number = int(path.removeprefix(f"{AHEAD}partial-").removesuffix(".jsonl")) - 1
+                begun |= _partial(number, step, files)
+        is_ours = ahead_files(batches, begun) == files
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         is_ours, problem = False, f"{type(error).__name__}: {error}"
     if not is_ours:
         raise IncompatibleError(
             f"{step.path / AHEAD} was not written by this trainer",
             have=clipped(problem),
-            want="the batches that were drawn ahead, in two files each",
+            want="the batches that were drawn ahead or begun, in two files each",
             do="resume with the version of Burnish that wrote it",
         )
-    return tuple(batches)
+    return tuple(batches), begun
 
 
-def _paths(step: int) -> tuple[str, str]:
-    name = f"{AHEAD}batch-{step + 1:08d}"
+def _paths(step: int, kind: str = "batch") -> tuple[str, str]:
+    name = f"{AHEAD}{kind}-{step + 1:08d}"
     return f"{name}.jsonl", f"{name}.safetensors"
 
 
@@ -99,16 +116,44 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _partial_line(key: SampleKey, completion: Completion) -> str:
+    fields = {
+        "prompt_key": key.prompt_key,
+        "sample": key.sample,
+        "greedy": key.greedy,
+        "tokens": len(completion.token_ids),
+        "experts": 0 if completion.experts is None else len(completion.experts),
+        "stop_reason": completion.stop_reason,
+        "weights_version": completion.weights_version,
+        "later_versions": completion.later_versions,
+    }
+    return json.dumps(fields, allow_nan=False) + "\n"
+
+
+def _storable(completion: Completion) -> Completion:
+    """Return it without what going on with it makes anew."""
+    return completion if completion.stop_reason else replace(completion, experts=None)
+
+
 def _tensors(groups: Sequence[Sequence[Rollout]]) -> bytes:
     made = [rollout.completion for group in groups for rollout in group]
+    prompts = [group[0].prompt.token_ids.astype(np.int32) for group in groups]
+    arrays = {"prompt_ids": np.concatenate(prompts)} if prompts else {}
+    return _safetensors(arrays | _arrays_of(made))
+
+
+def _arrays_of(made: Sequence[Completion]) -> dict[str, Array]:
+    """Return tokens and what is known of each, completions end to end."""
     parts: dict[str, list[Array]] = {
-        "prompt_ids": [group[0].prompt.token_ids.astype(np.int32) for group in groups],
         "token_ids": [each.token_ids.astype(np.int32) for each in made],
         "logprobs": [each.logprobs for each in made],
         "sampled_logprobs": [each.sampled_logprobs for each in made],
         "experts": [each.experts for each in made if each.experts is not None],
     }
-    arrays = {name: np.concatenate(each) for name, each in parts.items() if each}
+    return {name: np.concatenate(each) for name, each in parts.items() if each}
+
+
+def _safetensors(arrays: Mapping[str, Array]) -> bytes:
     names = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
     described = [(name, names[each.dtype], each.shape) for name, each in arrays.items()]
     return b"".join([build_header(described, {})[0], *(each.tobytes() for each in arrays.values())])
@@ -117,25 +162,14 @@ def _tensors(groups: Sequence[Sequence[Rollout]]) -> bytes:
 def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnBatch:
     paths = [step.path / path for path in _paths(number)]
     groups = [parse_json(line, str(paths[0])) for line in lines.splitlines()]
-    size = header_size(paths[1], tensors, len(tensors))
-    arrays = {
-        entry.name: np.frombuffer(tensors[entry.begin : entry.end], _DTYPES[entry.dtype])
-        .reshape(entry.shape)
-        .copy()
-        for entry in parse_header(paths[1], tensors[:size], len(tensors)).entries.values()
-    }
-    tokens = [rollout["tokens"] for group in groups for rollout in group["rollouts"]]
-    rows = dict.fromkeys(("token_ids", "logprobs", "sampled_logprobs"), tokens)
-    rows["prompt_ids"] = [group["prompt_tokens"] for group in groups]
-    rows["experts"] = [rollout["experts"] for group in groups for rollout in group["rollouts"]]
-    nothing = np.zeros((0, 0, 0), np.uint8)
-    parts = {
-        name: iter(np.split(arrays.get(name, nothing), np.cumsum(counts)[:-1]))
-        for name, counts in rows.items()
-    }
+    arrays = _arrays(paths[1], tensors)
+    rollouts = [rollout for group in groups for rollout in group["rollouts"]]
+    completions = _completions(rollouts, arrays)
+    ends = np.cumsum([group["prompt_tokens"] for group in groups])[:-1]
+    prompts = iter(np.split(arrays.get("prompt_ids", np.zeros(0, np.int32)), ends))
     batch = DrawnBatch(number, [], [])
     for group in groups:
-        ids, answer = next(parts["prompt_ids"]).astype(np.int64), group["answer"]
+        ids, answer = next(prompts).astype(np.int64), group["answer"]
         prompt = Prompt(
             index=int(group["index"]),
             token_ids=ids,
@@ -147,16 +181,7 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
         )
         rollouts = []
         for told in group["rollouts"]:
-            each = {name: next(part) for name, part in parts.items() if name != "prompt_ids"}
-            completion = Completion(
-                each["token_ids"].astype(np.int64),
-                each["sampled_logprobs"],
-                each["logprobs"],
-                "length" if told["stop_reason"] == "length" else "stop",
-                int(told["weights_version"]),
-                each["experts"] if told["experts"] else None,
-                tuple((int(number), int(first)) for number, first in told["later_versions"]),
-            )
+            completion = next(completions)
             greedy, error = told["greedy_reward"], told["reward_error"]
             rollout = Rollout(prompt, int(told["sample"]), completion, str(told["text"]))
             rollouts.append(
@@ -170,3 +195,48 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
             )
         (batch.groups if group["kept"] else batch.left_out).append(rollouts)
     return batch
+
+
+def _partial(
+    number: int, step: Committed, files: Mapping[str, bytes]
+) -> dict[SampleKey, Completion]:
+    """Return the completions that were begun for the batch of step `number`."""
+    lines, tensors = _paths(number, "partial")
+    told = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]
+    made = _completions(told, _arrays(step.path / tensors, files[tensors]))
+    return {
+        SampleKey(number, int(each["prompt_key"]), int(each["sample"]), bool(each["greedy"])): one
+        for each, one in zip(told, made, strict=True)
+    }
+
+
+def _arrays(path: PurePath, tensors: bytes) -> dict[str, Array]:
+    size = header_size(path, tensors, len(tensors))
+    return {
+        entry.name: np.frombuffer(tensors[entry.begin : entry.end], _DTYPES[entry.dtype])
+        .reshape(entry.shape)
+        .copy()
+        for entry in parse_header(path, tensors[:size], len(tensors)).entries.values()
+    }
+
+
+def _completions(
+    lines: Sequence[Mapping[str, Any]], arrays: Mapping[str, Array]
+) -> Iterator[Completion]:
+    """Yield the completions of lines, from arrays that have them end to end."""
+    nothing, parts = np.zeros((0, 0, 0), np.uint8), {}
+    for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
+        counts = [each["experts" if name == "experts" else "tokens"] for each in lines]
+        parts[name] = np.split(arrays.get(name, nothing), np.cumsum(counts)[:-1])
+    for told, *each in zip(lines, *parts.values(), strict=False):
+        ids, sampled, raw, experts = each
+        reason = told["stop_reason"]
+        yield Completion(
+            ids.astype(np.int64),
+            sampled,
+            raw,
+            reason if reason in get_args(StopReason) else None,
+            int(told["weights_version"]),
+            experts if told["experts"] else None,
+            tuple((int(number), int(first)) for number, first in told["later_versions"]),
+        )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Thread
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rewards.overview import Complaints, rollout_stats
-from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.base import Continuable, Generator, Sampling
+from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
 from burnish.train.signals import Stopper, StopRequested
@@ -62,6 +63,8 @@ class Collector:
     """Adds what reward models say."""
     parks: Sequence[Engine] = ()
     """Engines that leave the device while completions are generated (`engine.park`)."""
+    partial: PartialCompletions | None = None
+    """Knows how far the generator is, where a save asks."""
 
     @contextmanager
     def parked(self) -> Iterator[None]:
@@ -131,6 +134,9 @@ class Collector:
                 self.stopper.check()
                 bar.advance(ended)
 
+            if self.partial is not None:
+                generator = cast(Continuable, self.generator)
+                return self.partial.generate(generator, requests, sampling, watch)
             return self.generator.generate(requests, sampling, watch)
 
     def _scored(
@@ -234,6 +240,8 @@ class RolloutQueue:
         self._waiting = sampler.config.critic.warmup_steps
         self._total_steps = total_steps
         self._pending: deque[DrawnBatch] = deque()
+        self._partial = PartialCompletions({}) if self._in_flight else None
+        self._taken = 0
         self._drawing: Drawing | None = None
         self._waited = 0.0
 
@@ -257,13 +265,15 @@ class RolloutQueue:
                     self._pending.append(self._sampler.sample(number))
         else:
             if self._drawing is None:
-                self._drawing = Drawing(self._sampler, step + len(self._pending))
+                first = step + len(self._pending)
+                self._drawing = Drawing(self._sampler, first, self._partial)
             self._drawing.go_on(last)
             if not self._pending:
                 with collector.parked():
                     self._take_over(1, collector.stopper.check)
         if self._left == 0 and step >= self._waiting:  # new weights come with this step
             collector.generator.release()
+        self._taken = step + 1
         return self._pending.popleft()
 
     @property
@@ -298,23 +308,42 @@ class RolloutQueue:
 
     def pending(self) -> tuple[DrawnBatch, ...]:
         """Return the batches drawn and not taken, up to the place in the data that the loader has."""
+        if self._partial is not None:
+            self._partial.forget(self._taken + len(self._pending))
         return tuple(self._pending)
+
+    def partial(self) -> Mapping[SampleKey, Completion]:
+        """Return the completions of batches after the pending ones as far as they are, with `rollout.in_flight`. For rank 0."""
+        generator = cast(Continuable, self._sampler.collector.generator)
+        return {} if self._partial is None else self._partial.so_far(generator)
 
     def close(self) -> None:
         """Draw no more."""
         if self._drawing is not None:
             self._drawing.close()
 
-    def restore(self, pending: Sequence[DrawnBatch]) -> None:
-        """Go on with batches that a save held."""
+    def restore(
+        self, pending: Sequence[DrawnBatch], partial: Mapping[SampleKey, Completion]
+    ) -> None:
+        """Go on with batches and completions that a save held; completions too old for `rollout.ahead` are drawn again."""
         self._pending = deque(pending)
+        if self._partial is not None:
+            young = {
+                key: each
+                for key, each in partial.items()
+                if self._age(key.step, each.weights_version) <= self._ahead
+            }
+            self._partial = PartialCompletions(young)
+
+    def _age(self, step: int, versions: Any) -> Any:
+        """Return the steps of learning from weights of these versions to a step that trains."""
+        return max(0, step - self._waiting) - np.maximum(0, versions - self._waiting)
 
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
-        learned = max(0, batch.step - self._waiting)
         made = [rollout.completion for rollout in batch.rollouts]
         lags = [
-            float(np.mean(learned - np.maximum(0, each.versions - self._waiting)))
+            float(np.mean(self._age(batch.step, each.versions)))
             for each in made
             if len(each.token_ids)
         ]
@@ -325,14 +354,16 @@ class RolloutQueue:
         if lags and (self._ahead or any(lags)):
             stats["rollout/staleness/mean"] = Mean(sum(lags), len(lags))
             oldest = min(each.weights_version for each in made)
-            stats["rollout/staleness/max"] = Max(learned - max(0, oldest - self._waiting))
+            stats["rollout/staleness/max"] = Max(int(self._age(batch.step, oldest)))
         return stats
 
 
 class Drawing:
     """Batches that rank 0 draws one after the other in a thread; the other ranks only count them."""
 
-    def __init__(self, sampler: GroupSampler, first: int) -> None:
+    def __init__(
+        self, sampler: GroupSampler, first: int, partial: PartialCompletions | None = None
+    ) -> None:
         """Begin with batch `first`, once `go_on` lets it."""
         self.left = 0
         """Batches that may be drawn and are not taken over."""
@@ -344,7 +375,8 @@ class Drawing:
         if collector.layout.is_main:
             # Nobody waits for most of it, and training has the terminal, and the signals.
             unseen = Progress(False, moved=collector.progress.moved)
-            alone = replace(collector.on_main, progress=unseen, stopper=Stopper())
+            main = replace(collector.on_main, progress=unseen, stopper=Stopper())
+            alone = replace(main, partial=partial)
             sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
             Thread(target=self._draw, args=(sampler,), daemon=True).start()
 

@@ -80,7 +80,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             check = guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
             queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
-            queue.restore(run.pending)
+            queue.restore(run.pending, run.partial)
             queue.publish(update.engine.published(), version)
             loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             kl = config.algorithm.kl
@@ -91,7 +91,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 validate = evaluation.prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
         policy, critic = update.engine, update.critic
-        with run.training(validate, queue.pending):
+        with run.training(validate, queue.pending, queue.partial):
             for step in run.steps():
                 learning = step >= waiting
                 with spans("rollout"):

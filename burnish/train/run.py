@@ -29,8 +29,9 @@ from burnish.distributed.device import peak_flops
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
-from burnish.records import Batch, MicroBatch, Rollout, TokenOutputs
+from burnish.records import Batch, Completion, MicroBatch, Rollout, TokenOutputs
 from burnish.records.samples import Floats
+from burnish.rollout.partial import SampleKey
 from burnish.tracking.progress import Bar
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.stats import Stats
@@ -82,6 +83,7 @@ class Run:
         self._observers: Observers | None = None
         self._validate: Validation | None = None
         self._drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple
+        self._begun: Callable[[], Mapping[SampleKey, Completion]] = dict
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._finite_loss = True
@@ -95,6 +97,8 @@ class Run:
         """How far the run is."""
         self.pending: Sequence[DrawnBatch] = ()
         """Batches drawn and not trained on at this position."""
+        self.partial: Mapping[SampleKey, Completion] = {}
+        """Completions of the batches after them that the step resumed from held."""
         resumed = session.checkpoints.resume(self._load, main.engine.arena)
         if resumed is None:
             places = main.foundation.places(fresh=True)
@@ -128,15 +132,18 @@ class Run:
 
     @contextmanager
     def training(
-        self, validate: Validation | None, drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple
+        self,
+        validate: Validation | None,
+        drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple,
+        begun: Callable[[], Mapping[SampleKey, Completion]] = dict,
     ) -> Iterator[None]:
         """Train inside the block: validate before the first step if configured, and commit at the end. Collective.
 
-        `drawn_ahead` returns the batches for later steps, which a save holds.
+        `drawn_ahead` returns the batches for later steps, which a save holds, and `begun` the completions of those that are being drawn.
         A signal ends the block with a commit, and raises `StoppedError`. After a kill between a save and its log line, that line is
         logged first.
         """
-        self._validate, self._drawn_ahead = validate, drawn_ahead
+        self._validate, self._drawn_ahead, self._begun = validate, drawn_ahead, begun
         try:
             self._begin()
             yield
@@ -335,7 +342,7 @@ class Run:
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
             state=state_of(self.position, main, self._inputs, self._digest),
-            files=ahead_files(self.pending) if self._layout.is_main else {},
+            files=ahead_files(self.pending, self._begun()) if self._layout.is_main else {},
             healthy=self._finite_loss,
             check_finite=True,
             split=self._config.checkpoint.model_dtype == "bf16",
@@ -344,7 +351,7 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Fill models and position from a committed step, once all of it fits."""
-        pending = read_ahead(step, source.files(AHEAD))
+        pending, partial = read_ahead(step, source.files(AHEAD))
         self.position = take_up(
             step,
             source,
@@ -353,7 +360,7 @@ class Run:
             self._digest,
             may_be_fresh=self._config.checkpoint.fresh_optimizer,
         )
-        self.pending, self._saved_step = pending, self.position.step
+        self.pending, self.partial, self._saved_step = pending, partial, self.position.step
 
     def _counts_beside_main(self) -> dict[str, Updates]:
         """Return the update counts of the models beside the run's own."""

@@ -38,7 +38,7 @@ from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
 from burnish.records.seeds import derive_seed
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.base import Generator
+from burnish.rollout.base import Continuable, Generator
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
@@ -377,14 +377,14 @@ def make_generator(foundation: TextFoundation) -> Generator:
     return generator
 
 
-def local_generator(foundation: Foundation) -> Generator:
+def local_generator(foundation: Foundation) -> Continuable:
     """Make the generator of `rollout.engine` in this process, without weights."""
     if foundation.config.rollout.engine == "builtin":
         return builtin_generator(foundation)
     config, vllm = foundation.config, import_module("burnish.rollout.vllm.vllm_generator")
     rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
     longest = config.longest_completed if is_limited else config.microbatch_tokens
-    generator: Generator = vllm.VllmGenerator(
+    generator: Continuable = vllm.VllmGenerator(
         foundation.hf_config,
         device=foundation.device,
         dtype=compute_dtype(config.engine),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers import (
 from burnish.errors import UsageError
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
-from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.base import Continuable, Generator, Sampling, Underway
 
 
 def make_requests(
@@ -79,6 +80,16 @@ def assert_same(
             np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
             np.testing.assert_allclose(one.sampled_logprobs, two.sampled_logprobs, atol=1e-5)
             assert one.stop_reason == two.stop_reason
+
+
+def rest(completion: Completion, count: int) -> Completion:
+    """What is left of it after so many tokens."""
+    return replace(
+        completion,
+        token_ids=completion.token_ids[count:],
+        logprobs=completion.logprobs[count:],
+        sampled_logprobs=completion.sampled_logprobs[count:],
+    )
 
 
 class GeneratorContract:
@@ -179,6 +190,44 @@ class GeneratorContract:
         assert_same(
             [[c for group in groups for c in group]], generator.generate([request], sampling)
         )
+
+    def test_a_completion_goes_on_after_tokens_that_were_drawn_before(self) -> None:
+        """With the same draws: it ends as one that nothing interrupted."""
+        model, sampling = self.model(), Sampling(20, top_p=0.97, seed=5, step=3)
+        generator, rng = self.make(model, eos=range(3, 9)), np.random.default_rng(1)
+        whole, parts, left = [], [], []
+        for request in make_requests():
+            (group,) = generator.generate([request], sampling)
+            for number, each in enumerate(group):
+                cut = rng.integers(len(each.token_ids))
+                ids = np.concatenate([request.token_ids, each.token_ids[:cut]])
+                parts.append(Request(request.prompt_key, ids, 1, number, drawn=int(cut)))
+                left.append([rest(each, cut)])
+                whole.append(each)
+        assert len({len(each.token_ids) for each in whole}) > 3
+        assert_same(generator.generate(parts, sampling), left)
+
+    def make_in_flight(self, model: PreTrainedModel) -> Continuable:
+        return self.make(model)  # type: ignore[return-value]
+
+    def test_what_it_has_so_far_is_the_beginning_of_the_whole(self) -> None:
+        sampling, heard = Sampling(12, seed=4), list[list[Underway]]()
+        generator = self.make_in_flight(self.model())
+        assert generator.so_far() == []
+        requests = make_requests()
+        groups = generator.generate(
+            requests, sampling, lambda ended: heard.append(generator.so_far())
+        )
+        wanted = {each.prompt_key: group for each, group in zip(requests, groups, strict=True)}
+        running = [each for parts in heard for each in parts]
+        for each in running:
+            assert each.sampling == sampling
+            for one, two in zip(each.completions, wanted[each.request.prompt_key], strict=True):
+                count = len(one.token_ids)
+                assert one.stop_reason == (two.stop_reason if count == 12 else None)
+                for name in ("token_ids", "logprobs", "sampled_logprobs"):
+                    np.testing.assert_array_equal(getattr(one, name), getattr(two, name)[:count])
+        assert len({len(c.token_ids) for each in running for c in each.completions}) > 1
 
     def test_seed_step_prompt_and_sample_each_change_the_draw(self) -> None:
         generator = self.make(self.model())

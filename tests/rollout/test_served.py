@@ -80,6 +80,17 @@ def alone(requests: Sequence[Request], sampling: Sampling = SAMPLING) -> list[li
     return generator.generate(requests, sampling)
 
 
+class Leisurely(BuiltinGenerator):
+    """One that is asked how far it is before it is done."""
+
+    def generate(self, requests: Any, sampling: Any, watch: Any = None, stream: Any = None) -> Any:
+        def slowly(ended: int) -> None:
+            time.sleep(0.02)
+            watch(ended)
+
+        return super().generate(requests, sampling, slowly, stream)
+
+
 class TestServedGenerator(GeneratorContract):
     @pytest.fixture(autouse=True)
     def _stack(self) -> Iterator[None]:
@@ -92,6 +103,14 @@ class TestServedGenerator(GeneratorContract):
         servers = [self.stack.enter_context(serving(own(model, slots, eos))) for _ in range(2)]
         generator = served(servers, model)
         generator.load_weights(Publication(model_shards(model)), version)
+        return generator
+
+    def make_in_flight(self, model: PreTrainedModel) -> ServedGenerator:
+        held = [InferenceModel(model.config, device=CPU, dtype=torch.float32) for _ in range(2)]
+        slow = [Leisurely(each, layout=Layout(), slots=4, eos_token_ids=()) for each in held]
+        servers = [self.stack.enter_context(serving(each)) for each in slow]
+        generator = served(servers, model, in_flight=True)
+        generator.load_weights(Publication(model_shards(model)), 1)
         return generator
 
     @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
@@ -567,7 +586,7 @@ FLOATS = st.floats(-50, 0, width=32)
 def requests_of(draw: st.DrawFn) -> list[Request]:
     ids = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5)
     return [
-        Request(draw(st.integers(0, 1 << 62)), np.array(draw(ids), np.int64), draw(SIZES), draw(SIZES))
+        Request(draw(st.integers(0, 1 << 62)), np.array(draw(ids), np.int64), draw(SIZES), draw(SIZES), drawn=draw(st.integers(0, 3)))
         for _ in range(draw(SIZES))
     ]  # fmt: skip
 
@@ -575,7 +594,7 @@ def requests_of(draw: st.DrawFn) -> list[Request]:
 @st.composite
 def completions_of(draw: st.DrawFn, requests: Sequence[Request]) -> list[list[Completion]]:
     def completion() -> Completion:
-        tokens = np.array(draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=6)), np.int64)
+        tokens = np.array(draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=3)), np.int64)
         both = [np.array([draw(FLOATS) for _ in tokens], np.float32) for _ in range(2)]
         reason, rows = draw(st.sampled_from(["stop", "length"])), draw(st.none() | SIZES)
         kind = np.uint8 if wide else np.int16
@@ -616,6 +635,7 @@ def test_requests_are_read_as_they_were_sent(
     for one, two in zip(found, requests, strict=True):
         assert one.prompt_key == two.prompt_key
         assert (one.samples, one.first_sample) == (two.samples, two.first_sample)
+        assert one.drawn == two.drawn
         np.testing.assert_array_equal(one.token_ids, two.token_ids)
 
 

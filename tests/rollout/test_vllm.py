@@ -315,8 +315,9 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
     states = SimpleNamespace(max_num_reqs=5, prompt_len=SimpleNamespace(gpu=prompts))
     processor = draws_v2.SlotDrawingProcessor(None, states)
     samplings = [Sampling(8), Sampling(8, temperature=0.0), Sampling(8, top_k=4)]
-    for slot, sampling in zip(slots, samplings, strict=True):
-        assert processor.add_request(slot, draws.request_params(sampling, int(slot) * 1001))
+    before = (2, 0, 3)
+    for slot, sampling, count in zip(slots, samplings, before, strict=True):
+        assert processor.add_request(slot, draws.request_params(sampling, int(slot) * 1001, count))
     drawn = torch.tensor([0, 5, 2])
     context = SimpleNamespace(
         idx_mapping=torch.from_numpy(slots), idx_mapping_np=slots, pos=prompts[slots] + drawn - 1
@@ -324,7 +325,9 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
     logits = torch.randn(3, 97)
     left = processor.apply(logits.clone(), context)
     for row, sampling in enumerate(samplings):
-        number = uniforms(torch.tensor([int(slots[row]) * 1001]), drawn[row : row + 1])
+        number = uniforms(
+            torch.tensor([int(slots[row]) * 1001]), drawn[row : row + 1] + before[row]
+        )
         want = draw(logits[row : row + 1].clone(), sampling, number)
         two = left[row].topk(2)
         assert int(two.indices[0]) == int(want.tokens)

@@ -33,6 +33,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.partial import SampleKey
 from burnish.tracking.progress import Progress
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
@@ -137,6 +138,7 @@ class Collected:
     layout: Layout = field(default_factory=Layout)
     progress: Any = field(default_factory=lambda: Progress(False))
     stopper: Stopper = field(default_factory=Stopper)
+    partial: Any = None
     parked = nullcontext
 
     @property
@@ -187,7 +189,7 @@ def versions(total: int, starts: Sequence[tuple[int, int]], place: str) -> list[
         step = len(found)
         queue, sampler = queue_of(total, ahead, step + len(pending), place)
         with closing(queue):
-            queue.restore(pending)
+            queue.restore(pending, {})
             queue.publish(NOTHING, step)
             for number in range(step, min(step + steps, total)):
                 batch = queue.take(number)
@@ -254,7 +256,7 @@ def test_in_flight_no_token_is_staler_than_so_many_steps(
     while step < total:
         queue, sampler = queue_of(total, ahead, step + len(pending), "in flight", draws)
         with closing(queue):
-            queue.restore(pending)
+            queue.restore(pending, {})
             queue.publish(NOTHING, step)
             for number in range(step, min(step + killed, total)):
                 batch = queue.take(number)
@@ -325,22 +327,50 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
+def unfinished(completion: Completion) -> Completion:
+    return replace(completion, stop_reason=None, later_versions=((11, 1), (12, 3)))
+
+
 @given(st.data(), st.booleans())
 def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
     batches = [
         DrawnBatch(number, data.draw(groups_of(routed)), data.draw(groups_of(routed)))
         for number in range(4, 4 + data.draw(st.integers(0, 2)))
     ]
-    read = read_ahead(step_of(4, len(batches)), ahead_files(batches))
+    ended, unended = (data.draw(groups_of(routed=end and routed)) for end in (True, False))
+    begun = {
+        SampleKey(step, key, each.sample, data.draw(st.booleans())): end(each.completion)
+        for step, groups, end in ((7, ended, lambda one: one), (9, unended, unfinished))
+        for key, group in enumerate(groups)
+        for each in group
+    }
+    read, partial = read_ahead(step_of(4, len(batches)), ahead_files(batches, begun))
     assert plain(list(read)) == plain(batches)
+    assert partial.keys() == begun.keys()
+    assert [plain(partial[key]) for key in begun] == [plain(each) for each in begun.values()]
     torch.from_numpy(
         np.concatenate([np.zeros(0), *(r.completion.logprobs for b in read for r in b.rollouts)])
     )
 
 
 def damages() -> Iterator[tuple[str, dict[str, bytes]]]:
-    files = ahead_files([DrawnBatch(4, [[rollout_of([1, 2])]], [[rollout_of([])]])])
-    lines, tensors = sorted(files)
+    begun = {SampleKey(5, 3, 1, greedy=False): unfinished(rollout_of([4]).completion)}
+    files = ahead_files([DrawnBatch(4, [[rollout_of([1, 2])]], [[rollout_of([])]])], begun)
+    lines, tensors, begun_lines, begun_tensors = sorted(files)
+    text = files[begun_lines].decode()
+    for old, new in (
+        ('"sample": 1', '"sample": true'),
+        ('"greedy": false', '"greedy": 0'),
+        ('"tokens": 1', '"tokens": 2'),
+        ('"stop_reason": null', '"stop_reason": "tired"'),
+        ("[12, 3]", "[12]"),
+        (text, text + text),
+    ):
+        assert old in text
+        yield f"begun {new}", files | {begun_lines: text.replace(old, new, 1).encode()}
+    yield "begun cut", files | {begun_tensors: files[begun_tensors][:-1]}
+    yield "begun half", {name: data for name, data in files.items() if name != begun_tensors}
+    yield "begun without lines", {name: data for name, data in files.items() if name != begun_lines}
     text = files[lines].decode()
     for old, new in (
         ('"tokens": 2', '"tokens": 3'),
@@ -360,7 +390,7 @@ def damages() -> Iterator[tuple[str, dict[str, bytes]]]:
     for old, new in (("I32", "F32"), ("I32", "I64"), ("token_ids", "token_idz")):
         yield new, files | {tensors: files[tensors].replace(old.encode(), new.encode(), 1)}
     yield "cut", files | {tensors: files[tensors][:-1]}
-    yield "half", {lines: files[lines]}
+    yield "half", {name: data for name, data in files.items() if name != tensors}
     yield "more", files | {"ahead/notes.txt": b""}
     yield "later", {name.replace("5", "6"): data for name, data in files.items()}
 
@@ -377,8 +407,8 @@ def test_files_and_state_have_to_agree() -> None:
     with pytest.raises(IncompatibleError):
         read_ahead(step_of(4, 1), {})
     with pytest.raises(IncompatibleError):
-        read_ahead(step_of(4, 0), ahead_files([DrawnBatch(4, [[rollout_of([1])]])]))
-    assert read_ahead(step_of(4, 0), {}) == ()
+        read_ahead(step_of(4, 0), ahead_files([DrawnBatch(4, [[rollout_of([1])]])], {}))
+    assert read_ahead(step_of(4, 0), {}) == ((), {})
 
 
 AHEAD = ["rl", "rl.yaml", "rollout.ahead=2", "checkpoint.save_every=1", "checkpoint.keep_last=9"]

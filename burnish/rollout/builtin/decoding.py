@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import IncompatibleError
 from burnish.records import Completion, Experts, Request, StopReason
-from burnish.rollout.base import Sampling, Watch, not_finite
+from burnish.rollout.base import Sampling, Underway, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
@@ -67,7 +67,10 @@ class _Prompt:
 class _Sequence:
     prompt: _Prompt
     key: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
+    """Those drawn before, then its own."""
+    begun: int
+    """How many were drawn before."""
     sampled_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
@@ -83,11 +86,11 @@ class _Sequence:
 
     def finished(self, asked: float) -> Completion:
         return Completion(
-            token_ids=np.array(self.tokens, dtype=np.int64),
+            token_ids=np.array(self.tokens[self.begun :], dtype=np.int64),
             sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
-            stop_reason=self.reason or "length",
-            weights_version=self.versions[0][0],
+            stop_reason=self.reason,
+            weights_version=self.versions[0][0] if self.versions else 0,
             later_versions=tuple(self.versions[1:]),
             experts=np.concatenate(self.experts) if self.experts else None,
             times=(asked, self.first, self.last),
@@ -108,6 +111,7 @@ class Decoding:
         self._model, self._sampling, self._stop_rule = model, sampling, stop_rule
         self._asked = time.time()
         prompts = [_Prompt(request) for request in requests]
+        self._requests = requests
         self._groups = [_sequences(prompt, sampling) for prompt in prompts]
         self._waiting = deque(sequence for group in self._groups for sequence in group)
         self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
@@ -144,7 +148,14 @@ class Decoding:
                     reported = self._ended
         if watch is not None:
             watch(self._ended - reported)
-        return [[each.finished(self._asked) for each in group] for group in self._groups]
+        return [each.completions for each in self.so_far()]
+
+    def so_far(self) -> list[Underway]:
+        """Return each request's completions as far as they are."""
+        return [
+            Underway(self._sampling, request, [each.finished(self._asked) for each in group])
+            for request, group in zip(self._requests, self._groups, strict=True)
+        ]
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
@@ -179,12 +190,11 @@ class Decoding:
             index = self._index(mine)
             self._cache.place(index, chunk.cache, which)
             keys = self._index([sequences[number].key for number in numbers])
-            drawn = self._draw(chunk.last[self._index(which)], keys, torch.zeros_like(keys))
+            counts = self._index([sequences[number].begun for number in numbers])
+            drawn = self._draw(chunk.last[self._index(which)], keys, counts)
             self._receive([sequences[number] for number in numbers], drawn)
             lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
-            self._state[:, index] = torch.stack(
-                (drawn.tokens, lengths, keys, torch.ones_like(keys))
-            )
+            self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, counts + 1))
         self._forget(sequences)
 
     def _forget(self, started: Sequence[_Sequence]) -> None:
@@ -239,7 +249,7 @@ class Decoding:
 
     def _step(self, running: int) -> None:
         sequences = [held for held in self._slots[:running] if held is not None]
-        read = max(len(s.prompt.request.token_ids) + len(s.tokens) for s in sequences)
+        read = max(len(s.prompt.request.token_ids) + len(s.tokens) - s.begun for s in sequences)
         span = read + self._behind
         token, position, key, count = self._state[:, :running]
         routing, cache = self._routing(), self._cache.step(position, span)
@@ -272,7 +282,8 @@ class Decoding:
                     continue
                 sequence.first, sequence.last = sequence.first or now, now
                 if not sequence.versions or sequence.versions[-1][0] != readback.version:
-                    sequence.versions.append((readback.version, len(sequence.tokens)))
+                    first = len(sequence.tokens) - sequence.begun
+                    sequence.versions.append((readback.version, first))
                 sequence.tokens.append(tokens[row])
                 sequence.sampled_logprobs.append(sampled[row])
                 sequence.logprobs.append(logprobs[row])
@@ -312,10 +323,9 @@ def slot_bytes(model: InferenceModel) -> tuple[int, int]:
 def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:
     request = prompt.request
     samples = range(request.first_sample, request.first_sample + request.samples)
-    return [
-        _Sequence(prompt, stream_key(sampling.seed, sampling.step, request.prompt_key, sample))
-        for sample in samples
-    ]
+    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
+    begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
+    return [_Sequence(prompt, key, [*begun], request.drawn) for key in keys]
 
 
 class Readback:

@@ -19,7 +19,7 @@ from burnish.distributed.device import free_memory
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.records import Completion, Request
-from burnish.rollout.base import Sampling, Watch, require_valid
+from burnish.rollout.base import Sampling, Underway, Watch, require_valid
 from burnish.rollout.builtin.decoding import Decoding, slot_bytes
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
@@ -29,7 +29,7 @@ _SHARE_OF_FREE_MEMORY = 0.8
 
 
 class BuiltinGenerator:
-    """Decode at most `slots` completions at once, or with "auto" as many as memory holds; a `Generator`.
+    """Decode at most `slots` completions at once, or with "auto" as many as memory holds; a `Continuable`.
 
     `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text.
     """
@@ -50,6 +50,7 @@ class BuiltinGenerator:
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._version: int | None = None
         self._slot_bytes: tuple[int, int] | None = None
+        self._decoding: Decoding | None = None
 
     @torch.inference_mode()
     def generate(
@@ -73,8 +74,15 @@ class BuiltinGenerator:
         if slots == "auto":
             longest = max((len(request.token_ids) for request in requests), default=0)
             slots = self._slots_that_fit(longest + sampling.max_tokens)
-        decoding = Decoding(self._model, requests, sampling, stop_rule, slots)
-        return decoding.run(lambda: self._version or 0, watch, stream)
+        self._decoding = Decoding(self._model, requests, sampling, stop_rule, slots)
+        try:
+            return self._decoding.run(lambda: self._version or 0, watch, stream)
+        finally:
+            self._decoding = None
+
+    def so_far(self) -> list[Underway]:
+        """See `Continuable.so_far`."""
+        return [] if self._decoding is None else self._decoding.so_far()
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards."""

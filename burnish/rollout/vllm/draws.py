@@ -36,24 +36,24 @@ class Settings(NamedTuple):
     min_p: float
 
 
-def request_params(sampling: Sampling, key: int) -> SamplingParams:
-    """Return vLLM's parameters for a completion whose random numbers have the key `key`."""
+def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
+    """Return vLLM's parameters for a completion whose random numbers have the key `key`, after the first `drawn`."""
     settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return SamplingParams(
         temperature=0.0,
-        max_tokens=sampling.max_tokens,
+        max_tokens=sampling.max_tokens - drawn,
         logprobs=2,
         flat_logprobs=True,
         ignore_eos=True,
         detokenize=False,
-        extra_args={_ARGUMENT: [key, *settings]},
+        extra_args={_ARGUMENT: [key, drawn, *settings]},
     )
 
 
-def arguments_of(params: SamplingParams) -> tuple[int, Settings] | None:
-    """Return key and settings of a request; None for one that Burnish did not make."""
-    key, *settings = (params.extra_args or {}).get(_ARGUMENT) or (None,)
-    return None if key is None else (key, Settings(*settings))
+def arguments_of(params: SamplingParams) -> tuple[int, int, Settings] | None:
+    """Return key, tokens drawn before, and settings of a request; None for one that Burnish did not make."""
+    given = (params.extra_args or {}).get(_ARGUMENT)
+    return given and (given[0], given[1], Settings(*given[2:]))
 
 
 def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
@@ -97,9 +97,10 @@ class DrawingProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._held: dict[int, tuple[int, Settings, list[int]]] = {}
-        """By row: key, settings, and vLLM's own list of the tokens so far."""
+        self._held: dict[int, tuple[int, int, Settings, list[int]]] = {}
+        """By row: key, tokens drawn before, settings, and vLLM's own list of the tokens so far."""
         self._outputs: list[list[int]] = []
+        self._drawn: list[int] = []
         self._groups: list[tuple[Settings, Tensor]] = []
         self._keys = torch.zeros(0, dtype=torch.int64)
 
@@ -113,22 +114,22 @@ class DrawingProcessor(LogitsProcessor):
             return
         rows: dict[Settings, list[int]] = {}
         keys = [0] * (max(self._held, default=-1) + 1)
-        self._outputs = [[] for _ in keys]
-        for row, (key, settings, output) in self._held.items():
+        self._outputs, self._drawn = [[] for _ in keys], [0] * len(keys)
+        for row, (key, drawn, settings, output) in self._held.items():
             rows.setdefault(settings, []).append(row)
-            keys[row], self._outputs[row] = key, output
+            keys[row], self._drawn[row], self._outputs[row] = key, drawn, output
         self._groups = [(each, torch.tensor(own).to(self._device)) for each, own in rows.items()]
         self._keys = torch.tensor(keys, dtype=torch.int64).to(self._device)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Draw a token for every row."""
-        counts = np.fromiter(map(len, self._outputs), np.int64, len(self._outputs))
+        counts = np.array([*map(len, self._outputs)], np.int64) + np.array(self._drawn, np.int64)
         rewrite(logits, self._groups, self._keys, torch.from_numpy(counts).to(self._device))
         return logits
 
 
 def _held(
     params: SamplingParams, _: list[int] | None, output: list[int]
-) -> tuple[int, Settings, list[int]] | None:
+) -> tuple[int, int, Settings, list[int]] | None:
     asked = arguments_of(params)
     return None if asked is None else (*asked, output)

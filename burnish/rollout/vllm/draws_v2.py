@@ -26,6 +26,7 @@ class SlotDrawingProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._states = req_states
         self._keys = np.zeros(req_states.max_num_reqs, np.int64)
+        self._drawn = np.zeros(req_states.max_num_reqs, np.int64)
         self._kinds = np.full(req_states.max_num_reqs, -1)
         """By slot: index of its settings, or -1."""
         self._settings: list[Settings] = []
@@ -36,7 +37,7 @@ class SlotDrawingProcessor(LogitsProcessor):
         self._kinds[req_idx] = -1
         if asked is None:
             return False
-        self._keys[req_idx], settings = asked
+        self._keys[req_idx], self._drawn[req_idx], settings = asked
         if settings not in self._settings:
             self._settings.append(settings)
         self._kinds[req_idx] = self._settings.index(settings)
@@ -51,7 +52,8 @@ class SlotDrawingProcessor(LogitsProcessor):
             for kind in np.unique(kinds[kinds >= 0])
         ]
         prompts = self._states.prompt_len.gpu[ctx.idx_mapping]
-        rewrite(logits, groups, _on(self._keys[slots], device), (ctx.pos + 1 - prompts).long())
+        counts = (ctx.pos + 1 - prompts).long() + _on(self._drawn[slots], device)
+        rewrite(logits, groups, _on(self._keys[slots], device), counts)
         return logits
 
 

@@ -10,7 +10,7 @@ import copy
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import chain, count
@@ -37,7 +37,7 @@ from burnish.errors import (
 from burnish.models.meta_init import build_on_meta, kept_in_fp32, longest_sequence, model_sizes
 from burnish.models.names import tensor_specs, tied_names
 from burnish.records import Completion, Request, StopReason
-from burnish.rollout.base import Sampling, Watch, require_valid
+from burnish.rollout.base import Sampling, Underway, Watch, require_valid
 from burnish.rollout.builtin.sampling import stream_key
 from burnish.rollout.builtin.stopping import Decode, StopRule
 
@@ -64,7 +64,10 @@ class _Running:
     number: str
     key: int
     prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
+    drawn: int
+    """How many of the prompt's last tokens were drawn before."""
+    tokens: list[int]
+    """Those, then its own."""
     reported: Sequence[float] = ()
     """vLLM's own list of log-probs, which grows."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -75,7 +78,7 @@ class _Running:
 
 
 class VllmGenerator:
-    """Sample with vLLM's engine what the built-in generator samples; a `Generator`.
+    """Sample with vLLM's engine what the built-in generator samples; a `Continuable`.
 
     `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text. A sequence has at most
     `max_length` tokens, or as many as the model has positions. vLLM runs at most `slots` completions at once, as far as its
@@ -109,6 +112,7 @@ class VllmGenerator:
         self._sleeps, self._asleep = device.type != "cpu", False
         self._version: int | None = None
         self._numbers = count()
+        self._underway: Callable[[], list[Underway]] = list
         self._is_clean = True
         """Whether no NaN came out of vLLM since its cache was empty."""
         limits = (max_length, longest_sequence(hf_config))
@@ -167,9 +171,15 @@ class VllmGenerator:
         asked = time.time()
         groups = [self._started(request, sampling) for request in requests]
         running = {each.number: each for group in groups for each in group}
+
+        def so_far() -> list[Underway]:
+            found = [[self._finished(each, asked) for each in group] for group in groups]
+            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
+
+        self._underway = so_far
         try:
             for each in running.values():
-                params = self._draws.request_params(sampling, each.key)
+                params = self._draws.request_params(sampling, each.key, each.drawn)
                 self._engine.add_request(each.number, {"prompt_token_ids": each.prompt}, params)
             while running:
                 ended = self._step(running, rule)
@@ -177,10 +187,15 @@ class VllmGenerator:
                     watch(ended)
         finally:
             self._engine.abort_request(list(running))
+            self._underway = list
         self._is_clean = False
-        found = [[self._finished(each, asked) for each in group] for group in groups]
+        found = [each.completions for each in so_far()]
         self._is_clean = True
         return found
+
+    def so_far(self) -> list[Underway]:
+        """See `Continuable.so_far`."""
+        return self._underway()
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load a model's tensors, of which every call must bring all, whole or in pieces.
@@ -248,7 +263,10 @@ class VllmGenerator:
         prompt = request.token_ids.tolist()
         samples = range(request.first_sample, request.first_sample + request.samples)
         keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
-        return [_Running(str(next(self._numbers)), key, prompt) for key in keys]
+        begun = prompt[len(prompt) - request.drawn :]
+        return [
+            _Running(str(next(self._numbers)), key, prompt, request.drawn, [*begun]) for key in keys
+        ]
 
     def _step(self, running: dict[str, _Running], rule: StopRule) -> int:
         """Make a token of each completion that vLLM runs; take those that end from `running` and count them."""
@@ -260,8 +278,8 @@ class VllmGenerator:
             each.first, each.last = each.first or now, now
             each.reported = made.logprobs.logprobs
             if not each.versions or each.versions[-1][0] != version:
-                each.versions.append((version, len(each.tokens)))
-            for token in made.token_ids[len(each.tokens) :]:
+                each.versions.append((version, len(each.tokens) - each.drawn))
+            for token in made.token_ids[len(each.tokens) - each.drawn :]:
                 each.tokens.append(token)
                 each.reason = rule.ended(each.tokens)
                 if each.reason is not None:
@@ -273,13 +291,14 @@ class VllmGenerator:
         return len(ended)
 
     def _finished(self, each: _Running, asked: float) -> Completion:
-        sampled, raw = self._draws.read(each.reported, len(each.tokens))
+        own = each.tokens[each.drawn :]
+        sampled, raw = self._draws.read(each.reported, len(own))
         return Completion(
-            token_ids=np.array(each.tokens, dtype=np.int64),
+            token_ids=np.array(own, dtype=np.int64),
             sampled_logprobs=sampled,
             logprobs=raw,
-            stop_reason=each.reason or "length",
-            weights_version=each.versions[0][0],
+            stop_reason=each.reason,
+            weights_version=each.versions[0][0] if each.versions else 0,
             later_versions=tuple(each.versions[1:]),
             times=(asked, each.first, each.last),
         )

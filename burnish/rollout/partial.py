@@ -1,0 +1,117 @@
+"""Keep completions of batches that are being drawn, so that a save holds them and a resumed run goes on with them.
+
+A completion that has n tokens goes on as a request whose prompt ends with them, with draw n. So it equals one that nothing
+interrupted, as far as the weights are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from burnish.records import Completion, Request
+from burnish.rollout.base import Continuable, Sampling, Watch
+
+
+class SampleKey(NamedTuple):
+    """Names a completion of training."""
+
+    step: int
+    """The step that trains on it, 0-based."""
+    prompt_key: int
+    sample: int
+    greedy: bool
+    """ReMax draws a greedy one beside the others."""
+
+
+class PartialCompletions:
+    """The completions of batches that are not taken: some whole, some not."""
+
+    def __init__(self, begun: Mapping[SampleKey, Completion]) -> None:
+        """`begun` are those that a save held."""
+        self._known = dict(begun)
+        self._lock = threading.Lock()
+        self._asked: Sampling | None = None
+
+    def generate(
+        self,
+        generator: Continuable,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+    ) -> list[list[Completion]]:
+        """Return what `generator.generate` returns, going on with completions that were begun."""
+        wanted = [(each, _keys(each, sampling)) for each in requests]
+        asked = [part for each, keys in wanted for part in self._left(each, keys)]
+        self._asked = sampling
+        made = generator.generate(asked, sampling, watch)
+        with self._lock:
+            for request, group in zip(asked, made, strict=True):
+                for key, completion in zip(_keys(request, sampling), group, strict=True):
+                    self._known[key] = joined(self._known.get(key), completion)
+        self._asked = None
+        return [[self._known[key] for key in keys] for _, keys in wanted]
+
+    def so_far(self, generator: Continuable) -> dict[SampleKey, Completion]:
+        """Return all completions as far as they are, from any thread."""
+        asked = self._asked
+        running = generator.so_far() if asked is not None else []
+        with self._lock:
+            found = dict(self._known)
+        for each in running:
+            if each.sampling != asked:  # of an evaluation that was given up
+                continue
+            for key, more in zip(_keys(each.request, each.sampling), each.completions, strict=True):
+                begun = found.get(key)
+                if begun is None or begun.stop_reason is None:
+                    found[key] = joined(begun, more)
+        return {key: each for key, each in found.items() if len(each.token_ids)}
+
+    def forget(self, step: int) -> None:
+        """Forget the completions of batches before that of `step`."""
+        with self._lock:
+            self._known = {key: each for key, each in self._known.items() if key.step >= step}
+
+    def _left(self, request: Request, keys: Sequence[SampleKey]) -> Iterator[Request]:
+        """Yield what is left to ask for."""
+        begun = [self._known.get(key) for key in keys]
+        if not any(begun):
+            yield request
+            return
+        for key, each in zip(keys, begun, strict=True):
+            alone = replace(request, samples=1, first_sample=key.sample)
+            if each is None:
+                yield alone
+            elif each.stop_reason is None:
+                ids = np.concatenate([request.token_ids, each.token_ids])
+                yield replace(alone, token_ids=ids, drawn=len(each.token_ids))
+
+
+def joined(begun: Completion | None, more: Completion) -> Completion:
+    """Return a completion that was begun, together with what came after it."""
+    if begun is None:
+        return more
+    count, spans = len(begun.token_ids), list(begun.later_versions)
+    last = spans[-1][0] if spans else begun.weights_version
+    for version, first in ((more.weights_version, 0), *more.later_versions):
+        if version != last and len(more.token_ids):
+            spans.append((version, count + first))
+            last = version
+    return replace(
+        more,
+        token_ids=np.concatenate([begun.token_ids, more.token_ids]),
+        sampled_logprobs=np.concatenate([begun.sampled_logprobs, more.sampled_logprobs]),
+        logprobs=np.concatenate([begun.logprobs, more.logprobs]),
+        weights_version=begun.weights_version,
+        later_versions=tuple(spans),
+    )
+
+
+def _keys(request: Request, sampling: Sampling) -> list[SampleKey]:
+    greedy = sampling.temperature == 0
+    numbers = range(request.first_sample, request.first_sample + request.samples)
+    return [SampleKey(sampling.step, request.prompt_key, n, greedy) for n in numbers]
