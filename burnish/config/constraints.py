@@ -83,6 +83,7 @@ _OF_ACTIVATIONS: Sequence[Constraint] = (
 )
 _OF_TRAINING: Sequence[Constraint] = (
     ("data.weights", "steps", "a mixture has no epochs"),
+    ("distributed.check_replicas_every", "engine.replicas", "else nothing is there twice"),
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
     ("checkpoint.keep_best.metric", "evaluation.every", "only validated steps are compared"),
     ("optim.schedule=wsd", "optim.decay_steps", ""),

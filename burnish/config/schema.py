@@ -601,6 +601,8 @@ class DistributedConfig(Section):
     """How long a run waits for devices in place of those that it lost."""
     min_processes: int | None = Field(None, ge=1)
     """Elastic: go on with fewer processes, but at least so many, where lost devices are not replaced in time, and take them back when they return. If the layout does not fit the number of processes, also under torchrun, the planner chooses another. Default: always as many as at the start."""
+    check_replicas_every: int = Field(0, ge=0)
+    """With engine.replicas: compare the copies of the weights bit for bit every so many steps, and before each save. A difference ends the run and names the ranks: a device has computed or stored wrongly. 0: never."""
 
 
 class RunConfig(Section):

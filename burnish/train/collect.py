@@ -61,6 +61,8 @@ class Collector:
     """Hears of what reward functions fail at."""
     judge: Judge = list
     """Adds what reward models say."""
+    stragglers: Any = None
+    """Hears how long each rank generates and scores: a `burnish.train.stragglers.Stragglers`; None with one rank."""
     parks: Sequence[Engine] = ()
     """Engines that leave the device while completions are generated (`engine.park`)."""
     partial: PartialCompletions | None = None
@@ -98,22 +100,27 @@ class Collector:
         ]
         stopped: int | None = None
         groups: Groups = []
+        began = generated = time.monotonic()
         try:
             completions = self._generated(requests, sampling)
+            generated = time.monotonic()
             groups = self._scored([prompts[i] for i in mine], completions)
         except StopRequested as request:
             stopped = request.signal_number
-        shares = gather_objects((stopped, groups), self.layout)
-        for signal_number, _ in shares:
+        took = {"generate": generated - began, "score": time.monotonic() - generated}
+        shares = gather_objects((stopped, groups, took), self.layout)
+        for signal_number, _, _ in shares:
             if signal_number is not None:
                 raise StopRequested(signal_number)
         by_prompt = {
             number: group
-            for numbers, (_, theirs) in zip(shared, shares, strict=True)
+            for numbers, (_, theirs, _) in zip(shared, shares, strict=True)
             for number, group in zip(numbers, theirs, strict=True)
         }
         ordered = [rollout for number in range(len(prompts)) for rollout in by_prompt[number]]
         self.complaints.hear(ordered)
+        if self.stragglers is not None:
+            self.stragglers.hear([each for _, _, each in shares])
         return self.judged([by_prompt[number] for number in range(len(prompts))])
 
     @property
@@ -348,6 +355,9 @@ class RolloutQueue:
             if len(each.token_ids)
         ]
         stats = rollout_stats(batch.generated)
+        stragglers = self._sampler.collector.stragglers
+        if stragglers is not None:
+            stats |= stragglers.stats()
         if self._sampler.collector.generator.central:
             stats["perf/wait_seconds"] = Max(self._waited)
             self._waited = 0.0

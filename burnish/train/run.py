@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path, PurePath
 
 from torch import Tensor
@@ -85,6 +86,7 @@ class Run:
         self._drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple
         self._begun: Callable[[], Mapping[SampleKey, Completion]] = dict
         self._saved_step: int | None = None
+        self._compared_step: int | None = None
         self._saved_at = time.monotonic()
         self._finite_loss = True
         given = json.dumps(inputs.as_state())
@@ -201,6 +203,8 @@ class Run:
             self._tell(lambda each: each.rollouts_scored(step, rollouts, advantages, by_token))
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
+        if self._is_due(self._config.distributed.check_replicas_every):
+            self._check_replicas()
         due = self._is_due(self._config.evaluation.every)
         save = self._save_is_due(validated=due)
         last = self.position.step == self._total_steps
@@ -304,6 +308,7 @@ class Run:
             self._hear_of_saving(wait=True)
             if self._saved_step == self.position.step:
                 return
+            self._check_replicas()
             self._tell(Observers.sync)  # a committed step's line may be missing, but none before it
             if not background:
                 self._session.checkpoints.save(self.position.step, self._contents())
@@ -313,6 +318,15 @@ class Run:
                 self._session.checkpoints.begin_save(self.position.step, self._contents())
             except BurnishError as error:
                 self._say_unsaved(self.position.step, error)
+
+    def _check_replicas(self) -> None:
+        """Compare the copies of the weights if that is configured and this step's are not compared yet. Collective."""
+        step = self.position.step
+        if self._config.distributed.check_replicas_every and self._compared_step != step:
+            engines = {role: learner.engine for role, learner in self._learners.items()}
+            check = import_module("burnish.train.replicas").check_replicas
+            check(engines, self._config.engine.replicas, step, self._layout)
+            self._compared_step = step
 
     def _hear_of_saving(self, *, wait: bool) -> None:
         """Note how the save in the background went. Collective."""

@@ -430,4 +430,8 @@ def make_collector(
 
     complaints = Complaints(foundation.config.reward.max_failed_rounds)
     layout = foundation.layout
-    return Collector(generator, decode, pool.score, layout, stopper, progress, complaints, judge)
+    stragglers = None
+    if layout.world > 1 and not generator.central:
+        stragglers = import_module("burnish.train.stragglers").Stragglers(warns=layout.is_main)
+    common = (layout, stopper, progress, complaints, judge, stragglers)
+    return Collector(generator, decode, pool.score, *common)

@@ -1,0 +1,64 @@
+"""Compare the copies of a model bit for bit: a device that computes or stores wrongly makes them differ.
+
+With `engine.replicas` every copy gets the same reduced gradients, so all of them stay equal for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import xxhash
+
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine, Part
+from burnish.errors import BurnishError
+
+_SHOWN = 3
+
+
+def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layout: Layout) -> None:
+    """Raise `BurnishError` on every rank if the trained weights differ between copies. Collective.
+
+    Names the step, the ranks in the minority, and their tensors. Of two copies it names both.
+    """
+    mine = {
+        f"{shard.spec.name} of the {role}": shard.checksum()
+        for role, engine in engines.items()
+        for shard in engine.shards(Part.WEIGHTS)
+    }
+    every = gather_objects(xxhash.xxh3_128_hexdigest(repr(mine).encode()), layout)
+    size = layout.world // replicas
+    # Rank r holds the same boxes as ranks r + size, r + 2 size and so on.
+    odd = {place: _odd(every[place::size]) for place in range(size)}
+    if not any(odd.values()):
+        return
+    differing = odd[layout.rank % size]
+    held = gather_objects(mine if differing else None, layout)
+    found = []
+    for place, numbers in odd.items():
+        copies = [each for each in held[place::size] if each is not None]
+        names = [
+            name for name in (copies[0] if copies else ()) if len({c[name] for c in copies}) > 1
+        ]
+        ranks = [place + size * number for number in numbers]
+        if ranks:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            found.append(f"rank {', '.join(map(str, ranks))}: {', '.join(names[:_SHOWN])}{more}")
+    raise BurnishError(
+        f"step {step}: copies of the weights differ, so a device has computed or stored wrongly",
+        have="; ".join(found),
+        want=f"{replicas} equal copies (engine.replicas)",
+        do="test the devices of these ranks and leave out the faulty one, then start the same command again: "
+        "it resumes from the newest step, whose copies were equal",
+    )
+
+
+def _odd(digests: list[str]) -> list[int]:
+    """Return the copies that differ from most; all of them if no majority agrees."""
+    (most, count), *others = Counter(digests).most_common()
+    if not others:
+        return []
+    agreed = 2 * count > len(digests)
+    return [number for number, each in enumerate(digests) if not agreed or each != most]

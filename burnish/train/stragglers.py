@@ -1,0 +1,60 @@
+"""Which rank is slowest in the parts of a step that a rank spends by itself, without waiting for others."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from burnish.tracking.stats import Max, Stats
+
+log = logging.getLogger("burnish")
+
+_FACTOR, _SECONDS, _STEPS = 1.5, 1.0, 3
+# A straggler takes so many times as long as the median rank, and so much longer, in so many steps in a row.
+
+
+class Stragglers:
+    """Counts every rank's seconds of a step by part; the same on every rank."""
+
+    def __init__(self, *, warns: bool) -> None:
+        """Only a rank that `warns` does so."""
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._in_a_row: dict[str, tuple[int, int]] = {}
+        self._named: set[tuple[str, int]] = set()
+        self._warns = warns
+
+    def hear(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Add the seconds of a round, by rank."""
+        for part in ranks[0]:
+            more = [each[part] for each in ranks]
+            self._seconds[part] = [
+                before + now
+                for before, now in zip(self._seconds[part] or [0.0] * len(more), more, strict=True)
+            ]
+
+    def stats(self) -> Stats:
+        """Return the slowest rank of each part and its time over the median rank's; warn of one that stays it. Ends the step."""
+        found = Stats()
+        for part, seconds in self._seconds.items():
+            longest, typical = max(seconds), median(seconds)
+            rank = seconds.index(longest)
+            found[f"perf/slowest_rank/{part}"] = Max(float(rank))
+            found[f"perf/slowest_share/{part}"] = Max(longest / typical if typical else 1.0)
+            is_slow = longest > _FACTOR * typical and longest > typical + _SECONDS
+            last, count = self._in_a_row.get(part, (rank, 0))
+            self._in_a_row[part] = rank, (count + 1 if last == rank else 1) if is_slow else 0
+            if self._in_a_row[part][1] == _STEPS and (part, rank) not in self._named:
+                self._named.add((part, rank))
+                if self._warns:
+                    log.warning(
+                        "rank %d is the slowest to %s in %d steps in a row: %.1f s, and the median rank %.1f s; burnish doctor tests its device",
+                        rank,
+                        part,
+                        _STEPS,
+                        longest,
+                        typical,
+                    )
+        self._seconds.clear()
+        return found
