@@ -34,6 +34,7 @@ from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.environment import place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import connect_lazily, in_groups
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 
@@ -178,7 +179,7 @@ def _answer(
     fence: Callable[[], None],
 ) -> Answer:
     try:
-        with _meeting(job, saver.layout, timedelta(seconds=timeout)):
+        with _meeting(job, saver.layout, timedelta(seconds=timeout)) as saver.layout:
             room = memory.take(sum(map(_room, job.contents.shards)))
             contents = replace(staged_in(room, job.contents), arena=arena)
             return saver.save(job.step, contents, fence)
@@ -193,11 +194,12 @@ def _answer(
 
 
 @contextmanager
-def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[None]:
+def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[Layout]:
     if job.meeting is None:
-        yield
+        yield layout
         return
     store = TCPStore(*job.meeting, layout.world, False, patience)
+    connect_lazily(layout)
     dist.init_process_group(
         "gloo",
         store=PrefixStore(f"job-{job.number}", store),
@@ -206,7 +208,7 @@ def _meeting(job: Job, layout: Layout, patience: timedelta) -> Iterator[None]:
         timeout=patience,
     )
     try:
-        yield
+        yield in_groups(layout, patience)
     finally:
         dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from burnish.distributed.device import has_fp64
 from burnish.distributed.layout import Layout
@@ -33,8 +34,16 @@ def gather_objects(value: T, layout: Layout) -> list[T]:
     """Return every rank's value, by rank, on all ranks."""
     if layout.world == 1:
         return [value]
-    values: list[T | None] = [None] * layout.world
-    dist.all_gather_object(values, value)
+    values = [value]
+    for group in layout.groups or (None,):
+        values = [each for part in gather_within(values, group) for each in part]
+    return values
+
+
+def gather_within(value: T, group: ProcessGroup | None) -> list[T]:
+    """Return the values of the ranks of a group, by rank in it; of all ranks for None."""
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return cast(list[T], values)
 
 
@@ -51,9 +60,14 @@ def any_rank(flag: bool, layout: Layout) -> bool:
     """Return whether any rank sets the flag."""
     if layout.world == 1:
         return flag
-    seen = torch.tensor([int(flag)])
-    dist.all_reduce(seen, dist.ReduceOp.MAX)
-    return bool(seen.item())
+    return bool(_largest(torch.tensor([int(flag)]), layout).item())
+
+
+def _largest(values: Tensor, layout: Layout) -> Tensor:
+    """Make each of the values the largest of all ranks."""
+    for group in layout.groups or (None,):
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+    return values
 
 
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
@@ -87,8 +101,7 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
     kinds: dict[str, type[Metric]] = {name: type(metric) for name, metric in stats.items()}
     text = "\n".join(f"{name} {kind.__name__}" for name, kind in kinds.items())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    bounds = torch.tensor([digest, -digest])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    bounds = _largest(torch.tensor([digest, -digest]), layout)
     if int(bounds[0]) == -int(bounds[1]):
         return kinds
     union: dict[str, type[Metric]] = {}

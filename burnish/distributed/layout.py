@@ -7,11 +7,15 @@ A layout is a plain value; there is no current layout. Process groups are in `bu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Self
 
 from burnish.config.schema import EngineConfig
 from burnish.errors import UsageError
 from burnish.families import ModelSizes
+
+if TYPE_CHECKING:  # this module does without torch
+    from torch.distributed import ProcessGroup
 
 _ROW_BYTES = 16
 # Grouped matrix products of experts take rows of a multiple of so many bytes.
@@ -39,6 +43,16 @@ class Layout:
     """Processes that share the matrices of a layer."""
     pipeline: int = 1
     """Groups of processes that share the layers of the model, which micro-batches pass one after the other."""
+    groups: tuple[ProcessGroup, ...] = field(default=(), compare=False, repr=False)
+    """This process's groups along each dim of a grid of all processes, which small messages pass one after the other.
+
+    The first dim runs fastest. Empty for few processes, which are one group. Processes that are started do not get them.
+    """
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, ...]]:
+        """Leave out the groups, which belong to this process."""
+        values = [getattr(self, each.name) for each in fields(self) if each.name != "groups"]
+        return type(self), tuple(values)
 
     @property
     def sharing(self) -> int:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
-from ranks import RankFailed, run_ranks
+import torch.distributed as dist
+from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
 
 from burnish.distributed.collectives import (
     agree,
@@ -15,6 +20,7 @@ from burnish.distributed.collectives import (
     same_on_all_ranks,
 )
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import connect_lazily, in_groups, process_group
 from burnish.errors import BurnishError, MissingError
 from burnish.tracking.stats import Max, Mean, Stats, Sum
 
@@ -49,6 +55,42 @@ def _gather_and_flags(layout):
 def test_every_rank_gets_every_value_and_any_flag():
     values = [{"rank": rank} for rank in range(3)]
     assert run_ranks(_gather_and_flags, 3) == [(values, 0, [True, True, False])] * 3
+
+
+def _fail_on(rank, layout):
+    if layout.rank == rank:
+        raise ValueError("mine")
+
+
+def _in_a_grid():
+    connect_lazily(Layout(world=16_000))
+    patience = timedelta(seconds=60)
+    with process_group(CPU, 60) as layout:
+        before = len(os.listdir("/proc/self/fd"))
+        any_rank(False, layout)
+        connected = len(os.listdir("/proc/self/fd")) - before
+        layout = in_groups(layout, patience, mesh=1, most=2)
+        sizes = [dist.get_world_size(group) for group in layout.groups]
+        sent = pickle.loads(pickle.dumps(layout))  # noqa: S301 - our own
+        assert (sent, sent.groups) == (layout, ())
+        flags = [any_rank(layout.rank == chosen, layout) for chosen in (0, 4, 7)]
+        one = [[None, None], {"rank": layout.rank}, "x" * layout.rank]
+        both = _reduce_different_names(layout), _reduce_different_names(replace(layout, groups=()))
+        kind = ValueError if layout.rank == 5 else BurnishError
+        with pytest.raises(kind), agree(layout):
+            _fail_on(5, layout)
+        return connected, sizes, gather_objects(one, layout), flags, both
+
+
+def test_a_grid_of_groups_gathers_and_flags_as_one_group_does():
+    store = dist.TCPStore("127.0.0.1", 0, 6, True, timedelta(seconds=60), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 6, store.port) for rank in range(6)]
+    for connected, sizes, gathered, flags, (one, other) in run_processes(_in_a_grid, environs):
+        assert sizes == [2, 3]
+        assert gathered == [[[None, None], {"rank": rank}, "x" * rank] for rank in range(6)]
+        assert flags == [True, True, False]
+        assert one == other
+        assert connected > 0, "all were connected to all before they had anything to say"
 
 
 def _stats(rank):
@@ -89,7 +131,7 @@ def test_statistics_are_merged_as_one_process_would():
 def _reduce_different_names(layout):
     everywhere = {"everywhere": Sum(1.0)}
     own = [{"first/mean": Mean(1.0, 2.0), "first/max": Max(-3.0)}, {"second": Mean(5.0, 1.0)}, {}]
-    stats = Stats({**own[layout.rank], **everywhere})
+    stats = Stats({**own[layout.rank % 3], **everywhere})
     return reduce_stats(stats, layout, CPU).values_by_name()
 
 
