@@ -82,6 +82,7 @@ def run(request: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(request["environ"])
+    sys.path[:0] = filter(None, request["environ"].get("PYTHONPATH", "").split(os.pathsep))
     if "HF_HOME" in request["environ"]:
         importlib.reload(constants)  # as if huggingface_hub were imported only now
     signal.signal(signal.SIGINT, signal.default_int_handler)

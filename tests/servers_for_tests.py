@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 from training_files import Command
@@ -11,8 +12,11 @@ from training_files import Command
 class Servers:
     """Processes of `burnish serve` for one run."""
 
-    def __init__(self, work: Path, config: str, count: int) -> None:
-        self.commands = [Command(work, ["serve", config, "--port", "0"]) for _ in range(count)]
+    def __init__(
+        self, work: Path, config: str, count: int, environ: Mapping[str, str] | None = None
+    ) -> None:
+        argv = ["serve", config, "--port", "0"]
+        self.commands = [Command(work, argv, environ) for _ in range(count)]
 
     def __enter__(self) -> Servers:
         return self

@@ -205,9 +205,9 @@ def burnish(
     return command.wait(), command.output
 
 
-def done(root: Path, *argv: str, world: int = 1) -> Path:
+def done(root: Path, *argv: str, world: int = 1, environ: Mapping[str, str] | None = None) -> Path:
     """Run a command that has to succeed, in `world` processes; returns the directory of its run."""
-    commands = ranks(root, argv, world)
+    commands = ranks(root, argv, world, environ=environ)
     for command in commands:
         assert command.wait() == 0, "\n".join(each.output for each in commands)
     name = next((a.removeprefix("name=") for a in argv if a.startswith("name=")), "run")

@@ -92,8 +92,8 @@ _OF_TRAINING: Sequence[Constraint] = (
 )
 _OF_SAMPLING: Sequence[Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
-    ("rollout.engine=vllm", "rollout.place=child|servers", "vLLM wants a process of its own"),
-    ("rollout.tensor_parallel", "rollout.engine=vllm", ""),
+    ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it wants a process of its own"),
+    ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
     ("rollout.tensor_parallel", "rollout.place=servers", "a process beside a rank has its device"),
     ("rollout.servers", "rollout.place=servers", ""),
     (
@@ -131,7 +131,7 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
     (
-        "rollout.engine=vllm",
+        "rollout.engine=vllm|sglang",
         "algorithm.router_replay=none|recompute",
         "its experts are not recorded",
     ),

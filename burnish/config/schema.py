@@ -288,8 +288,8 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
-    engine: MayChange[Literal["builtin", "vllm", "openai"]] = "builtin"
-    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. openai: an endpoint with OpenAI's API, for `burnish eval` alone, as nobody can set its weights."""
+    engine: MayChange[Literal["builtin", "vllm", "sglang", "openai"]] = "builtin"
+    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. sglang: the same with SGLang, which has not run yet, only a stand-in made from its source. openai: an endpoint with OpenAI's API, for `burnish eval` alone, as nobody can set its weights."""
     url: MayChange[str | None] = Field(None, pattern=r"^https?://[!-~]+$")
     """openai: the endpoint, such as http://localhost:8000/v1. Its key is the environment variable OPENAI_API_KEY, if that is set."""
     model: MayChange[str | None] = None
@@ -299,7 +299,7 @@ class RolloutConfig(SamplingConfig):
     servers: MayChange[int] = Field(1, ge=1)
     """How many servers the run waits for and uses, with `place: servers`."""
     tensor_parallel: MayChange[int] = Field(1, ge=1)
-    """Devices that share the model of one server, with vllm."""
+    """Devices that share the model of one server, with vllm and sglang."""
     timeout_seconds: MayChange[float] = Field(120.0, gt=0)
     """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work. openai: longest time of a completion."""
     ahead: MayChange[int] = Field(0, ge=0)

@@ -51,6 +51,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _CONFIG_LIMIT = 1 << 24
 SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+"""What generates with packages of their own, by package."""
 
 # A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
 _PATIENCE = RetryPolicy(seconds=20)
@@ -69,9 +71,10 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
                 problems += _noted(_data(path, f"data.{name}"))
     if command != "sft":
         problems += _rewards(config.reward)
-        if config.rollout.engine == "vllm" and config.rollout.place == "child":
-            do = f"{install('vllm')}, or set rollout.engine=builtin"
-            problems += _package("vllm", "rollout.engine: vllm", "vLLM", do)
+        engine = config.rollout.engine
+        if engine in _ENGINES and config.rollout.place == "child":
+            do = f"{install(engine)}, or set rollout.engine=builtin"
+            problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
     if command != "eval":
         problems += _trackers(config.tracking.trackers)
     if problems:

@@ -46,6 +46,11 @@ from burnish.train.collect import Collector, Judge
 from burnish.train.signals import Stopper
 
 _log = logging.getLogger(__name__)
+_ENGINES = {
+    "vllm": ("burnish.rollout.vllm.vllm_generator", "VllmGenerator"),
+    "sglang": ("burnish.rollout.sglang.sglang_generator", "SglangGenerator"),
+}
+# Modules and classes of generators around an inference engine.
 
 Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
 
@@ -381,10 +386,11 @@ def local_generator(foundation: Foundation) -> Continuable:
     """Make the generator of `rollout.engine` in this process, without weights."""
     if foundation.config.rollout.engine == "builtin":
         return builtin_generator(foundation)
-    config, vllm = foundation.config, import_module("burnish.rollout.vllm.vllm_generator")
+    config = foundation.config
     rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
     longest = config.longest_completed if is_limited else config.microbatch_tokens
-    generator: Continuable = vllm.VllmGenerator(
+    module, kind = _ENGINES[rollout.engine]
+    generator: Continuable = getattr(import_module(module), kind)(
         foundation.hf_config,
         device=foundation.device,
         dtype=compute_dtype(config.engine),

@@ -339,6 +339,7 @@ def test_the_sizes_suggested_divide(prompts: int, minibatches: int) -> None:
     ("setting", "needed"),
     [
         ("rollout.engine=vllm", "rollout.place"),
+        ("rollout.engine=sglang", "rollout.place"),
         ("rollout.servers=2", "rollout.place"),
         ("rollout.tensor_parallel=2", "rollout.engine"),
     ],

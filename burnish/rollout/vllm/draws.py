@@ -7,8 +7,8 @@ is positive and the second is not, so vLLM takes the drawn token and reports bot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, not_finite
-from burnish.rollout.builtin.sampling import draw, uniforms
+from burnish.rollout.builtin.sampling import Drawn
+from burnish.rollout.inference_engine import DrawSettings, draw_groups
 
 _ARGUMENT = "burnish"
 # Its name in `SamplingParams.extra_args`.
@@ -27,18 +28,8 @@ _LEAST = 1e-37
 # Stands for a log-prob of 0: the drawn token's logit has to be above its neighbour's.
 
 
-class Settings(NamedTuple):
-    """What requests that are drawn together have in common."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-
 def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
     """Return vLLM's parameters for a completion whose random numbers have the key `key`, after the first `drawn`."""
-    settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens - drawn,
@@ -46,14 +37,14 @@ def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
         flat_logprobs=True,
         ignore_eos=True,
         detokenize=False,
-        extra_args={_ARGUMENT: [key, drawn, *settings]},
+        extra_args={_ARGUMENT: [key, drawn, *DrawSettings.of(sampling)]},
     )
 
 
-def arguments_of(params: SamplingParams) -> tuple[int, int, Settings] | None:
+def arguments_of(params: SamplingParams) -> tuple[int, int, DrawSettings] | None:
     """Return key, tokens drawn before, and settings of a request; None for one that Burnish did not make."""
     given = (params.extra_args or {}).get(_ARGUMENT)
-    return given and (given[0], given[1], Settings(*given[2:]))
+    return given and (given[0], given[1], DrawSettings(*given[2:]))
 
 
 def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
@@ -66,25 +57,8 @@ def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
     return np.where(chosen > _LEAST, -chosen, np.float32(0)), table[:, 2]
 
 
-def rewrite(
-    logits: Tensor, groups: Iterable[tuple[Settings, Tensor]], keys: Tensor, counts: Tensor
-) -> None:
-    """Draw rows of `logits` [n, V] fp32 and leave their two logits, in place.
-
-    `groups` are settings and their rows. `keys` and `counts` [n] are as for `uniforms`.
-    """
-    numbers = uniforms(keys, counts)
-    for settings, rows in groups:
-        if len(rows) == len(logits):
-            _draw(logits, settings, numbers)
-        else:
-            part = logits[rows]
-            _draw(part, settings, numbers[rows.to(numbers.device)])
-            logits[rows] = part
-
-
-def _draw(logits: Tensor, settings: Settings, numbers: Tensor) -> None:
-    drawn = draw(logits, Sampling(1, *settings), numbers)
+def leave_two(logits: Tensor, drawn: Drawn) -> None:
+    """Leave the two logits of each drawn token."""
     chosen = drawn.tokens[:, None]
     neighbour = (chosen + 1) % logits.shape[-1]
     logits.fill_(-torch.inf)
@@ -97,11 +71,11 @@ class DrawingProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._held: dict[int, tuple[int, int, Settings, list[int]]] = {}
+        self._held: dict[int, tuple[int, int, DrawSettings, list[int]]] = {}
         """By row: key, tokens drawn before, settings, and vLLM's own list of the tokens so far."""
         self._outputs: list[list[int]] = []
         self._drawn: list[int] = []
-        self._groups: list[tuple[Settings, Tensor]] = []
+        self._groups: list[tuple[DrawSettings, Tensor]] = []
         self._keys = torch.zeros(0, dtype=torch.int64)
 
     def is_argmax_invariant(self) -> bool:
@@ -112,7 +86,7 @@ class DrawingProcessor(LogitsProcessor):
         """Follow requests as they come, go and move to other rows."""
         if not process_dict_updates(self._held, batch_update, _held):
             return
-        rows: dict[Settings, list[int]] = {}
+        rows: dict[DrawSettings, list[int]] = {}
         keys = [0] * (max(self._held, default=-1) + 1)
         self._outputs, self._drawn = [[] for _ in keys], [0] * len(keys)
         for row, (key, drawn, settings, output) in self._held.items():
@@ -124,12 +98,13 @@ class DrawingProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         """Draw a token for every row."""
         counts = np.array([*map(len, self._outputs)], np.int64) + np.array(self._drawn, np.int64)
-        rewrite(logits, self._groups, self._keys, torch.from_numpy(counts).to(self._device))
+        drawn = torch.from_numpy(counts).to(self._device)
+        draw_groups(logits, self._groups, self._keys, drawn, leave_two)
         return logits
 
 
 def _held(
     params: SamplingParams, _: list[int] | None, output: list[int]
-) -> tuple[int, int, Settings, list[int]] | None:
+) -> tuple[int, int, DrawSettings, list[int]] | None:
     asked = arguments_of(params)
     return None if asked is None else (*asked, output)

@@ -17,7 +17,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcRequestState,
 )
 
-from burnish.rollout.vllm.draws import Settings, arguments_of, rewrite
+from burnish.rollout.inference_engine import DrawSettings, draw_groups
+from burnish.rollout.vllm.draws import arguments_of, leave_two
 
 
 class SlotDrawingProcessor(LogitsProcessor):
@@ -29,7 +30,7 @@ class SlotDrawingProcessor(LogitsProcessor):
         self._drawn = np.zeros(req_states.max_num_reqs, np.int64)
         self._kinds = np.full(req_states.max_num_reqs, -1)
         """By slot: index of its settings, or -1."""
-        self._settings: list[Settings] = []
+        self._settings: list[DrawSettings] = []
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Note what a request that enters a slot asks for."""
@@ -53,7 +54,7 @@ class SlotDrawingProcessor(LogitsProcessor):
         ]
         prompts = self._states.prompt_len.gpu[ctx.idx_mapping]
         counts = (ctx.pos + 1 - prompts).long() + _on(self._drawn[slots], device)
-        rewrite(logits, groups, _on(self._keys[slots], device), counts)
+        draw_groups(logits, groups, _on(self._keys[slots], device), counts, leave_two)
         return logits
 
 

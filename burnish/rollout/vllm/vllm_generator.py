@@ -6,21 +6,17 @@ vLLM opens a process group, so keep RANK, WORLD_SIZE and MASTER_ADDR out of the 
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import chain, count
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
@@ -34,12 +30,20 @@ from burnish.errors import (
     install,
     refusing,
 )
-from burnish.models.meta_init import build_on_meta, kept_in_fp32, longest_sequence, model_sizes
-from burnish.models.names import tensor_specs, tied_names
-from burnish.records import Completion, Request, StopReason
+from burnish.models.meta_init import build_on_meta, longest_sequence, model_sizes
+from burnish.models.names import tied_names
+from burnish.records import Completion, Request
 from burnish.rollout.base import Sampling, Underway, Watch, require_valid
-from burnish.rollout.builtin.sampling import stream_key
 from burnish.rollout.builtin.stopping import Decode, StopRule
+from burnish.rollout.inference_engine import (
+    Running,
+    held_specs,
+    require_no_experts,
+    started,
+    waves,
+    whole_tensors,
+    with_architectures,
+)
 
 _OLDEST = "0.28"
 _ENVIRONMENT = {
@@ -53,28 +57,6 @@ _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
 # Of free memory: what keys and values may take on a CPU, and what vLLM may take on an accelerator.
 _CPU_BLOCK = 32
 # Tokens of a block of keys and values, the fewest that vLLM's kernels allow: completions share their prompt's whole blocks.
-_WAVE_BYTES = 64 << 20
-# Of weights that are handed to vLLM at a time.
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A completion on its way."""
-
-    number: str
-    key: int
-    prompt: list[int]
-    drawn: int
-    """How many of the prompt's last tokens were drawn before."""
-    tokens: list[int]
-    """Those, then its own."""
-    reported: Sequence[float] = ()
-    """vLLM's own list of log-probs, which grows."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Versions of the weights, each with the first token that it drew."""
-    reason: StopReason | None = None
-    first: float = 0.0
-    last: float = 0.0
 
 
 class VllmGenerator:
@@ -101,12 +83,7 @@ class VllmGenerator:
     ) -> None:
         """Start vLLM, without weights. Raises `MissingError` without vLLM, `IncompatibleError` for one that is too old or lacks model or device."""
         model = build_on_meta(hf_config)
-        specs = tensor_specs(model)
-        fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
-        self._specs = {
-            spec.name: spec._replace(dtype=torch.float32 if spec.name in fp32 else dtype)
-            for spec in specs
-        }
+        self._specs = held_specs(model, hf_config, dtype)
         self._tied_head = next(iter(tied_names(model).values()), None)
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._sleeps, self._asleep = device.type != "cpu", False
@@ -160,16 +137,11 @@ class VllmGenerator:
         """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and if experts are asked for."""
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
-        if sampling.experts:
-            raise UsageError(
-                "algorithm.router_replay: rollouts with vLLM do not record experts",
-                have="algorithm.router_replay=rollout",
-                do="set algorithm.router_replay=recompute or none, or rollout with the built-in generator",
-            )
+        require_no_experts(sampling, "vLLM")
         require_valid(requests, sampling, self._max_positions)
         rule = StopRule(sampling, self._eos_token_ids, self._decode)
         asked = time.time()
-        groups = [self._started(request, sampling) for request in requests]
+        groups = [started(request, sampling, self._numbers) for request in requests]
         running = {each.number: each for group in groups for each in group}
 
         def so_far() -> list[Underway]:
@@ -210,7 +182,7 @@ class VllmGenerator:
         shards = chain(weights.fixed, weights.changing)
         wanted, filled = self._load("begin_load"), set[str]()
         try:
-            for wave in _waves(self._weights.whole_tensors(shards, self._specs)):
+            for wave in waves(whole_tensors(shards, self._specs)):
                 filled |= self._load("load_some", wave)
         finally:
             self._load("end_load")
@@ -259,49 +231,26 @@ class VllmGenerator:
         del self._engine
         import_module("vllm.distributed").cleanup_dist_env_and_memory()
 
-    def _started(self, request: Request, sampling: Sampling) -> list[_Running]:
-        prompt = request.token_ids.tolist()
-        samples = range(request.first_sample, request.first_sample + request.samples)
-        keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
-        begun = prompt[len(prompt) - request.drawn :]
-        return [
-            _Running(str(next(self._numbers)), key, prompt, request.drawn, [*begun]) for key in keys
-        ]
-
-    def _step(self, running: dict[str, _Running], rule: StopRule) -> int:
+    def _step(self, running: dict[str, Running], rule: StopRule) -> int:
         """Make a token of each completion that vLLM runs; take those that end from `running` and count them."""
         ended = []
         outputs, version = self._engine.step(), self._version or 0
         now = time.time()
         for output in outputs:
             each, made = running[output.request_id], output.outputs[0]
-            each.first, each.last = each.first or now, now
             each.reported = made.logprobs.logprobs
             if not each.versions or each.versions[-1][0] != version:
-                each.versions.append((version, len(each.tokens) - each.drawn))
-            for token in made.token_ids[len(each.tokens) - each.drawn :]:
-                each.tokens.append(token)
-                each.reason = rule.ended(each.tokens)
-                if each.reason is not None:
-                    ended.append(each.number)
-                    break
+                each.versions.append((version, len(each.own)))
+            if each.take(made.token_ids[len(each.own) :], rule, now):
+                ended.append(each.number)
         self._engine.abort_request(ended)
         for number in ended:
             del running[number]
         return len(ended)
 
-    def _finished(self, each: _Running, asked: float) -> Completion:
-        own = each.tokens[each.drawn :]
-        sampled, raw = self._draws.read(each.reported, len(own))
-        return Completion(
-            token_ids=np.array(own, dtype=np.int64),
-            sampled_logprobs=sampled,
-            logprobs=raw,
-            stop_reason=each.reason,
-            weights_version=each.versions[0][0] if each.versions else 0,
-            later_versions=tuple(each.versions[1:]),
-            times=(asked, each.first, each.last),
-        )
+    def _finished(self, each: Running, asked: float) -> Completion:
+        sampled, raw = self._draws.read(each.reported, len(each.own))
+        return each.completion(sampled, raw, asked)
 
     def _load(self, function: str, *arguments: Any) -> Any:
         with refusing("vLLM does not take the weights", IncompatibleError, do="report this model"):
@@ -355,28 +304,13 @@ def _imported(device: torch.device) -> Any:
 
 def _write_config(hf_config: PretrainedConfig, vllm: Any, directory: str) -> None:
     """Write config.json with the class of the model. Raises `IncompatibleError` if vLLM has no such class."""
-    config = copy.deepcopy(hf_config)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    names = [kind.__name__] if kind else list(config.architectures or ())
+    config = with_architectures(hf_config)
     known = vllm.ModelRegistry.get_supported_archs()
-    if not set(names).intersection(known):
+    if not set(config.architectures).intersection(known):
         raise IncompatibleError(
             f"vLLM {vllm.__version__} has no model of type {config.model_type}",
-            have=", ".join(names),
+            have=", ".join(config.architectures),
             want="a class of vLLM's registry",
             do="rollout with the built-in generator, or install a newer vLLM",
         )
-    config.architectures = names
     config.save_pretrained(directory)
-
-
-def _waves(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group tensors into lists of about `_WAVE_BYTES`."""
-    wave: list[tuple[str, Tensor]] = []
-    for each in tensors:
-        wave.append(each)
-        if sum(tensor.nbytes for _, tensor in wave) >= _WAVE_BYTES:
-            yield wave
-            wave = []
-    if wave:
-        yield wave

@@ -5,9 +5,8 @@ The functions whose first argument is a worker run in vLLM's workers.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -24,51 +23,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from burnish.boxes.shards import Shard, TensorSpec
-from burnish.errors import IncompatibleError, few
+from burnish.rollout.inference_engine import JOINED
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 # What families call two of an expert's three matrices. vLLM joins the first, gate_proj or w1, and the second.
-_JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-# What vLLM joins even where a model's `packed_modules_mapping` does not say so.
 _ROWS = 256
 # Rows of the identity that are multiplied at a time.
-
-
-def whole_tensors(
-    shards: Iterable[Shard], wanted: Mapping[str, TensorSpec]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each wanted tensor, in new memory and its dtype, once all its pieces have come.
-
-    Raises `IncompatibleError` for a tensor that is unknown, has another shape, comes twice or never.
-    """
-    left = dict(wanted)
-    begun: dict[str, tuple[Tensor, int]] = {}
-    for shard in shards:
-        name, shape = shard.spec.name, shard.spec.shape
-        if name not in left or left[name].shape != shape:
-            raise IncompatibleError(
-                f"the weights do not fit vLLM's model: {name}",
-                have=f"shape {shape}" + (", after all of it" if name in wanted else ""),
-                want=f"shape {left[name].shape}" if name in left else "each tensor of the model",
-            )
-        if name not in begun:
-            begun[name] = torch.empty(shape, dtype=left[name].dtype), math.prod(shape)
-        tensor, missing = begun.pop(name)
-        tensor[shard.box.slices].copy_(shard.tensor)
-        missing -= shard.box.elements
-        if missing > 0:
-            begun[name] = tensor, missing
-        else:
-            del left[name]
-            yield name, tensor
-    if left:
-        raise IncompatibleError(
-            f"the weights for vLLM lack {next(iter(left))}",
-            have=f"{len(wanted) - len(left)} of {len(wanted)} tensors",
-            want=few(list(left)),
-        )
 
 
 def begin_load(worker: Any) -> frozenset[str]:
@@ -124,7 +85,7 @@ def read_tensor(
         return experts and _expert(experts, int(expert[2]), expert[3], shapes[name], ranks)
     elif owner not in modules:
         parent, _, last = owner.rpartition(".")
-        joined = {**_JOINED, **getattr(model, "packed_modules_mapping", {})}
+        joined = {**JOINED, **getattr(model, "packed_modules_mapping", {})}
         for one, parts in joined.items():
             if last in parts:
                 owner = f"{parent}.{one}"

@@ -1,0 +1,199 @@
+"""What generators around an inference engine, vLLM or SGLang, have in common."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.errors import IncompatibleError, UsageError, few
+from burnish.models.meta_init import kept_in_fp32
+from burnish.models.names import tensor_specs
+from burnish.records import Completion, Floats, Request, StopReason
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
+from burnish.rollout.builtin.stopping import StopRule
+
+_WAVE_BYTES = 64 << 20
+# Of weights that are handed to an engine at a time.
+JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""What engines join even where a model's `packed_modules_mapping` does not say so."""
+
+
+class DrawSettings(NamedTuple):
+    """What requests that are drawn together have in common."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> DrawSettings:
+        """Return those of a sampling."""
+        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+
+def draw_groups(
+    logits: Tensor,
+    groups: Iterable[tuple[DrawSettings, Tensor]],
+    keys: Tensor,
+    counts: Tensor,
+    leave: Callable[[Tensor, Drawn], None],
+) -> None:
+    """Draw rows of `logits` [n, V] fp32 and have `leave` write into them what the engine is to see, in place.
+
+    `groups` are settings and their rows. `keys` and `counts` [n] are as for `uniforms`.
+    """
+    numbers = uniforms(keys, counts)
+    for settings, rows in groups:
+        if len(rows) == len(logits):
+            leave(logits, draw(logits, Sampling(1, *settings), numbers))
+        else:
+            part = logits[rows]
+            own = numbers[rows.to(numbers.device)]
+            leave(part, draw(part, Sampling(1, *settings), own))
+            logits[rows] = part
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A completion on its way."""
+
+    number: str
+    """Its name in the engine; of equal length for all, as SGLang ends all requests whose names begin so."""
+    key: int
+    """Of its random numbers."""
+    prompt: list[int]
+    drawn: int
+    """How many of the prompt's last tokens were drawn before."""
+    tokens: list[int]
+    """Those, then its own."""
+    reported: Sequence[Any] = ()
+    """The engine's own list of log-probs, which grows."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of the weights, each with the first token that it drew."""
+    reason: StopReason | None = None
+    first: float = 0.0
+    last: float = 0.0
+
+    @property
+    def own(self) -> list[int]:
+        """Return the tokens that the engine has made."""
+        return self.tokens[self.drawn :]
+
+    def take(self, tokens: Sequence[int], rule: StopRule, now: float) -> bool:
+        """Take further tokens up to the one that ends it; return whether one does."""
+        self.first, self.last = self.first or now, now
+        for token in tokens:
+            self.tokens.append(token)
+            self.reason = rule.ended(self.tokens)
+            if self.reason is not None:
+                return True
+        return False
+
+    def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
+        """Return it with its log-probs; it was asked for at the time `asked`."""
+        return Completion(
+            token_ids=np.array(self.own, dtype=np.int64),
+            sampled_logprobs=sampled,
+            logprobs=raw,
+            stop_reason=self.reason,
+            weights_version=self.versions[0][0] if self.versions else 0,
+            later_versions=tuple(self.versions[1:]),
+            times=(asked, self.first, self.last),
+        )
+
+
+def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> list[Running]:
+    """Return a request's completions, without tokens of their own."""
+    prompt = request.token_ids.tolist()
+    samples = range(request.first_sample, request.first_sample + request.samples)
+    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
+    begun = prompt[len(prompt) - request.drawn :]
+    return [Running(f"{next(numbers):016}", key, prompt, request.drawn, [*begun]) for key in keys]
+
+
+def require_no_experts(sampling: Sampling, engine: str) -> None:
+    """Raise `UsageError` if completions are to record experts."""
+    if sampling.experts:
+        raise UsageError(
+            f"algorithm.router_replay: rollouts with {engine} do not record experts",
+            have="algorithm.router_replay=rollout",
+            do="set algorithm.router_replay=recompute or none, or rollout with the built-in generator",
+        )
+
+
+def held_specs(
+    model: PreTrainedModel, hf_config: PretrainedConfig, dtype: torch.dtype
+) -> dict[str, TensorSpec]:
+    """Return a model's tensors by name, with the dtype in which an engine is to hold them."""
+    specs = tensor_specs(model)
+    fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
+    return {
+        spec.name: spec._replace(dtype=torch.float32 if spec.name in fp32 else dtype)
+        for spec in specs
+    }
+
+
+def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of a configuration that names the model's class, as engines want it."""
+    config = copy.deepcopy(hf_config)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    config.architectures = [kind.__name__] if kind else list(config.architectures or ())
+    return config
+
+
+def whole_tensors(
+    shards: Iterable[Shard], wanted: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each wanted tensor, in new memory and its dtype, once all its pieces have come.
+
+    Raises `IncompatibleError` for a tensor that is unknown, has another shape, comes twice or never.
+    """
+    left = dict(wanted)
+    begun: dict[str, tuple[Tensor, int]] = {}
+    for shard in shards:
+        name, shape = shard.spec.name, shard.spec.shape
+        if name not in left or left[name].shape != shape:
+            raise IncompatibleError(
+                f"the weights do not fit the generator's model: {name}",
+                have=f"shape {shape}" + (", after all of it" if name in wanted else ""),
+                want=f"shape {left[name].shape}" if name in left else "each tensor of the model",
+            )
+        if name not in begun:
+            begun[name] = torch.empty(shape, dtype=left[name].dtype), math.prod(shape)
+        tensor, missing = begun.pop(name)
+        tensor[shard.box.slices].copy_(shard.tensor)
+        missing -= shard.box.elements
+        if missing > 0:
+            begun[name] = tensor, missing
+        else:
+            del left[name]
+            yield name, tensor
+    if left:
+        raise IncompatibleError(
+            f"the weights for the generator lack {next(iter(left))}",
+            have=f"{len(wanted) - len(left)} of {len(wanted)} tensors",
+            want=few(list(left)),
+        )
+
+
+def waves(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Group tensors into lists of about `_WAVE_BYTES`."""
+    wave: list[tuple[str, Tensor]] = []
+    for each in tensors:
+        wave.append(each)
+        if sum(tensor.nbytes for _, tensor in wave) >= _WAVE_BYTES:
+            yield wave
+            wave = []
+    if wave:
+        yield wave

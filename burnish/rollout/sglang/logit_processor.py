@@ -1,0 +1,82 @@
+"""Draw tokens inside SGLang as the built-in generator draws them.
+
+SGLang takes the largest logit and reports the log-softmax of what a custom logit processor returns. This one draws the token of each
+row and leaves three logits: 0 for the drawn token, and in its two neighbours its two log-probs, after temperature and filters and
+under the model, times 2^80. Next to 0 these have no mass, so log-softmax changes no bit of them. `read` undoes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from torch import Tensor
+
+from burnish.records import Floats
+from burnish.rollout.base import Sampling, not_finite
+from burnish.rollout.builtin.sampling import Drawn
+from burnish.rollout.inference_engine import DrawSettings, draw_groups
+
+_ARGUMENT = "burnish"
+# Its name in `custom_params`.
+_SCALE, _LEAST = 2.0**80, 2.0**-70
+# The second stands for a log-prob of 0. SGLang may replace -inf by -1e30, far below all others.
+TOP = 3
+"""How many of the largest log-probs `read` needs."""
+
+
+def request_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]) -> dict[str, Any]:
+    """Return SGLang's parameters for a completion whose random numbers have the key `key`, after the first `drawn`; ids of `stop` end it."""
+    return {
+        "temperature": 0.0,
+        "max_new_tokens": sampling.max_tokens - drawn,
+        "stop_token_ids": list(stop),
+        "custom_params": {_ARGUMENT: [key, drawn, *DrawSettings.of(sampling)]},
+    }
+
+
+class DrawingLogitProcessor(CustomLogitProcessor):
+    """Draw for the rows of a batch."""
+
+    def __call__(
+        self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> Tensor:
+        """Draw a token for every row; SGLang gives each row's request with its parameters."""
+        rows: dict[DrawSettings, list[int]] = {}
+        numbers = []
+        for row, given in enumerate(custom_param_list or ()):
+            key, drawn, *settings = given[_ARGUMENT]
+            rows.setdefault(DrawSettings(*settings), []).append(row)
+            numbers.append((key, drawn + len(given["__req__"].output_ids)))
+        keys, counts = torch.tensor(numbers, dtype=torch.int64).to(logits.device).unbind(-1)
+        groups = [(each, torch.tensor(own).to(logits.device)) for each, own in rows.items()]
+        draw_groups(logits, groups, keys, counts, leave_three)
+        return logits
+
+
+def leave_three(logits: Tensor, drawn: Drawn) -> None:
+    """Leave the three logits of each drawn token."""
+    chosen, vocabulary = drawn.tokens[:, None], logits.shape[-1]
+    logits.fill_(-torch.inf)
+    for distance, told in ((1, drawn.sampled_logprobs), (2, drawn.logprobs)):
+        coded = told[:, None].clamp(max=-_LEAST).nan_to_num(nan=-torch.inf) * _SCALE
+        logits.scatter_(1, (chosen + distance) % vocabulary, coded)
+    logits.scatter_(1, chosen, 0.0)
+
+
+def read(
+    reported: Sequence[Sequence[tuple[float, int, Any]]], tokens: Sequence[int], vocabulary: int
+) -> tuple[Floats, Floats]:
+    """Return sampled and raw log-probs of `tokens` from SGLang's largest log-probs of each. Raises `BurnishError` for NaN."""
+    table = np.zeros((len(tokens), 2), dtype=np.float32)
+    for place, (token, largest) in enumerate(zip(tokens, reported, strict=False)):
+        told = {number: logprob for logprob, number, _ in largest}
+        for column in (0, 1):
+            coded = told.get((token + column + 1) % vocabulary, -np.inf)
+            if not coded > -1e30:
+                raise not_finite()
+            table[place, column] = coded / _SCALE if coded < -_LEAST * _SCALE else 0
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,339 @@
+"""Sample with SGLang from the calling process, which has to be its own.
+
+Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`) and never against
+SGLang itself. SGLang starts processes that end with this one, takes signals, and takes accelerators from `device` on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from itertools import chain, count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from burnish.boxes.box import whole
+from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.config.schema import MOST_SLOTS
+from burnish.errors import (
+    BurnishError,
+    IncompatibleError,
+    MissingError,
+    UsageError,
+    install,
+    refusing,
+)
+from burnish.models.meta_init import build_on_meta, longest_sequence
+from burnish.records import Completion, Request
+from burnish.rollout.base import Sampling, Underway, Watch, require_valid
+from burnish.rollout.builtin.stopping import Decode, StopRule
+from burnish.rollout.inference_engine import (
+    Running,
+    held_specs,
+    require_no_experts,
+    started,
+    waves,
+    whole_tensors,
+    with_architectures,
+)
+
+_OLDEST = (0, 5, 23)
+_READ_BACK = "burnish.rollout.sglang.read_back.write_parameters"
+_RESERVED = 2
+# SGLang ends a sequence so many tokens before its `context_length`.
+_CHUNK = 16
+# Tokens of a completion that SGLang sends together where no text can end it.
+
+
+class SglangGenerator:
+    """Sample with SGLang's engine what the built-in generator samples; a `Continuable`.
+
+    The arguments are `VllmGenerator`'s. Experts are not recorded.
+    """
+
+    central = False
+
+    def __init__(  # noqa: PLR0913
+        self,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int | Literal["auto"],
+        eos_token_ids: Sequence[int],
+        decode: Decode | None,
+        max_length: int | None = None,
+        tensor_parallel: int = 1,
+    ) -> None:
+        """Start SGLang, without weights. Raises `MissingError` without SGLang, `IncompatibleError` for one that is too old or does not start."""
+        self._specs = held_specs(build_on_meta(hf_config), hf_config, dtype)
+        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
+        self._sleeps, self._asleep = device.type != "cpu", False
+        self._version: int | None = None
+        self._underway: Callable[[], list[Underway]] = list
+        self._numbers, self._tensor_parallel = count(), tensor_parallel
+        self._vocabulary: int = hf_config.get_text_config().vocab_size
+        limits = (max_length, longest_sequence(hf_config))
+        self._max_positions = min(filter(None, limits), default=None)
+        longest = self._max_positions and self._max_positions + _RESERVED
+        sglang = _imported()
+        self._messages: Any = import_module("sglang.srt.managers.io_struct")
+        self._draws: Any = import_module("burnish.rollout.sglang.logit_processor")
+        self._processor: str = self._draws.DrawingLogitProcessor.to_str()
+        with (
+            TemporaryDirectory(prefix="burnish-sglang-") as directory,
+            refusing(
+                f"SGLang {sglang.__version__} does not start with this model",
+                IncompatibleError,
+                do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
+            ),
+        ):
+            config = with_architectures(hf_config)
+            config.eos_token_id = None  # a request says what ends it
+            config.save_pretrained(directory)
+            self._engine: Any = _launched(
+                sglang.Engine,
+                model_path=directory,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=str(dtype).removeprefix("torch."),
+                device=device.type,
+                base_gpu_id=device.index or 0,
+                tp_size=tensor_parallel,
+                max_running_requests=MOST_SLOTS if slots == "auto" else slots,
+                context_length=longest,
+                random_seed=0,
+                enable_custom_logit_processor=True,
+                disable_overlap_schedule=True,  # so that a draw knows how many tokens there are
+                custom_weight_loader=[_READ_BACK],
+                enable_memory_saver=self._sleeps,
+            )
+        self._manager = self._engine.tokenizer_manager
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and if experts are asked for."""
+        if self._version is None:
+            raise UsageError("the generator has no weights", do="call load_weights first")
+        require_no_experts(sampling, "SGLang")
+        require_valid(requests, sampling, self._max_positions)
+        rule = StopRule(sampling, self._eos_token_ids, self._decode)
+        asked = time.time()
+        groups = [started(request, sampling, self._numbers) for request in requests]
+        running = {each.number: each for group in groups for each in group}
+
+        def so_far() -> list[Underway]:
+            found = [[self._finished(each, asked) for each in group] for group in groups]
+            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
+
+        self._underway = so_far
+        stream = self._stream(list(running.values()), sampling) if running else iter(())
+        try:
+            for output in stream:
+                ended = self._take(output, running, rule)
+                if watch is not None:
+                    watch(ended)
+        finally:
+            self._underway = list
+            if running:
+                self._call(self._manager.abort_request, abort_all=True)
+                for _ in stream:  # until SGLang has let go of all
+                    pass
+        return [[self._finished(each, asked) for each in group] for group in groups]
+
+    def so_far(self) -> list[Underway]:
+        """See `Continuable.so_far`. New weights begin at the right token only when a completion has ended, and some tokens late before."""
+        return self._underway()
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        """Load a model's tensors, of which every call must bring all, whole or in pieces.
+
+        SGLang reads completions that run again. Raises `IncompatibleError` for a tensor that is missing, unknown or of another
+        shape; then the generator has no weights.
+        """
+        self._version = None
+        if self._asleep:
+            self._engine.resume_memory_occupation(["weights"])
+        shards = chain(weights.fixed, weights.changing)
+        pause = self._messages.PauseGenerationReqInput(mode="retract")
+        self._run(self._manager.pause_generation(pause))
+        try:
+            self._taken(self._engine.begin_weight_update())
+            try:
+                for wave in waves(whole_tensors(shards, self._specs)):
+                    self._update(wave, weight_version=str(version))
+            finally:
+                self._taken(self._engine.end_weight_update())
+            if self._asleep:
+                self._engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+                self._asleep = False
+            if not self._engine.flush_cache().success:
+                raise BurnishError("SGLang keeps keys and values of the previous weights")
+            self._version = version
+        finally:
+            resume = self._messages.ContinueGenerationReqInput(torch_empty_cache=False)
+            self._run(self._manager.continue_generation(resume))
+
+    def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
+        """See `Generator.checksums`: of tensors read back from SGLang, which may have joined them.
+
+        Left out are tensors that SGLang stores under other names, experts, and everything with tensor parallelism.
+        """
+        if self._tensor_parallel > 1:
+            return
+        self._taken(self._engine.begin_weight_update())
+        try:
+            with TemporaryDirectory(prefix="burnish-sglang-") as directory:
+                for spec in self._specs.values():
+                    tensor = self._read_back(spec.name, Path(directory, "tensor.safetensors"))
+                    if tensor is not None:
+                        shard = Shard(spec, whole(spec.shape), tensor.to(spec.dtype))
+                        yield spec, shard.checksum()
+        finally:
+            self._taken(self._engine.end_weight_update())
+
+    def release(self) -> None:
+        """See `Generator.release`. A CPU's memory stays."""
+        if self._sleeps and not self._asleep:
+            self._version, self._asleep = None, True
+            self._engine.release_memory_occupation()
+
+    def close(self) -> None:
+        """End SGLang's processes. The generator cannot be used afterwards."""
+        self._version = None
+        self._engine.shutdown()
+
+    def _stream(self, running: Sequence[Running], sampling: Sampling) -> Iterator[dict[str, Any]]:
+        """Ask for completions; yield what SGLang says of them, one at a time, while they grow."""
+        stop = {*self._eos_token_ids, *sampling.stop_token_ids}
+        params = [
+            self._draws.request_params(sampling, each.key, each.drawn, sorted(stop))
+            | {"stream_interval": 1 if sampling.stop_strings else _CHUNK}
+            for each in running
+        ]
+        found: Iterator[dict[str, Any]] = self._engine.generate(
+            input_ids=[each.prompt for each in running],
+            sampling_params=params,
+            rid=[each.number for each in running],
+            return_logprob=True,
+            top_logprobs_num=self._draws.TOP,
+            custom_logit_processor=self._processor,
+            stream=True,
+        )
+        return found
+
+    def _take(self, output: dict[str, Any], running: dict[str, Running], rule: StopRule) -> int:
+        """Take the tokens that SGLang tells of; return 1 if they end a completion. The last message takes it from `running`."""
+        told, ended = output["meta_info"], False
+        each, finish = running[told["id"]], told["finish_reason"]
+        if each.reason is None:
+            each.reported = told.get("output_top_logprobs", ())
+            # SGLang's own lists grow, so there may be more than it tells of.
+            own = len(each.own)
+            version = int(told["weight_version"])
+            if not each.versions or each.versions[-1][0] != version:
+                each.versions.append((version, own))
+            tokens = output["output_ids"][own : told["completion_tokens"]]
+            ended = each.take(tokens, rule, time.time())
+        if finish is not None:
+            if each.reason is None:
+                raise BurnishError(
+                    "SGLang ended a completion that is not complete",
+                    have=finish,
+                    want="the longest length, or a token that ends it",
+                )
+            spans = told.get("weight_versions") or [{"version": told["weight_version"], "start": 0}]
+            starts = [(int(span["version"]), int(span["start"])) for span in spans]
+            each.versions = [span for span in starts if span[1] < len(each.own)]
+            del running[each.number]
+        elif ended:
+            self._call(self._manager.abort_request, each.number)
+        return int(ended)
+
+    def _finished(self, each: Running, asked: float) -> Completion:
+        sampled, raw = self._draws.read(each.reported, each.own, self._vocabulary)
+        return each.completion(sampled, raw, asked)
+
+    def _update(self, tensors: Sequence[tuple[str, Tensor]], **how: str) -> None:
+        """Hand tensors to every worker."""
+        serialize = import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
+        update = self._messages.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[serialize(tensors) for _ in range(self._tensor_parallel)],
+            flush_cache=False,
+            **how,
+        )
+        self._taken(self._run(self._manager.update_weights_from_tensor(update)))
+
+    def _read_back(self, name: str, path: Path) -> Tensor | None:
+        parent = name.rpartition(".")[0].rpartition(".")[0]
+        near = {n: s.shape for n, s in self._specs.items() if n.startswith(parent)}
+        asked = {"name": name, "path": str(path), "shapes": near}
+        path.unlink(missing_ok=True)
+        self._update([(json.dumps(asked), torch.empty(0))], load_format=_READ_BACK)
+        return load_file(path)["tensor"] if path.exists() else None
+
+    def _taken(self, answer: tuple[bool, str]) -> None:
+        if not answer[0]:
+            raise IncompatibleError(
+                "SGLang does not take the weights", have=answer[1], do="report this model"
+            )
+
+    def _run(self, coroutine: Any) -> Any:
+        return self._engine.loop.run_until_complete(coroutine)
+
+    def _call(self, function: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        """Call a function in SGLang's event loop, which its sockets belong to."""
+
+        async def call() -> None:
+            function(*arguments, **more)
+
+        self._run(call())
+
+
+def _imported() -> Any:
+    """Import SGLang; refuse one that is too old."""
+    # Its limit counts two tokens that no sequence gets, so it is above the model's.
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    wanted = ".".join(map(str, _OLDEST))
+    try:
+        sglang = import_module("sglang")
+    except ModuleNotFoundError as error:
+        raise MissingError(
+            "rollouts with SGLang need a package that is not installed",
+            have=f"no package {error.name}",
+            want=f"SGLang {wanted} or newer",
+            do=f"{install('sglang')}, or rollout with the built-in generator",
+        ) from error
+    found = tuple(map(int, re.findall(r"\d+", sglang.__version__)[:3]))
+    if found < _OLDEST:
+        raise IncompatibleError(
+            "this SGLang is too old",
+            have=sglang.__version__,
+            want=f"{wanted} or newer",
+            do=install("sglang"),
+        )
+    return sglang
+
+
+def _launched(engine: Any, **options: Any) -> Any:
+    """Start SGLang and leave SIGTERM to whoever had it: SGLang takes it when it is first asked for something."""
+    before = signal.getsignal(signal.SIGTERM)
+    made = engine(**options)
+    made.flush_cache()
+    if threading.current_thread() is threading.main_thread():
+        made.loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
+    return made
