@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 48_750
+MOST_LINES = 48_765
 MOST_LINES_OF_THE_CLOSURE = 21_855
 MOST_WORDS_OF_DOCSTRINGS = 51_860
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 15

@@ -42,7 +42,7 @@ from burnish.distributed.stall import (
     Judge,
     Patience,
     Pulse,
-    end_stopped,
+    end_silent,
     process_state,
     publish,
 )
@@ -162,7 +162,7 @@ class FailureWatch:
             state = process_state(where) or "seen from there only"
             self._main_is_silent = True
             cause = f"rank 0 does not answer: its process is {state}"
-            threading.Timer(_HELD_UP_SECONDS / 2, end_stopped, (where,)).start()
+            threading.Timer(_HELD_UP_SECONDS / 2, end_silent, (where,)).start()
             self._hear(replace(main, reason=cause, still=still))
         self._send({"alarm": still})
 

@@ -44,6 +44,8 @@ _MOST_GROUPS, _MOST_RECORDED = 64, 3
 _COLLECTIVE = re.compile(
     r"_?(all_|reduce|broadcast|barrier|monitored_barrier|gather|scatter|send|recv)"
 )
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+# NCCL's, and that of the other backends.
 _WRAPPERS = "torch.distributed.c10d_logger"
 
 Answer = dict[str, Any]
@@ -130,12 +132,13 @@ class Pulse(threading.Thread):
             for thread, frame in frames.items():
                 stack += [] if thread in ours else _stack(frame)
         now = time.monotonic()
+        codes = [(each.f_code, line) for each, line in stack]
         return {
             "still": now - self._moved_at,
             "step": None if spans is None else spans.step,
             "phase": self._phase,
             "since": now - self._phase_at,
-            "stack": [_line(frame, line) for frame, line in stack],
+            "stack": [f'File "{c.co_filename}", line {n}, in {c.co_qualname}' for c, n in codes],
             "waits": _waits(frames.values()),
             "place": _place(stack),
             "collective": _collective(stack),
@@ -145,8 +148,11 @@ class Pulse(threading.Thread):
     def memory() -> Answer:
         """Say what memory is used, and which collectives torch's recorder has under way. May hang with the device."""
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
-        return {"memory": f"{said} of {device.type}", "recorded": _recorded()}
+        try:
+            said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
+        except RuntimeError as error:
+            said = str(error)
+        return {"memory": f"{device.type}: {said}", "recorded": _recorded()}
 
 
 def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
@@ -162,10 +168,6 @@ def _is_machinery(frame: FrameType) -> bool:
     if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
         return True
     return any(name == each or name.startswith(each + ".") for each in MACHINERY)
-
-
-def _line(frame: FrameType, line: int) -> str:
-    return f'File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_qualname}'
 
 
 def _place(stack: Frames) -> str:
@@ -207,35 +209,31 @@ def _waits(threads: Collection[FrameType]) -> str:
 
 def _recorded() -> str:
     """Return the collectives that torch's Flight Recorder has seen begin and not end."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump)
-    if dump is None:
-        return ""
-    with suppress(RuntimeError, ValueError, TypeError):
-        entries = json.loads(dump()).get("entries", [])
-        return ", ".join(
-            f"{each['profiling_name']} number {each['collective_seq_id']} of group {each['process_group'][-1]} ({each['state']})"
-            for each in [entry for entry in entries if not entry["retired"]][:_MOST_RECORDED]
-        )
-    return ""
+    said: list[str] = []
+    for name in _RECORDERS:
+        with suppress(AttributeError, RuntimeError, ValueError, KeyError):  # not in every torch
+            entries = json.loads(getattr(torch._C._distributed_c10d, name)()).get("entries", [])
+            said += [
+                f"{each['profiling_name']} number {each['collective_seq_id']} of group {each['process_group'][-1]} ({each['state']})"
+                for each in entries
+                if not each["retired"]
+            ]
+    return ", ".join(said[:_MOST_RECORDED])
 
 
 def process_state(process: Process) -> str:
     """Return what the kernel says of a process beside this one, such as "T (stopped)"; "" of others."""
     with suppress(OSError):
-        fields = dict(
-            line.split(":", 1)
-            for line in Path(f"/proc/{process[1]}/status").read_text().splitlines()
-        )
-        if process[0] == socket.gethostname() and int(fields["PPid"]) == os.getppid():
-            return fields["State"].strip()
+        status = Path(f"/proc/{process[1]}/status").read_text()
+        state = re.search(rf"^State:\t(.*)$[^$]*^PPid:\t{os.getppid()}$", status, re.M)
+        return state[1] if state and process[0] == socket.gethostname() else ""
     return ""
 
 
-def end_stopped(*processes: Process) -> None:
-    """Kill stopped processes beside this one: they cannot end by themselves."""
+def end_silent(*processes: Process) -> None:
+    """Kill processes beside this one that do not answer: they cannot end by themselves."""
     for process in processes:
-        if process_state(process).startswith("T"):
+        if process_state(process):
             with suppress(OSError):
                 os.kill(process[1], signal.SIGKILL)
 
@@ -276,21 +274,21 @@ class Judge:
             await asyncio.wait_for(self._complete.wait(), self._patience.answer)
         answers = {rank: each for rank, each in self._answers.items() if "still" in each}
         silent = sorted(there.keys() - answers.keys())
-        longest = max((each["still"] for each in answers.values()), default=0.0)
-        shortest = min((each["still"] for each in answers.values()), default=0.0)
+        still = sorted(each["still"] for each in answers.values()) or [0.0]
+        shortest, timeout = still[0], self._patience.timeout
         ends = 0 < self._patience.stall <= shortest
-        fails_soon = longest >= _SHARE_OF_TIMEOUT * self._patience.timeout
+        fails_soon = still[-1] >= _SHARE_OF_TIMEOUT * timeout and shortest >= timeout / 2
         if ends or (fails_soon and not self._has_reported):
             self._has_reported = True
             states = {rank: process_state(there[rank]) for rank in silent}
             suspect, cause = likely_cause(answers, states)
             said = f"nothing has moved on any rank for {shortest:.0f} s"
             if not ends:
-                said = f"a rank has not moved for {longest:.0f} s, and collectives fail after {self._patience.timeout:g} s"
+                said += f", and collectives fail after {timeout:g} s"
             publish(report(f"{said}: {cause}", answers, states, there))
             if ends:
                 self._fail(suspect, there[suspect], cause, shortest)
-                end_stopped(*(there[rank] for rank in silent))
+                end_silent(*(there[rank] for rank in silent))
         self._ready_at = time.monotonic() + self._patience.pause
         self._asking = None
 
@@ -309,12 +307,8 @@ def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tu
         groups[bool(collective), text].append(rank)
     told, suspects = [], []
     for state, members in _grouped(silent):
-        why = (
-            f"the process is {state}" if state else "it is stopped, or C code holds its interpreter"
-        )
-        told.append(
-            f"{_named(members)} {_does(members, 'do not answer', 'does not answer')}: {why}"
-        )
+        why = f"process {state}" if state else "it is stopped, or C code holds its interpreter"
+        told.append(f"{_named(members)} {_does(members, 'do', 'does')} not answer: {why}")
         suspects.append(members[0])
     # Of several groups that wait for nobody, the smallest is the odd one out.
     for (waits, text), members in sorted(groups.items(), key=lambda each: len(each[1])):
@@ -395,7 +389,10 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
     """Watch a run of one process inside the block: report and end the process if it does not move."""
 
     def end(still: float) -> None:
-        answers = {0: pulse.answer() | Pulse.memory()}
+        answers = {0: pulse.answer()}
+        asking = threading.Thread(target=lambda: answers[0].update(Pulse.memory()), daemon=True)
+        asking.start()  # the device may be what hangs
+        asking.join(_WRITING_SECONDS)
         _, cause = likely_cause(answers, {})
         said = f"nothing has moved for {still:.0f} s: {cause}"
         publish(report(said, answers, {}, {0: (socket.gethostname(), os.getpid())}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -30,18 +31,26 @@ def blocks_on_a_pipe() -> None:
     Path("pipe").open("w").close()  # nobody reads it
 
 
+def holds_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(300)
+
+
 def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _part(root: str, act: str, who: int) -> None:
+def sleeps_past_the_timeout() -> None:
+    time.sleep(6)
+
+
+def _part(root: str, act: str, who: int, timeout: float, stall: float) -> None:
     """What one rank does: a few steps, then rank `who` acts and the others wait for it."""
     os.chdir(root)
     rank, spans = int(os.environ.get("RANK", 0)), Spans()
     os.dup2(os.open(f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     place = place_of(os.environ)
     with (
-        process_group(torch.device("cpu"), 60, place, STALL) as layout,
+        process_group(torch.device("cpu"), timeout, place, stall) as layout,
         logs.rank_log(Path(f"logs/rank-{rank}.log"), rank, spans, "text"),
     ):
         for spans.step in range(1, 4):
@@ -53,13 +62,16 @@ def _part(root: str, act: str, who: int) -> None:
             dist.all_reduce(torch.ones(1))
 
 
-def _reports(root: Path, act: str, who: int, world: int = 3) -> str:
+def _reports(
+    root: Path, act: str, who: int, world: int = 3, timeout: float = 60, stall: float = STALL
+) -> str:
     """The report on the ranks, which all have to fail."""
     os.mkfifo(root / "pipe")
     store = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
     environs = [torchrun_environ(rank, world, store.port) for rank in range(world)]
+    environs = environs if world > 1 else [{}]
     with pytest.raises(RankFailed) as raised:
-        run_processes(_part, environs if world > 1 else [{}], str(root), act, who, timeout=60)
+        run_processes(_part, environs, str(root), act, who, timeout, stall, timeout=60)
     assert set(raised.value.failures) == set(range(world))
     assert "did not end in time" not in raised.value.failures.values()
     printed = [(root / f"stderr-{rank}").read_text() for rank in range(world)]
@@ -67,7 +79,10 @@ def _reports(root: Path, act: str, who: int, world: int = 3) -> str:
     return "\n".join([*printed, *raised.value.failures.values()])
 
 
-@pytest.mark.parametrize("act", [sleeps_in_a_named_function, blocks_on_a_pipe])
+@pytest.mark.parametrize(
+    "act",
+    [pytest.param(sleeps_in_a_named_function, marks=pytest.mark.nightly), blocks_on_a_pipe],
+)
 def test_the_rank_that_does_not_come_is_named_with_its_function(tmp_path, act):
     said = _reports(tmp_path, act.__name__, 2)
     first = said.strip().splitlines()[0]
@@ -79,11 +94,25 @@ def test_the_rank_that_does_not_come_is_named_with_its_function(tmp_path, act):
     assert first in (tmp_path / "logs/rank-0.log").read_text()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_stopped_rank_does_not_answer(tmp_path, who):
-    said = _reports(tmp_path, "is_stopped", who, 2)
-    assert re.search(rf"rank {who} does not answer: [a-z ]+ T \(stopped\)", said)
+@pytest.mark.parametrize(
+    ("act", "who", "state"),
+    [
+        ("is_stopped", 1, "T (stopped)"),
+        pytest.param("is_stopped", 0, "T (stopped)", marks=pytest.mark.nightly),
+        pytest.param("holds_the_interpreter", 1, "S (sleeping)", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_that_cannot_answer_is_named(tmp_path, act, who, state):
+    said = _reports(tmp_path, act, who, 2)
+    assert re.search(rf"rank {who} does not answer: [a-z ]+ {re.escape(state)}", said)
     assert "all_reduce" in said
+
+
+@pytest.mark.nightly
+def test_a_report_comes_before_a_collective_times_out(tmp_path):
+    said = _reports(tmp_path, "sleeps_past_the_timeout", 1, 2, timeout=3, stall=0)
+    assert re.search(r"any rank for \d s, and collectives fail after 3 s: rank 1 is", said)
+    assert "waited 3 s in a collective" in said
 
 
 def test_a_lone_process_is_watched_too(tmp_path):
