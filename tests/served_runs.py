@@ -21,7 +21,7 @@ IN_FLIGHT: dict[str, Any] = {
     "place": "child",
     "in_flight": True,
     "slots": 1,
-    "max_response_length": 24,
+    "max_response_length": 20,
 }
 """Drawing takes so much longer than training that a save is always in its middle."""
 

@@ -67,25 +67,29 @@ def test_processes_beside_the_ranks_draw_what_a_generator_inside_draws(
 def test_new_weights_in_flight_make_no_token_staler_than_ahead(work: Path, world: int) -> None:
     """Also after a kill in the middle, which loses no batch, repeats none, and goes on with completions that were begun."""
     name = f"flight_{world}"
-    config = written(work, name, {**STILL, "steps": 8}, **IN_FLIGHT)
-    killed = ranks(work, ["rl", config], world)
-    assert killed[0].reached(1)
-    for each in killed:
-        each.send(signal.SIGKILL)
-        each.wait()
-    step = committed(work / "runs" / name / "checkpoints")[-1]
-    files = {n: (step.path / n).read_bytes() for n in step.manifest.files if n.startswith(AHEAD)}
-    _, begun = read_ahead(step, files)
-    assert any(each.stop_reason is None for each in begun.values())
+    config = written(work, name, {**STILL, "steps": 6}, **{**IN_FLIGHT, "ahead": 4})
+    begun = {}
+    for number, after in ((signal.SIGKILL, 1), (signal.SIGTERM, 2)):
+        killed = ranks(work, ["rl", config], world)
+        assert killed[0].reached(after)
+        for each in killed:
+            each.send(number)
+        assert {each.wait() for each in killed} <= {-number, 128 + number}
+        step = committed(work / "runs" / name / "checkpoints")[-1]
+        files = {n: step.path / n for n in step.manifest.files if n.startswith(AHEAD)}
+        _, found = read_ahead(step, {n: path.read_bytes() for n, path in files.items()})
+        assert any(each.stop_reason is None for each in found.values())
+        begun = found | begun
     run = done(work, "rl", config, f"name={name}", world=world)
-    assert max(row["rollout/staleness/max"] for row in metrics(run) if row["step"]) <= 3
+    assert max(row["rollout/staleness/max"] for row in metrics(run) if row["step"]) <= 4
     places = order(RunConfig.model_fields["seed"].default, 0, 30)
     for key, each in begun.items():
         drawn_in = {(r["prompt_index"], r["sample"]): r for r in rollouts(run, key.step + 1)}
         row = drawn_in[places[key.prompt_key], key.sample]
         assert row["weights_version"] == each.weights_version
-    wanted = done(work, "rl", config, f"name={name}_strict", "rollout.in_flight=false")
-    assert drawn(run, 8) == drawn(wanted, 8)
+    strict = ("rollout.in_flight=false", "rollout.place=inside", "rollout.slots=8")
+    wanted = done(work, "rl", config, f"name={name}_strict", *strict)
+    assert drawn(run, 6) == drawn(wanted, 6)
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
