@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from training_files import RL, rollouts
+from training_files import RL, Command, rollouts
 
 QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
 STILL: dict[str, Any] = {
@@ -41,3 +42,21 @@ def drawn(run: Path, steps: int) -> list[list[tuple[Any, ...]]]:
         sorted(tuple(row[name] for name in names) for row in rollouts(run, step))
         for step in range(1, steps + 1)
     ]
+
+
+def state_of(pid: int) -> list[str]:
+    """The state of a process, and its parent; nothing if it is gone."""
+    with suppress(OSError):
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
+    return ["Z", "0"]
+
+
+def beside(rank: Command) -> list[int]:
+    """The processes that generate beside a rank."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_one = b"burnish.train.serve" in (each / "cmdline").read_bytes()
+            if is_one and state_of(int(each.name))[1] == str(rank.pid):
+                found.append(int(each.name))
+    return found

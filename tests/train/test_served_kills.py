@@ -7,14 +7,13 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served_runs import IN_FLIGHT, QUICK, STILL, drawn, written
+from served_runs import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
 from training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
 
 from burnish.checkpoint.steps import committed
@@ -42,24 +41,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "flight_servers": (1, STILL, {**IN_FLIGHT, "place": "servers", "servers": 2}),
 }
 """Processes, settings, and who generates."""
-
-
-def state_of(pid: int) -> list[str]:
-    """The state of a process, and its parent; nothing if it is gone."""
-    with suppress(OSError):
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
-    return ["Z", "0"]
-
-
-def beside(rank: Command) -> list[int]:
-    """The processes that generate beside a rank."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_one = b"burnish.train.serve" in (each / "cmdline").read_bytes()
-            if is_one and state_of(int(each.name))[1] == str(rank.pid):
-                found.append(int(each.name))
-    return found
 
 
 def until(fine: Callable[[], bool], seconds: float = 60) -> None:

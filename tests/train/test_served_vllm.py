@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
 from tiny import save_base
-from training_files import FRESH, RL, burnish, done, rollouts
+from training_files import FRESH, RL, Command, burnish, done, rollouts
 
 from burnish.checkpoint.steps import committed
 
@@ -58,6 +61,37 @@ def test_vllm_draws_what_the_built_in_generator_draws(work: Path, case: str) -> 
             run = done(work, "rl", str(config), f"name={name}", world=world)
         found.append(([rollouts(run, step) for step in range(1, 4)], digest(run)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("victim", "rollout"),
+    [("child", {"ahead": 1}), ("child", IN_FLIGHT), ("trainer", IN_FLIGHT)],
+    ids=["child", "child in flight", "trainer in flight"],
+)
+def test_a_run_whose_process_is_killed_ends_by_name_and_goes_on(
+    work: Path, victim: str, rollout: dict[str, Any]
+) -> None:
+    name = f"killed_{victim}_{rollout['ahead']}"
+    model = {**RL["model"], "fresh": WIDE}
+    more = {**rollout, "engine": "vllm", "place": "child"}
+    config = written(work, name, {**STILL, "model": model, "steps": 6}, **more)
+    training = Command(work, ["rl", config])
+    assert training.reached(1), training.output
+    (child,) = beside(training)
+    if victim == "trainer":
+        training.send(signal.SIGKILL)
+        assert training.wait() == -signal.SIGKILL
+    else:
+        os.kill(child, signal.SIGKILL)
+        assert training.wait() in (0, 1)  # where nothing is drawn, another one is started
+        assert "lost" in training.output
+        assert "Traceback" not in training.output
+    run = done(work, "rl", config, f"name={name}")
+    inside = ("rollout.engine=builtin", "rollout.place=inside", "rollout.in_flight=false")
+    wanted = done(work, "rl", config, f"name={name}_in_peace", *inside)
+    assert drawn(run, 6) == drawn(wanted, 6)
+    if not rollout.get("in_flight"):
+        assert digest(run) == digest(wanted)
 
 
 def test_a_model_that_vllm_does_not_know_is_refused_by_name(work: Path) -> None:
