@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVICES := .venv-trackers
 VLLM := .venv-vllm
+RAY := .venv-ray
 
 .PHONY: demo test nightly lint docs contract faults bench clean
 
@@ -20,10 +21,11 @@ test: lint docs
 	$(PYTEST) $(WORKERS)
 
 # What is slow and far from training. Run it before an issue ends.
-nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed
+nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
 	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
 	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py
+	$(subst $(VENV),$(RAY),$(PYTEST)) -m nightly tests/launch/test_ray.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -53,11 +55,12 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
 	@touch $@
 
-# Beside the packages of the environment above: the clients of the services that runs log to, and vLLM.
+# Beside the packages of the environment above: the clients of the services that runs log to, vLLM and Ray.
 $(SERVICES)/.installed: constraints/trackers.txt
 $(VLLM)/.installed: constraints/vllm.txt
+$(RAY)/.installed: constraints/ray.txt
 $(VLLM)/.installed: NO_DEPS := --no-deps
-$(SERVICES)/.installed $(VLLM)/.installed: $(STAMP)
+$(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed: $(STAMP)
 	$(PYTHON) -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/burnish.pth"
@@ -65,4 +68,4 @@ $(SERVICES)/.installed $(VLLM)/.installed: $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVICES) $(VLLM) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) .venv-peers .mypy_cache .ruff_cache site

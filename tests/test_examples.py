@@ -5,7 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
+import yaml
 from chat_templates import HYBRID, tokenizer_of
+from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer
 
 from burnish.config.constraints import check
@@ -78,3 +80,29 @@ def test_the_demo_holds_its_questions_out(tmp_path: Path) -> None:
 
 def digits(row: dict[str, str]) -> str:
     return "".join(sorted(row["prompt"].removesuffix("=")))
+
+
+def test_the_job_of_kubernetes_fits_together() -> None:
+    """What its parts say of each other: a schema would not see it."""
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes" / "job.yml").read_text())
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    spec, template = job["spec"], job["spec"]["template"]
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    assert pod["restartPolicy"] in ("Never", "OnFailure")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert pod["subdomain"] == service["metadata"]["name"]
+    torchrun, command = container["command"][0], container["command"][-3:]
+    options = dict(each[2:].split("=") for each in container["command"] if each.startswith("--"))
+    assert (torchrun, command) == ("torchrun", ["burnish", "rl", "rl.yaml"])
+    get_args_parser().parse_args(container["command"][1:])
+    assert int(options["nnodes"]) == spec["completions"]
+    assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    host = options["rdzv-endpoint"].partition(":")[0]
+    assert host == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert int(options["shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
+    mounts = {each["name"] for each in container["volumeMounts"]}
+    assert mounts == {each["name"] for each in pod["volumes"]}

@@ -20,6 +20,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish init  sft|rl [MODEL] [DATA]             write a configuration to begin with
   burnish sft   [CONFIG] [key=value ...]          learn from examples
   burnish rl    [CONFIG] [key=value ...]          learn from a reward
+  burnish submit sft|rl [CONFIG] [key=value ...]  the same as a job of a Ray cluster
   burnish eval  RUN|MODEL|CONFIG [key=value ...]  measure on held-out data
   burnish chat  MODEL|RUN [key=value ...]         ask a model in the terminal
   burnish runs  [DIR] | compare A B               list runs, or show two beside each other
@@ -68,6 +69,11 @@ _COMMANDS = {
         "run:run",
         "CONFIG key=value --dry-run --devices --processes --ray",
         "Learn from a reward.",
+    ),
+    "submit": (
+        "run:submit",
+        "sft|rl CONFIG key=value --address --processes",
+        "Submit a run to a Ray cluster as a job, and follow its output. The cluster has to see this directory.",
     ),
     "eval": (
         "run:run",
@@ -272,6 +278,7 @@ _OPTIONS = {
         "start the processes on a Ray cluster: auto for that of this machine, or HOST:PORT",
         metavar="ADDRESS",
     ),
+    "--address": _argument("of Ray's dashboard, as http://head:8265; by default this machine's"),
     "--tensors": _flag("list every tensor"),
     "--full": _argument("read every byte (the default)", action="store_false", dest="fast"),
     "--fast": _flag("names, sizes, small files and headers only"),

@@ -7,6 +7,7 @@ import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -102,11 +103,25 @@ def supervise(given: Namespace) -> None:
     if given.ray is not None:
         with refusing("Ray is not installed", do=install("ray")):
             ray_cluster = import_module("burnish.launch.ray_cluster")
-        launcher = ray_cluster.RayLauncher(given.ray, argv)
-    world = launcher.processes() if world is None else world
-    check(config, command, world)
-    is_possible = partial(has_layout, partial(planner_of, config, command))
-    raise SystemExit(Supervisor(launcher, config.distributed, world, is_possible).run())
+        rollout = config.rollout
+        servers = rollout.servers if command == "rl" and rollout.place == "servers" else 0
+        launcher = ray_cluster.RayLauncher(given.ray, argv, servers, rollout.tensor_parallel)
+    with closing(launcher):
+        world = launcher.processes() if world is None else world
+        check(config, command, world)
+        is_possible = partial(has_layout, partial(planner_of, config, command))
+        raise SystemExit(Supervisor(launcher, config.distributed, world, is_possible).run())
+
+
+def submit(given: Namespace) -> None:
+    """Submit a run to a Ray cluster as a job, and follow it."""
+    config = load_config(given.config, given.overrides).config
+    check(config, given.kind, given.processes)
+    with refusing("Ray is not installed", do=install("ray")):
+        jobs = import_module("burnish.launch.ray_jobs")
+    argv = [given.kind, *filter(None, [given.config]), *given.overrides, "--ray", "auto"]
+    argv += [] if given.processes is None else ["--processes", str(given.processes)]
+    raise SystemExit(jobs.submit(given.address, argv))
 
 
 def _started(arguments: Sequence[str], world: int) -> str:

@@ -144,3 +144,6 @@ class LocalLauncher:
     ) -> LocalAttempt:
         """Start the ranks. There is always room."""
         return LocalAttempt(self._argv, world, attempt)
+
+    def close(self) -> None:
+        """Do nothing: nothing runs beside the ranks."""

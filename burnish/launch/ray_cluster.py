@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from burnish.errors import UsageError
 from burnish.launch.local import LAST_LINES, RankProcess, free_port
+from burnish.launch.supervisor import REFUSALS
 
 _DEVICES = ("GPU", "NPU")
 # What Ray calls accelerators that train.
@@ -32,6 +33,7 @@ _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 _LOST = -signal.SIGKILL
 # The status of a rank whose actor is gone: the system has killed it.
 _ANSWER_SECONDS, _ALL_LINES, _PAUSE_SECONDS = 1.0, 1 << 14, 0.05
+_SERVERS_SECONDS, _MOST_STARTS = 1.0, 10
 
 log = logging.getLogger("burnish")
 
@@ -58,6 +60,11 @@ class RankActor:
         here = cwd if os.path.isdir(cwd) else os.getcwd()
         self._process = RankProcess(argv, {**inherited, **environ}, cwd=here, keeps=keeps)
 
+    def serve(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str) -> None:
+        """Start `burnish serve` at this node's address."""
+        address = ray.util.get_node_ip_address()
+        self.start([*argv, "--host", address, "--port", "0"], environ, cwd, LAST_LINES)
+
     def poll(self, seconds: float, take: bool) -> tuple[int | None, list[str]]:
         """Wait at most so long for its end; return its status, and the new lines if they are wanted."""
         until = time.monotonic() + seconds
@@ -81,19 +88,67 @@ class _Placed:
     polled: Any = None
     status: int | None = None
     lines: list[str] = field(default_factory=list)
+    starts: int = 1
+
+
+class RayServers:
+    """The generators of a run with `rollout.place: servers`, each an actor with devices of its own, which outlives the starts of the run."""
+
+    def __init__(self, argv: Sequence[str], count: int, amounts: Mapping[str, Any]) -> None:
+        """Ask for `count` actors with `amounts` of resources, each to run `burnish argv`."""
+        self._argv, self._amounts = argv, amounts
+        self._running = [self._made() for _ in range(count)]
+
+    def _made(self) -> _Placed:
+        made = _Placed(ray.remote(RankActor).options(**self._amounts).remote())
+        made.polled = made.actor.serve.remote(self._argv, _passed(), os.getcwd())
+        return made
+
+    def keep(self) -> None:
+        """Start those again that died, unless they refused to start."""
+        for placed in self._running:
+            if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
+                continue
+            try:
+                answer = ray.get(placed.polled)
+                placed.status, lines = answer or (None, [])
+            except RayError as error:
+                placed.status, lines = _LOST, [str(error).partition("\n")[0]]
+            if placed.status is None:
+                placed.polled = placed.actor.poll.remote(_SERVERS_SECONDS, False)
+                continue
+            for line in lines:
+                log.error("a server: %s", line)
+            if placed.status in REFUSALS or placed.starts > _MOST_STARTS:
+                log.error("a server ended with status %d and is not started again", placed.status)
+                continue
+            log.warning("a server ended with status %d; starting another", placed.status)
+            again = self._made()
+            placed.actor, placed.polled, placed.status = again.actor, again.polled, None
+            placed.starts += 1
+
+    def close(self) -> None:
+        """End them, so that they take their notes away."""
+        for placed in self._running:
+            placed.actor.send.remote(signal.SIGTERM)
+        waited = [each.actor.poll.remote(_SERVERS_SECONDS, False) for each in self._running]
+        ray.wait(waited, num_returns=len(waited), timeout=10 * _SERVERS_SECONDS)
+        for placed in self._running:
+            ray.kill(placed.actor)
 
 
 class RayAttempt:
     """The ranks of one start, on as many bundles. Rank 0's lines are written where this process writes."""
 
-    def __init__(self, group: PlacementGroup, actors: Sequence[Any]) -> None:
+    def __init__(self, group: PlacementGroup, actors: Sequence[Any], servers: RayServers) -> None:
         """Take the actors of the ranks, which are started already."""
-        self._group = group
+        self._group, self._servers = group, servers
         self._ranks = [_Placed(actor) for actor in actors]
         self._ended: dict[int, int] = {}
 
     def poll(self, seconds: float) -> Mapping[int, int]:
         """Wait at most so long for an end; return the exit statuses in the order of their ends."""
+        self._servers.keep()
         until, before = time.monotonic() + seconds, len(self._ended)
         while len(self._ended) == before and (left := until - time.monotonic()) > 0:
             asked = {}
@@ -145,8 +200,10 @@ class RayAttempt:
 class RayLauncher:
     """Starts ranks on the bundles of a placement group, neighbours on one node."""
 
-    def __init__(self, address: str, argv: Sequence[str]) -> None:
-        """Connect to the cluster. Raises `UsageError` if there is none."""
+    def __init__(
+        self, address: str, argv: Sequence[str], servers: int = 0, devices: int = 1
+    ) -> None:
+        """Connect to the cluster, and start so many servers of so many devices. Raises `UsageError` if there is none."""
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
@@ -160,16 +217,26 @@ class RayLauncher:
         self._argv = argv
         self._kind = next((kind for kind in _DEVICES if self._total(kind)), None)
         self._each = {"CPU": 1.0} | ({self._kind: 1.0} if self._kind else {})
+        self._taken = servers * devices
+        self._servers = RayServers(["serve", *argv[1:]], servers, self._amounts(devices))
+
+    def _amounts(self, devices: int) -> dict[str, Any]:
+        """Return what an actor of so many devices asks for."""
+        amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices * (self._kind == "GPU")}
+        if self._kind not in (None, "GPU"):
+            amounts["resources"] = {self._kind: devices}
+        return amounts
 
     def processes(self) -> int:
-        """Return the number of the cluster's accelerators. Raises `UsageError` if it has none."""
-        if self._kind is None:
+        """Return the number of the cluster's accelerators that servers leave. Raises `UsageError` if it has none."""
+        left = self._total(self._kind) - self._taken if self._kind else 0
+        if left < 1:
             raise UsageError(
-                "the Ray cluster has no accelerators, so how many processes are wanted is not known",
-                have=f"{self._total('CPU'):g} CPUs",
+                "how many processes the Ray cluster has accelerators for is not known",
+                have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {self._taken} for servers",
                 do="give --processes N",
             )
-        return self._total(self._kind)
+        return left
 
     def _total(self, kind: str) -> int:
         return int(ray.cluster_resources().get(kind, 0))
@@ -178,6 +245,10 @@ class RayLauncher:
         """Return how many more bundles there is room for now."""
         free = ray.available_resources()
         return int(min(free.get(kind, 0) // amount for kind, amount in self._each.items()))
+
+    def close(self) -> None:
+        """End the servers."""
+        self._servers.close()
 
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
@@ -194,9 +265,7 @@ class RayLauncher:
 
     def _started(self, group: PlacementGroup, world: int, attempt: int) -> RayAttempt | None:
         remote = ray.remote(RankActor)
-        amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(self._kind == "GPU")}
-        if self._kind not in (None, "GPU"):
-            amounts["resources"] = {self._kind: 1}
+        amounts = self._amounts(1)
         actors = [
             remote.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, index), **amounts
@@ -226,18 +295,21 @@ class RayLauncher:
             log.warning("an actor is gone: %s", str(error).partition("\n")[0])
             remove_placement_group(group)
             return None
-        return RayAttempt(group, actors)
+        return RayAttempt(group, actors, self._servers)
+
+
+def _passed() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith(_PASSED)}
 
 
 def _ranks(places: Sequence[Mapping[str, Any]], kind: str | None) -> list[dict[str, str]]:
     """Return the variables of each rank. Ranks of a node see all accelerators of the run there, for these talk to each other."""
-    passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED)}
     nodes = [place["node"] for place in places]
     environs = []
     for rank, place in enumerate(places):
         here = [at for at, node in enumerate(nodes) if node == place["node"]]
         environ = {
-            **passed,
+            **_passed(),
             "RANK": str(rank),
             "WORLD_SIZE": str(len(places)),
             "LOCAL_RANK": str(here.index(rank)),

@@ -15,15 +15,15 @@ from typing import Protocol
 
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.environment import STOPPING
-from burnish.errors import BurnishError, UsageError, count_text
+from burnish.errors import BurnishError, MissingError, UsageError, count_text
 
 _LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 20.0
 # How long ranks may go on after one of them failed. They hear of it within seconds, unless they had not met yet.
 _SMALLER_SECONDS = 30.0
 # How long a smaller number of processes may take to find its place.
-_REFUSALS = range(UsageError.exit_code, 6)
-# Exit codes of what starting again does not change: settings, data or checkpoints that cannot be used.
+REFUSALS = range(UsageError.exit_code, MissingError.exit_code + 1)
+"""Exit codes of what starting again does not change: settings, data or checkpoints that cannot be used."""
 
 log = logging.getLogger("burnish")
 
@@ -60,6 +60,9 @@ class Launcher(Protocol):
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
     ) -> Attempt | None:
         """Start the run on `world` processes; None if it gets no room within `seconds`, or until `stopped`."""
+
+    def close(self) -> None:
+        """End what runs beside the ranks."""
 
 
 class Supervisor:
@@ -99,7 +102,7 @@ class Supervisor:
                 code = status if status >= 0 else 128 - status
                 for line in said:
                     log.error("rank %d: %s", rank, line)
-                if self._signals or code in _REFUSALS:
+                if self._signals or code in REFUSALS:
                     return code
                 if larger:
                     log.info("going on with %s", count_text(larger, "process"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from training_files import done, make_files, outcome
 
 ray = pytest.importorskip("ray")
@@ -38,8 +39,18 @@ class Nodes:
     def __init__(self) -> None:
         environ = {"RAY_memory_monitor_refresh_ms": "0", "RAY_health_check_failure_threshold": "2"}
         os.environ.update(environ)
+        # Jobs and actors run what these tests run.
+        root, binaries = Path(__file__).parents[2], Path(sys.executable).parent
+        os.environ["PYTHONPATH"] = str(root)
+        os.environ["PATH"] = f"{binaries}{os.pathsep}{os.environ['PATH']}"
         self.cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True}
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": True,
+                "dashboard_port": free_port(),
+                "dashboard_agent_listen_port": 0,
+            },
         )
         self.nodes = [self.add(), self.add()]
 
@@ -66,7 +77,6 @@ class Driver:
                 cwd=work,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             )
 
     @property
@@ -92,6 +102,23 @@ def ranks(name: str) -> dict[int, int]:
             if rank and b"burnish" in words and f"name={name}".encode() in words:
                 found[int(rank[1])] = int(each.name)
     return found
+
+
+def servers(name: str) -> list[int]:
+    """The processes that serve a run."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (each / "cmdline").read_bytes().split(b"\0")
+            if b"serve" in words and f"name={name}".encode() in words:
+                found.append(int(each.name))
+    return found
+
+
+def in_step(run: Path, step: int) -> Callable[[], bool]:
+    """Whether rank 0 has begun a step."""
+    log = run / "logs" / "rank-0.log"
+    return lambda: log.exists() and f" step {step} rollout burnish: begins" in log.read_text()
 
 
 def parent(pid: int) -> int:
@@ -171,3 +198,46 @@ def test_a_run_goes_on_by_itself(
     assert outcome(run) == calm, driver.output
     if victim != "driver":
         assert driver.output.count("starting the run again") == 1
+
+
+def test_a_node_that_is_gone_is_done_without_and_taken_back(work: Path, nodes: Nodes) -> None:
+    run = work / "runs" / "elastic"
+    elastic = ["distributed.min_processes=1", "distributed.replace_seconds=1"]
+    argv = [*ARGV, "name=elastic", "steps=40", "engine.tensor_parallel=2", *elastic]
+    driver = Driver(work, nodes, *argv, "--processes", "2")
+    until(in_phase(run, "step 3 update"), driver)
+    nodes.remove()
+    until(lambda: "going on with 1 of 2" in driver.output, driver)
+    log = run / "logs" / "rank-0.log"
+    until(lambda: log.read_text().count(" step 6 rollout burnish: begins"), driver)
+    nodes.nodes.append(nodes.add())
+    assert driver.wait() == 0, driver.output
+    grown = int(re.findall(r"step (\d+) is committed", driver.output)[-1])
+    assert "going on with 2 processes" in driver.output
+    assert 6 <= grown < 40
+
+
+def test_one_command_places_trainers_and_servers(work: Path, nodes: Nodes) -> None:
+    served = ["rollout.place=servers", "rollout.servers=1"]
+    name = "served"
+    driver = Driver(work, nodes, *ARGV, f"name={name}", *served, "--processes", "1")
+    notes = work / "runs" / name / "servers"
+    until(in_step(work / "runs" / name, 3), driver)
+    os.kill(servers(name)[0], signal.SIGKILL)
+    assert driver.wait() == 0, driver.output
+    assert len(list(notes.glob("*.json"))) <= 1  # that of the killed one
+    wanted = outcome(done(work, *ARGV, "name=unserved"))
+    assert outcome(work / "runs" / name) == wanted
+
+
+def test_a_job_is_submitted_and_its_exit_code_comes_back(work: Path, nodes: Nodes) -> None:
+    address = f"http://{nodes.cluster.head_node.address_info['webui_url']}"
+    made = [sys.executable, "-m", "burnish", "submit", *ARGV, "--address", address]
+    found = []
+    for name in ("submitted", "steps_wrong"):
+        given = [f"name={name}", "--processes", "2"]
+        given += ["engine.tensor_parallel=5"] if name == "steps_wrong" else []
+        found.append(subprocess.run([*made, *given], cwd=work, capture_output=True, text=True))
+    assert found[0].returncode == 0, found[0].stdout + found[0].stderr
+    assert found[1].returncode == 2, found[1].stdout + found[1].stderr
+    assert outcome(work / "runs" / "submitted") == outcome(done(work, *ARGV, "name=typed", world=2))
