@@ -66,6 +66,7 @@ def prompt_validation(
 ) -> Validation:
     """Return a function that answers held-out prompts and scores the answers, and calls `before` first."""
     config = foundation.config
+    collector = replace(collector, stragglers=None)
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
     judged_by = config.reward.part_names[0]
     seed = derive_seed(config.seed, "validation")
