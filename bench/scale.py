@@ -2,6 +2,9 @@
 
     python -m bench.scale [--json] [--ranks N] [--cases NAME ...]
 
+`save`: one process does what each rank does to plan a save of a model of 70 billion weights, fully sharded: it plans a section of
+the files for all ranks, and takes its own share of the others.
+
 `start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
 ranks do. They share this machine's cores; on a cluster only store and relay share one.
 
@@ -13,22 +16,32 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
+import numpy as np
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.machine import Result, command_line, report
+from burnish.boxes.pieces import PieceTable
+from burnish.boxes.shards import TensorSpec
+from burnish.boxes.table import BoxTable, Ints
+from burnish.checkpoint.layout import MAIN, Disks, Outline, WritePlan
 from burnish.distributed import failure_watch, processes
+from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import group_sizes
 
+CPU = torch.device("cpu")
 RANKS = 16_000
 PER_PROCESS = 4_000
 """Fake ranks that share a process."""
@@ -163,6 +176,91 @@ def start(ranks: int) -> list[Result]:
     ]
 
 
+def save(ranks: int) -> list[Result]:
+    """What a rank does for the plan of a save, in a process of its own."""
+    with beside(plan, ranks) as pipe:
+        outlined, planned, told, size = pipe.recv()
+    return [
+        within("save/outline", outlined, "s"),
+        within("save/section", planned, "s"),
+        within("save/messages", told, "s"),
+        within("save", outlined + planned + told, "s", 10),
+        within("save/memory", size / 1e6, "MB", 500),
+    ]
+
+
+def plan(pipe: Connection, ranks: int) -> None:
+    """Plan rank 0's section as `WritePlan.together` does, of pieces that are made here instead of gathered."""
+    roles, disks, size = [MAIN], Disks.one(ranks), group_sizes(ranks)[0]
+    tensors = stored_tensors()
+    reset_peak_memory(CPU)
+    before, begun = used_memory(CPU), process_time()
+    outline = Outline.of([tensors] * ranks, roles, disks)
+    sections = outline.sections(ranks, size)
+    wanted = outline.tensors_in(sections[0])
+    outlined = process_time() - begun
+    rows = np.array([number for number, each in enumerate(tensors) if each.name in wanted])
+    boxes = pieces(tensors, rows, ranks)
+    begun = process_time()
+    message = pickle.dumps(boxes)
+    count = sum(len(each[0]) for each in boxes)
+    del boxes
+    have = [PieceTable(tensors, BoxTable(*boxes), index) for index, *boxes in pickle.loads(message)]  # noqa: S301
+    telling = process_time() - begun
+    begun = process_time()
+    shares = outline.shares(have, sections[0], disks, range(size))
+    planned = process_time() - begun
+    begun = process_time()
+    told = [pickle.dumps(share) for share in shares]
+    received = pickle.loads(pickle.dumps([told] * len(sections)))  # noqa: S301 - our own
+    WritePlan._joined(outline, [pickle.loads(each[0]) for each in received])  # noqa: S301
+    telling += process_time() - begun
+    moves = sum(len(wave) for group in shares[0].moves for wave in (group.own, *group.waves))
+    print(
+        f"{len(tensors)} tensors in {len(outline.blocks.file)} blocks and {len(sections)} sections: {count} pieces in "
+        f"the first, {len(message) / 1e6:.0f} MB received from other groups, {len(pickle.dumps(told)) * len(sections) / 1e6:.1f} MB within the "
+        f"group, {moves} moves of rank 0",
+        flush=True,
+    )
+    pipe.send((outlined, planned, telling, peak_memory(CPU) - before))
+
+
+def stored_tensors() -> tuple[TensorSpec, ...]:
+    """A model of 70 billion weights, the bits that bf16 lacks, and two moments."""
+    layer: dict[str, tuple[int, ...]] = {
+        "q": (8192, 8192),
+        "k": (1024, 8192),
+        "v": (1024, 8192),
+        "o": (8192, 8192),
+    }
+    layer |= {"gate": (28672, 8192), "up": (28672, 8192), "down": (8192, 28672)}
+    layer |= {"norm1": (8192,), "norm2": (8192,)}
+    shapes = {f"layers.{n}.{name}": shape for n in range(80) for name, shape in layer.items()}
+    shapes |= {"embed": (128256, 8192), "head": (128256, 8192), "norm": (8192,)}
+    kinds = {"model": torch.bfloat16, "residual": torch.int16}
+    kinds |= dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
+    return tuple(
+        TensorSpec(f"{kind}/{name}", shape, dtype)
+        for kind, dtype in kinds.items()
+        for name, shape in shapes.items()
+    )
+
+
+def pieces(tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int) -> list[tuple[Ints, ...]]:
+    """Every rank's pieces of some tensors, cut by rows as FSDP cuts them."""
+    lengths = np.array([tensors[row].shape[0] for row in rows])
+    columns = np.array([(*tensors[row].shape, 1)[1] for row in rows])
+    most, found = -(-lengths // ranks), list[tuple[Ints, ...]]()
+    for rank in range(ranks):
+        first = np.minimum(rank * most, lengths)
+        size = np.minimum(most, lengths - first)
+        offsets = np.stack([first, np.zeros_like(first)], axis=1)
+        some = size > 0
+        sizes = np.stack([size, columns], axis=1)
+        found.append((rows[some], rows[some], offsets[some], sizes[some]))
+    return found
+
+
 def within(name: str, ours: float, unit: str, goal: float | None = None) -> Result:
     """A figure that is to be at most `goal`."""
     if goal is None:
@@ -170,7 +268,7 @@ def within(name: str, ours: float, unit: str, goal: float | None = None) -> Resu
     return Result(f"scale/{name}", ours, None, goal, unit, goal / max(ours, 1e-9), 1)
 
 
-CASES: dict[str, Callable[[int], list[Result]]] = {"start": start}
+CASES: dict[str, Callable[[int], list[Result]]] = {"start": start, "save": save}
 
 
 def main() -> None:

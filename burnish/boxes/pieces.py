@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import xxhash
 from burnish.boxes.box import Box
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxTable, Columns, Ints, padded
-from burnish.distributed.collectives import gather_objects
+from burnish.distributed.collectives import gather_objects, gather_within
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError
 
@@ -28,6 +29,8 @@ class PieceTable:
     """What they are pieces of, each once, in the order of first mention."""
     boxes: BoxTable
     """One row per piece; `tensor` is an index into `tensors`."""
+    index: Ints | None = None
+    """Its place among its rank's pieces, by row; None where all are there."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> PieceTable:
@@ -46,18 +49,54 @@ def _digest(tensors: Sequence[TensorSpec]) -> str:
     return xxhash.xxh3_128(repr(tensors).encode()).hexdigest()
 
 
-def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
-    """Return every rank's table, by rank. Collective. Sends names only if they differ by rank."""
+Tensors = tuple[TensorSpec, ...]
+
+
+def _columns(boxes: BoxTable) -> tuple[Ints, Ints, Ints]:
+    return boxes.tensor, boxes.offsets, boxes.sizes
+
+
+def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
+    """Return the tensors of every rank's table, by rank. Collective. Sends names only if they differ by rank."""
     digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
         is_first = digests.index(digests[layout.rank]) == layout.rank
         names = gather_objects(mine.tensors if is_first else None, layout)
         told = {digests[rank]: theirs for rank, theirs in enumerate(names) if theirs is not None}
-    arrays = gather_objects((mine.boxes.tensor, mine.boxes.offsets, mine.boxes.sizes), layout)
+    return [told[digest] for digest in digests]
+
+
+def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
+    """Return every rank's table, by rank. Collective."""
+    tensors = gather_tensors(mine, layout)
+    arrays = gather_objects(_columns(mine.boxes), layout)
     return [
-        PieceTable(told[digest], BoxTable(*theirs))
-        for digest, theirs in zip(digests, arrays, strict=True)
+        PieceTable(named, BoxTable(*theirs)) for named, theirs in zip(tensors, arrays, strict=True)
+    ]
+
+
+def gather_some(
+    mine: PieceTable, tensors: Sequence[Tensors], wanted: Collection[str], layout: Layout
+) -> list[PieceTable]:
+    """Return every rank's pieces of the tensors that are `wanted` here, by rank; `tensors` are all ranks'. Collective.
+
+    The ranks of the layout's first group tell each other everything, and those further off what each of them wants.
+    """
+    inner, *outer = layout.groups
+    everything = (np.arange(len(mine.boxes)), *_columns(mine.boxes))
+    near = gather_within(everything, inner)
+    first = layout.rank // len(near) * len(near)
+    values = list[tuple[Ints, ...]]()
+    for named, arrays in zip(tensors[first : first + len(near)], near, strict=True):
+        rows = np.array([tensor.name in wanted for tensor in named], bool)[arrays[1]]
+        rows &= arrays[3].all(axis=1)  # others hold all of it
+        values.append(tuple(column[rows] for column in arrays))
+    for group in outer:
+        values = [each for part in gather_within(values, group) for each in part]
+    return [
+        PieceTable(named, BoxTable(*boxes), index)
+        for named, (index, *boxes) in zip(tensors, values, strict=True)
     ]
 
 
@@ -100,17 +139,14 @@ class TensorIndex:
 
         Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
         """
-        numbers: dict[tuple[TensorSpec, ...], tuple[Ints, Ints]] = {}
+        numbers: dict[Tensors, tuple[Ints, Ints]] = {}
         for tables in sides:
-            for rank, table in enumerate(tables):
-                if table.tensors not in numbers:
-                    numbers[table.tensors] = self.add(table.tensors, f"on rank {rank}")
-        dims = self.dims
-        merged = [
-            [_merged(rank, t, *numbers[t.tensors], dims) for rank, t in enumerate(tables)]
-            for tables in sides
-        ]
-        return [Pieces.concatenate(tables) for tables in merged]
+            rank = 0
+            for tensors, alike in groupby(table.tensors for table in tables):
+                if tensors not in numbers:
+                    numbers[tensors] = self.add(tensors, f"on rank {rank}")
+                rank += sum(1 for _ in alike)
+        return [_merged(tables, numbers, self.dims) for tables in sides]
 
     def add(self, tensors: Sequence[TensorSpec], where: str) -> tuple[Ints, Ints]:
         """Return the numbers of tensors and of their dtypes, new ones if needed.
@@ -145,10 +181,29 @@ class TensorIndex:
         return np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
 
 
-def _merged(rank: int, table: PieceTable, numbers: Ints, kinds: Ints, dims: int) -> Pieces:
-    index = np.flatnonzero(table.boxes.elements)
-    boxes = table.boxes.take(index)
-    more = ((0, 0), (0, dims - boxes.dims))
-    offsets, sizes = np.pad(boxes.offsets, more), np.pad(boxes.sizes, more, constant_values=1)
-    widened = BoxTable(numbers[boxes.tensor], offsets, sizes)
-    return Pieces(widened, np.full(len(index), rank), index, kinds[boxes.tensor])
+def _merged(
+    tables: Sequence[PieceTable],
+    numbers: dict[Tensors, tuple[Ints, Ints]],
+    dims: int,
+) -> Pieces:
+    """Merge tables by rank. Ranks in a row that name the same tensors are merged at once, because they are many."""
+    found, rank = list[Pieces](), 0
+    for named, alike in groupby(tables, lambda table: (table.tensors, table.boxes.dims)):
+        run = list(alike)
+        rows = np.array([len(table.boxes) for table in run])
+        boxes = BoxTable.concatenate([table.boxes for table in run])
+        kept = np.flatnonzero(boxes.elements)
+        boxes = boxes.take(kept)
+        tensor, kind = numbers[named[0]]
+        more = ((0, 0), (0, dims - boxes.dims))
+        offsets, sizes = np.pad(boxes.offsets, more), np.pad(boxes.sizes, more, constant_values=1)
+        widened = BoxTable(tensor[boxes.tensor], offsets, sizes)
+        ranks = np.repeat(np.arange(rank, rank + len(run)), rows)[kept]
+        index = np.concatenate([_index(table) for table in run])[kept]
+        found.append(Pieces(widened, ranks, index, kind[boxes.tensor]))
+        rank += len(run)
+    return Pieces.concatenate(found)
+
+
+def _index(table: PieceTable) -> Ints:
+    return np.arange(len(table.boxes)) if table.index is None else table.index

@@ -98,18 +98,33 @@ class Cover:
     """Who holds the cells: a row for each cell and holder, by cell and rank."""
     cell_held: Ints
     """Per row of `held`, the cell."""
+    cells: BoxIndex
 
     @classmethod
     def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
         """Find the holders of all wanted elements, or raise `MissingError` naming tensor and box."""
-        cells, holders, cell_held = _cells(held, tensors)
+        return cls._of_cells(*_cells(held, tensors), wanted, tensors)
+
+    def of_others(self, wanted: Pieces) -> Cover:
+        """Find the holders of other wanted elements of the same tensors."""
+        return self._of_cells(self.cells, self.held, self.cell_held, wanted, self.tensors)
+
+    @classmethod
+    def _of_cells(
+        cls,
+        cells: BoxIndex,
+        holders: Pieces,
+        cell_held: Ints,
+        wanted: Pieces,
+        tensors: TensorIndex,
+    ) -> Cover:
         want, cell, boxes = cells.meeting(wanted.boxes)
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
         lacking = np.flatnonzero(covered != wanted.boxes.elements)
         if len(lacking):
             row = int(lacking[0])
             raise _nobody_has(wanted.boxes, row, boxes.take(want == row), tensors)
-        return cls(tensors, wanted, want, cell, boxes, holders, cell_held)
+        return cls(tensors, wanted, want, cell, boxes, holders, cell_held, cells)
 
     def holders(self) -> tuple[Ints, Ints]:
         """Return every pair of part and holder, a row of `held`."""

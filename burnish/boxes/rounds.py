@@ -5,7 +5,8 @@ Every rank computes all rounds and keeps its part of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -30,6 +31,11 @@ class Group:
     waves: list[list[Move]]
     """From or to another rank, by round: as many rounds on every rank."""
 
+    def shifted(self, by: int) -> Group:
+        """Return the same moves, the numbers of what they are wanted for so much higher."""
+        shift = [[replace(m, want=m.want + by) for m in some] for some in (self.own, *self.waves)]
+        return Group(shift[0], shift[1:])
+
 
 def schedule(
     moves: Moves,
@@ -42,6 +48,17 @@ def schedule(
 
     Per round a rank sends and receives at most `wave_bytes` each; large moves are cut. Raises `ValueError` below 64 bytes.
     """
+    return schedule_of([rank], moves, wave_bytes, group, groups)[0]
+
+
+def schedule_of(
+    ranks: Iterable[int],
+    moves: Moves,
+    wave_bytes: int = WAVE_BYTES,
+    group: Ints | None = None,
+    groups: int = 1,
+) -> list[list[Group]]:
+    """Return the `schedule` of several ranks, which is made once."""
     if wave_bytes < _LONGEST_PARTS * ALIGN:
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
     group = np.zeros(len(moves), np.int64) if group is None else group
@@ -50,15 +67,18 @@ def schedule(
     number = rounds(travelling, group_of, wave_bytes)
     last = np.full(groups, -1)
     np.maximum.at(last, group_of, number)
-    found = [Group([], [[] for _ in range(most + 1)]) for most in last.tolist()]
-    own = np.flatnonzero((moves.source == rank) & (moves.target == rank))
-    for move, place in zip(moves.take(own), group[own].tolist(), strict=True):
-        found[place].own.append(move)
-    mine = np.flatnonzero((travelling.source == rank) | (travelling.target == rank))
-    places = zip(group_of[mine].tolist(), number[mine].tolist(), strict=True)
-    for move, (place, wave) in zip(travelling.take(mine), places, strict=True):
-        found[place].waves[wave].append(move)
-    return found
+    told = list[list[Group]]()
+    for rank in ranks:
+        found = [Group([], [[] for _ in range(most + 1)]) for most in last.tolist()]
+        own = np.flatnonzero((moves.source == rank) & (moves.target == rank))
+        for move, place in zip(moves.take(own), group[own].tolist(), strict=True):
+            found[place].own.append(move)
+        mine = np.flatnonzero((travelling.source == rank) | (travelling.target == rank))
+        places = zip(group_of[mine].tolist(), number[mine].tolist(), strict=True)
+        for move, (place, wave) in zip(travelling.take(mine), places, strict=True):
+            found[place].waves[wave].append(move)
+        told.append(found)
+    return told
 
 
 def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:

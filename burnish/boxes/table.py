@@ -14,6 +14,9 @@ from burnish.boxes.box import Box
 
 Ints = NDArray[np.int64]
 
+_ROWS_AT_ONCE = 1 << 16
+# Rows of a table that are looked up at one time: what is compared takes much more memory than what is found.
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
@@ -119,6 +122,15 @@ class BoxIndex:
 
     def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
         """Return every overlapping pair: the row of `others`, ascending, the row here, the common elements."""
+        starts = range(0, max(len(others), 1), _ROWS_AT_ONCE)
+        if len(starts) == 1:
+            return self._meeting(others)
+        found = [self._meeting(others.take(slice(at, at + _ROWS_AT_ONCE))) for at in starts]
+        theirs = [rows + at for at, (rows, _, _) in zip(starts, found, strict=True)]
+        mine, boxes = [rows for _, rows, _ in found], [each for _, _, each in found]
+        return np.concatenate(theirs), np.concatenate(mine), BoxTable.concatenate(boxes)
+
+    def _meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
         theirs, mine = self._near(others)
         a, b = others.take(theirs), self._boxes.take(mine)
         starts = np.maximum(a.offsets, b.offsets)

@@ -9,23 +9,34 @@ All depends only on names, dtypes and shapes of tensors, so any number of ranks 
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from burnish.boxes.box import Box
-from burnish.boxes.pieces import Pieces, PieceTable, TensorIndex
+from burnish.boxes.pieces import (
+    Pieces,
+    PieceTable,
+    TensorIndex,
+    gather_pieces,
+    gather_some,
+    gather_tensors,
+)
 from burnish.boxes.plan import Cover
-from burnish.boxes.rounds import Group, schedule
+from burnish.boxes.rounds import Group, schedule_of
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxIndex, BoxTable, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from burnish.distributed.collectives import agree, gather_within
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.safetensors import (
@@ -150,8 +161,15 @@ class PlannedFile:
     """Below the step, with forward slashes."""
     tensor_set: str
     header: bytes
+    """Without the blanks behind it: those of many files would take a gigabyte."""
+    header_bytes: int
+    """With them."""
     entries: tuple[TensorEntry, ...]
     size: int
+
+    def header_within(self, start: int, stop: int) -> bytes:
+        """Return the bytes of the header between two of the file."""
+        return self.header[start:stop].ljust(min(stop, self.header_bytes) - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +197,10 @@ class SpanTable:
         file = np.repeat(np.arange(len(size)), count)
         start = (np.arange(len(file)) - (np.cumsum(count) - count)[file]) * block_bytes
         return cls(file, start, np.minimum(start + block_bytes, size[file]))
+
+    def part(self, rows: slice) -> SpanTable:
+        """Return some of the spans."""
+        return SpanTable(self.file[rows], self.start[rows], self.stop[rows])
 
     def __getitem__(self, row: int) -> Span:
         return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
@@ -260,7 +282,7 @@ def _file(path: str, tensor_set: str, members: list[Stored], align: int) -> Plan
     )
     placed = tuple(entries.values())
     end = placed[-1].end if placed else len(header)
-    return PlannedFile(path, tensor_set, header, placed, end)
+    return PlannedFile(path, tensor_set, header.rstrip(b" "), len(header), placed, end)
 
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -391,6 +413,127 @@ def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tupl
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WriteShare:
+    """A rank's part in writing a section: blocks that follow each other, which are planned by themselves."""
+
+    spans: Sequence[Sequence[Span]]
+    """The spans that it writes, by group: put together at one time."""
+    places: Mapping[int, PartPlace]
+    """The place of a move's elements in its group's spans, by `Move.want`."""
+    moves: Sequence[Group]
+    """Its moves for each group of all ranks."""
+    digest: str
+    """Of the section's plan for all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSection:
+    """Blocks that are planned by themselves, and who may write them: every rank that is `turn` modulo `turns`."""
+
+    blocks: slice
+    turn: int = 0
+    turns: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """A step's tensor files and their blocks, before it is known who writes them."""
+
+    files: Sequence[PlannedFile]
+    indices: Mapping[str, bytes]
+    """The index files that belong to them, by path."""
+    block_bytes: int
+    disks: Sequence[int]
+    """The disk of each file."""
+    blocks: SpanTable
+
+    @classmethod
+    def of(
+        cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str], disks: Disks
+    ) -> Self:
+        """Lay out the tensors that ranks hold, named by their storage keys. Raises `BurnishError` if ranks disagree about one."""
+        stored = _stored(tensors, roles)
+        block_bytes = block_bytes_for(tensor.size for tensor in stored)
+        files, indices = plan_files(stored, align=min(block_bytes, BLOCK_BYTES))
+        sizes = [file.size for file in files]
+        blocks = SpanTable.blocks(sizes, block_bytes)
+        return cls(files, indices, block_bytes, disks.divide(sizes), blocks)
+
+    def sections(self, world: int, most: int) -> list[PlannedSection]:
+        """Divide the blocks into at most so many sections, such that all ranks write equally many blocks.
+
+        A round of sections has equally many for every rank, except the last round. Ranks take turns in a round.
+        """
+        count, found = len(self.blocks.file), list[PlannedSection]()
+        size = max(1, -(-count // (most * world))) * world
+        turns = max(1, most // max(1, -(-count // size))) if len(set(self.disks)) < 2 else 1
+        turns = next(each for each in range(turns, 0, -1) if world % each == 0)
+        for start in range(0, count, size):
+            edges = np.linspace(start, min(start + size, count), turns + 1).astype(int).tolist()
+            rows = [slice(*each) for each in pairwise(edges)]
+            found += [PlannedSection(each, turn, turns) for turn, each in enumerate(rows)]
+        return found
+
+    def tensors_in(self, section: PlannedSection) -> set[str]:
+        """Return the keys of tensors that lie in a section."""
+        spans = self.blocks.part(section.blocks)
+        found = set[str]()
+        for number in np.unique(spans.file).tolist():
+            own, file = spans.file == number, self.files[number]
+            start, stop = int(spans.start[own].min()), int(spans.stop[own].max())
+            within = (e for e in file.entries if e.begin < stop and start < e.end)
+            found |= {f"{file.tensor_set}/{each.name}" for each in within}
+        return found
+
+    def shares(
+        self,
+        have: Sequence[PieceTable],
+        section: PlannedSection,
+        disks: Disks,
+        ranks: Iterable[int],
+    ) -> list[WriteShare]:
+        """Plan a section for all ranks' pieces, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
+        tensors = TensorIndex()
+        [held] = tensors.merge(have)
+        blocks, turn, turns = self.blocks.part(section.blocks), section.turn, section.turns
+        parts = Parts.of(self.files, blocks, tensors)
+        cover = Cover.of(held, parts.pieces, tensors)
+        part, holder = cover.holders()
+        holds = cover.held.rank[holder]
+        if turns > 1:
+            may = holds % turns == turn
+            part, holds = part[may], holds[may]
+        size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
+        owner = turn + turns * owners_by_disk(
+            parts.span[cover.want[part]],
+            holds // turns,
+            size[part],
+            np.array(self.disks, np.int64)[blocks.file],
+            np.array(disks.of_rank)[turn::turns],
+        )
+        spans, owner = blocks.joined(owner, _SPAN_BYTES)
+        parts = Parts.of(self.files, spans, tensors)
+        moves = cover.of_others(parts.pieces).moves(owner[parts.span])
+        travels = np.zeros(len(owner), bool)
+        travels[parts.span[moves.want[moves.source != moves.target]]] = True
+        most = max(_SPAN_BYTES, self.block_bytes)
+        group, index = groups_of(
+            owner, spans.stop - spans.start, travels, max(most, _GROUP_BYTES - most)
+        )
+        groups, ranks = int(group.max(initial=-1)) + 1, list(ranks)
+        group_of_move = group[parts.span[moves.want]]
+        scheduled = schedule_of(ranks, moves, _WAVE_BYTES, group_of_move, groups)
+        digest, found = moves.digest(), list[WriteShare]()
+        for rank, told in zip(ranks, scheduled, strict=True):
+            mine = owner == rank
+            share: list[list[Span]] = [[] for _ in range(groups)]
+            for number in np.flatnonzero(mine)[np.argsort(index[mine], kind="stable")].tolist():
+                share[group[number]].append(spans[number])
+            found.append(WriteShare(share, parts.places(np.where(mine, index, -1)), told, digest))
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
     """A step's tensor files, the blocks that this rank writes, and the sources of their elements."""
 
@@ -401,7 +544,7 @@ class WritePlan:
     disks: Sequence[int]
     share: Sequence[Sequence[Span]]
     """The spans that this rank writes, by group: put together at one time."""
-    places: dict[int, PartPlace]
+    places: Mapping[int, PartPlace]
     """The place of a move's elements in its group's spans, by `Move.want`."""
     moves: Sequence[Group]
     """The moves for each group of all ranks."""
@@ -410,52 +553,61 @@ class WritePlan:
     @classmethod
     def of(
         cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: Disks
-    ) -> WritePlan:
+    ) -> Self:
         """Plan for all ranks' pieces, named by their storage keys, and the ranks' disks.
 
         Raises `MissingError` for an incomplete tensor, and `BurnishError` if ranks disagree about one.
         """
-        stored = _stored(have, roles)
-        block_bytes = block_bytes_for(tensor.size for tensor in stored)
-        files, indices = plan_files(stored, align=min(block_bytes, BLOCK_BYTES))
-        tensors = TensorIndex()
-        [held] = tensors.merge(have)
-        disk_of_file = disks.divide([file.size for file in files])
-        blocks = SpanTable.blocks([file.size for file in files], block_bytes)
-        parts = Parts.of(files, blocks, tensors)
-        cover = Cover.of(held, parts.pieces, tensors)
-        part, holder = cover.holders()
-        size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
-        owner = owners_by_disk(
-            parts.span[cover.want[part]],
-            cover.held.rank[holder],
-            size[part],
-            np.array(disk_of_file, np.int64)[blocks.file],
-            np.array(disks.of_rank),
+        outline = Outline.of((table.tensors for table in have), roles, disks)
+        return cls._joined(
+            outline, outline.shares(have, PlannedSection(slice(None)), disks, [layout.rank])
         )
-        spans, owner = blocks.joined(owner, _SPAN_BYTES)
-        parts = Parts.of(files, spans, tensors)
-        moves = Cover.of(held, parts.pieces, tensors).moves(owner[parts.span])
-        travels = np.zeros(len(owner), bool)
-        travels[parts.span[moves.want[moves.source != moves.target]]] = True
-        most = max(_SPAN_BYTES, block_bytes)
-        group, index = groups_of(
-            owner, spans.stop - spans.start, travels, max(most, _GROUP_BYTES - most)
-        )
-        groups = int(group.max(initial=-1)) + 1
-        mine = owner == layout.rank
-        share: list[list[Span]] = [[] for _ in range(groups)]
-        for number in np.flatnonzero(mine)[np.argsort(index[mine], kind="stable")].tolist():
-            share[group[number]].append(spans[number])
+
+    @classmethod
+    def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: Disks) -> Self:
+        """Plan with all ranks, from this rank's pieces. Collective. Raises as `of` does.
+
+        Of very many ranks, those of the layout's first group plan a section each, and tell each other their shares.
+        """
+        if not layout.groups:
+            return cls.of(gather_pieces(mine, layout), roles, layout, disks)
+        tensors = gather_tensors(mine, layout)
+        with agree(layout):
+            outline = Outline.of(tensors, roles, disks)
+        group = layout.groups[0]
+        size = dist.get_world_size(group)
+        sections = outline.sections(layout.world, size)
+        number, own = layout.rank % size, PlannedSection(slice(0))
+        if number < len(sections):
+            own = sections[number]
+        have = gather_some(mine, tensors, outline.tensors_in(own), layout)
+        shares: list[bytes] | None = None
+        with agree(layout):
+            if number < len(sections):
+                first = layout.rank - number
+                planned = outline.shares(have, own, disks, range(first, first + size))
+                shares = [pickle.dumps(share) for share in planned]
+        told = gather_within(shares, group)
+        parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - of this run
+        return cls._joined(outline, parts)
+
+    @classmethod
+    def _joined(cls, outline: Outline, shares: Sequence[WriteShare]) -> Self:
+        spans, places, moves = list[Sequence[Span]](), dict[int, PartPlace](), list[Group]()
+        for each in shares:
+            base = 1 + max(places, default=-1)  # sections number their parts by themselves
+            spans += each.spans
+            places |= {want + base: place for want, place in each.places.items()}
+            moves += [group.shifted(base) for group in each.moves] if base else each.moves
         return cls(
-            files,
-            indices,
-            block_bytes,
-            disk_of_file,
-            share,
-            parts.places(np.where(mine, index, -1)),
-            schedule(moves, layout.rank, _WAVE_BYTES, group[parts.span[moves.want]], groups),
-            moves.digest(),
+            outline.files,
+            outline.indices,
+            outline.block_bytes,
+            outline.disks,
+            spans,
+            places,
+            moves,
+            " ".join(share.digest for share in shares),
         )
 
     def files_on(self, disk: int) -> list[PlannedFile]:
@@ -467,9 +619,9 @@ class WritePlan:
         return -(-file.size // self.block_bytes)
 
 
-def _stored(have: Iterable[PieceTable], roles: Iterable[str]) -> list[Stored]:
+def _stored(told: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[Stored]:
     found: dict[str, Stored] = {}
-    for tensors in dict.fromkeys(table.tensors for table in have):
+    for tensors, _ in groupby(told):  # most often all ranks have the same
         for key, shape, dtype in tensors:
             tensor_set, name = key_parts(key, roles)
             stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from burnish import __version__
-from burnish.boxes.pieces import Piece, PieceTable, gather_pieces
+from burnish.boxes.pieces import Piece, PieceTable
 from burnish.boxes.plan import Move
 from burnish.boxes.rounds import Group
 from burnish.boxes.shards import Shard, TensorSpec
@@ -258,7 +258,7 @@ class BlockWriter:
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
             start += _room(span)
-            header = self.plan.files[span.file].header[span.start : span.stop]
+            header = self.plan.files[span.file].header_within(span.start, span.stop)
             spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
         direct: list[dict[int, Tensor]] = [{} for _ in share]
 
@@ -412,8 +412,7 @@ class Saver:
         If `known` has the same `digest` for all ranks, reuse that plan. Raises as `WritePlan.of` does.
         """
         if self._plan is None or set(known) != {self._plan.digest}:
-            have = gather_pieces(pieces, self.layout)
-            plan = WritePlan.of(have, roles, self.layout, self.disks)
+            plan = WritePlan.together(pieces, roles, self.layout, self.disks)
             same_on_all_ranks(plan.digest, "the plan of the save", self.layout)
             self._pieces, self._plan = pieces.digest(), plan
         return self._plan

@@ -51,7 +51,7 @@ def test_blocks_hold_every_byte_once(tensors, block_bytes, max_file_bytes):
     files, _ = plan_files(tensors, max_file_bytes)
     for file in files:
         count = np.zeros(file.size, dtype=int)
-        count[: len(file.header)] += 1
+        count[: file.header_bytes] += 1
         blocks = SpanTable.blocks([file.size], block_bytes)
         assert blocks.start.tolist() == list(range(0, file.size, block_bytes))
         known = TensorIndex()
@@ -105,10 +105,10 @@ def test_tensors_begin_where_blocks_do_as_far_as_their_sizes_allow(sizes, align)
     files, _ = plan_files(tensors, align=align)
     is_large = sum(sizes) >= 32 * align
     for file in files:
-        assert len(file.header) % (align if is_large else 8) == 0
+        assert file.header_bytes % (align if is_large else 8) == 0
         for entry in file.entries:
             size = entry.end - entry.begin
-            assert (entry.begin - len(file.header)) % min(size & -size, align) == 0
+            assert (entry.begin - file.header_bytes) % min(size & -size, align) == 0
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5), st.integers(0, 40))

@@ -12,8 +12,8 @@ from ranks import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
-from burnish.checkpoint import save
-from burnish.checkpoint.layout import Disks
+from burnish.checkpoint import layout as planning
+from burnish.checkpoint.layout import Disks, Outline
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Saver
@@ -57,6 +57,31 @@ def test_a_rank_that_has_forgotten_has_all_plan_again():
     assert again.digest == plan.digest
 
 
+@pytest.mark.parametrize("most", [1, 2, 512])
+def test_sections_have_every_block_once_and_all_ranks_write_equally_many(most):
+    shape, world = (4100, 1000), 4
+    have = [
+        PieceTable.of(
+            piece(f"exp_avg/{name}", shape, Box((1025 * rank, 0), (1025, 1000)), torch.float32)
+            for name in "abc"
+        )
+        for rank in range(world)
+    ]
+    disks = Disks.one(world)
+    outline = Outline.of([table.tensors for table in have], [""], disks)
+    sections, count = outline.sections(world, most), len(outline.blocks.file)
+    assert len({(each.turn, each.turns) for each in sections}) == {1: 1, 2: 1, 512: 4}[most]
+    blocks: list[list[int]] = [[] for _ in range(world)]
+    for section in sections:
+        assert outline.tensors_in(section) <= {"exp_avg/a", "exp_avg/b", "exp_avg/c"}
+        for rank, share in enumerate(outline.shares(have, section, disks, range(world))):
+            size = outline.block_bytes
+            for span in (span for group in share.spans for span in group):
+                blocks[rank] += range(span.start // size, -(-span.stop // size))
+    assert sorted(number for numbers in blocks for number in numbers) == list(range(count))
+    assert max(map(len, blocks)) <= -(-count // world)
+
+
 def count_plans(layout, root):
     """How often ranks told each other their pieces over five saves, of which two are of other tensors."""
     told = 0
@@ -66,7 +91,7 @@ def count_plans(layout, root):
         told += 1
         return original(*args)
 
-    original, save.gather_pieces = save.gather_pieces, gather
+    original, planning.gather_pieces = planning.gather_pieces, gather
     weights, slots = make_state(1)
     fewer = {name: tensor for name, tensor in weights.items() if name != "scale"}
     try:
@@ -75,7 +100,7 @@ def count_plans(layout, root):
                 training = {n: t for n, t in slots.items() if n.partition("/")[2] in each}
                 checkpoints.save(step, contents_of(each, training, layout))
     finally:
-        save.gather_pieces = original
+        planning.gather_pieces = original
     return told
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,16 @@ from corruption import flip
 from ranks import run_ranks
 
 from burnish.boxes.box import Box, whole
+from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import TORCH_DTYPES
+from burnish.checkpoint.layout import MAIN, Disks, WritePlan
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step
 from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import in_groups
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import read_header
 from burnish.files.storage import LocalStorage
@@ -37,6 +42,36 @@ def save_on_ranks(layout, root):
     weights, slots = make_state(3, BIG_SHAPES)
     with Checkpoints(Path(root), layout) as checkpoints:
         checkpoints.save(1, contents_of(weights, slots, layout))
+
+
+def save_in_sections(layout, root):
+    """Blocks of every rank's own number, and what a rank lacks is told to all."""
+    layout = in_groups(layout, timedelta(seconds=60), mesh=1, most=2)
+    save_on_ranks(layout, root)
+    weights, _ = make_state(3, BIG_SHAPES)
+    pieces = PieceTable.of(
+        (shard.spec._replace(name=f"model/{shard.spec.name}"), shard.box)
+        for shard in shards_of(weights, layout)
+    )
+    disks = Disks.one(layout.world)
+    plan = WritePlan.together(pieces, [MAIN], layout, disks)
+    at_once = WritePlan.together(pieces, [MAIN], replace(layout, groups=()), disks)
+    parts = (number for moves in plan.moves for number in moves.own)
+    assert all(move.want in plan.places for move in parts)
+    some = replace(
+        pieces, tensors=(*pieces.tensors[:-1], pieces.tensors[-1]._replace(name="model/x"))
+    )
+    with pytest.raises(MissingError):
+        WritePlan.together(some if layout.rank == 3 else pieces, [MAIN], layout, disks)
+    written = [
+        sum(
+            -(-(span.stop - span.start) // each.block_bytes)
+            for group in each.share
+            for span in group
+        )
+        for each in (plan, at_once)
+    ]
+    return plan.digest.count(" "), written
 
 
 def load_on_ranks(layout, root, dim):
@@ -56,6 +91,17 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(("writers", "readers", "dim"), [(1, 4, 0), (2, 1, 0), (4, 2, 1)])
 def test_saved_by_some_and_loaded_by_others(saved, writers, readers, dim):
     run_ranks(load_on_ranks, readers, str(saved[writers]), dim)
+
+
+def test_sections_that_ranks_plan_for_each_other_have_the_same_files(saved, tmp_path):
+    told = run_ranks(save_in_sections, 4, str(tmp_path))
+    assert newest(tmp_path).manifest.files == newest(saved[4]).manifest.files
+    assert list(verify(newest(tmp_path).path)) == []
+    assert [sections for sections, _ in told] == [1] * 4
+    for way in range(2):
+        written = [blocks[way] for _, blocks in told]
+        assert sum(written) > 50
+        assert max(written) - min(written) <= 4
 
 
 def test_the_files_are_the_same_whoever_writes_them(saved):

@@ -238,7 +238,7 @@ def _write_tensors(
     write_new(storage, {directory / Path(path).name: data for path, data in indices.items()})
     for file in files:
         with storage.open(directory / Path(file.path).name, write=True) as out:
-            out.pwrite(file.header, 0)
+            out.pwrite(file.header_within(0, file.header_bytes), 0)
             for entry in file.entries:
                 _write_tensor(model, entry, _target(model.weights[entry.name], dtype), out)
             out.sync()
