@@ -139,6 +139,7 @@ class Collected:
     progress: Any = field(default_factory=lambda: Progress(False))
     stopper: Stopper = field(default_factory=Stopper)
     partial: Any = None
+    stragglers: Any = None
     parked = nullcontext
 
     @property
