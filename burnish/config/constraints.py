@@ -94,7 +94,6 @@ _OF_SAMPLING: Sequence[Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
     ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it wants a process of its own"),
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
-    ("rollout.tensor_parallel", "rollout.place=servers", "a process beside a rank has its device"),
     ("rollout.servers", "rollout.place=servers", ""),
     (
         "rollout.place=child|servers",
@@ -150,6 +149,7 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
     problems = list(_of_settings(config))
     if world is not None:
         problems += _of_degrees(config.engine, world)
+        problems += _of_generators(config, world) if command != "sft" else []
     asks = command == "eval" and config.rollout.engine == "openai"
     problems += _of_tokenizer(config.model) if asks else _of_model(config.model)
     if command == "eval":
@@ -378,6 +378,17 @@ def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
             f"{stage} processes",
             want="a product that divides them",
             do=f"make the product {_near(engine.expert_sharing, stage)}; engine.expert_tensor_parallel=1 leaves experts whole",
+        )
+
+
+def _of_generators(config: RunConfig, world: int) -> Iterator[BurnishError]:
+    devices = config.rollout.tensor_parallel
+    if config.rollout.place == "child" and world % devices:
+        yield UsageError(
+            "the processes cannot be divided into groups that share a generator",
+            have=f"rollout.tensor_parallel: {devices}, {world} processes",
+            want="a number that divides them",
+            do=f"set rollout.tensor_parallel={_near(devices, world)}, or start another number of processes",
         )
 
 

@@ -299,7 +299,7 @@ class RolloutConfig(SamplingConfig):
     servers: MayChange[int] = Field(1, ge=1)
     """How many servers the run waits for and uses, with `place: servers`."""
     tensor_parallel: MayChange[int] = Field(1, ge=1)
-    """Devices that share the model of one server, with vllm and sglang."""
+    """Devices that share the model of one generator, with vllm and sglang. Beside training as many processes of a machine share one: the first of them starts it, on the devices of all."""
     timeout_seconds: MayChange[float] = Field(120.0, gt=0)
     """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work. openai: longest time of a completion."""
     ahead: MayChange[int] = Field(0, ge=0)

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import xxhash
 
 from burnish.boxes.shards import TensorSpec
@@ -78,27 +79,68 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         servers = [Server(*each, timeout) for each in from_main(found, layout)]
         others = partial(_others, look, layout)
         return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=others)
-    child = Child(config.model_dump(mode="json"), layout)
+    own: list[Child] = []
     with ExitStack() as stack:
-        stack.callback(child.close)
         with agree(layout):
-            child.wait()
-        found, end = gather_objects((child.url, child.token), layout), stack.pop_all().close
-    servers, revive = [Server(*each, timeout) for each in found], child.revive
+            if _leads(layout, config.rollout.tensor_parallel):
+                seen = visible_devices(foundation.device, config.rollout.tensor_parallel)
+                own = [Child(config.model_dump(mode="json"), layout, seen)]
+                stack.callback(own[0].close)
+                own[0].wait()
+        told = gather_objects([(child.url, child.token) for child in own], layout)
+        end = stack.pop_all().close
+
+    def revive(lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
+        return own[0].revive(lost, others) if own else {}
+
+    servers = [Server(*each, timeout) for theirs in told for each in theirs]
     return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=revive, end=end)
+
+
+def _leads(layout: Layout, devices: int) -> bool:
+    """Return whether a generator of so many devices is beside this rank: the first of as many ranks of its machine."""
+    if layout.local_world % devices:
+        raise UsageError(
+            "the processes of this machine cannot be divided into groups that share a generator",
+            have=f"rollout.tensor_parallel: {devices}, {layout.local_world} processes on this machine",
+            want="a number that divides them",
+            do="set rollout.tensor_parallel to such a number, or start other processes on each machine",
+        )
+    return layout.local_rank % devices == 0
+
+
+def visible_devices(device: torch.device, count: int) -> str | None:
+    """Return the value of CUDA_VISIBLE_DEVICES that shows a device and those after it, `count` in all; None where it means nothing."""
+    if device.type != "cuda":
+        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else [str(each) for each in range(torch.cuda.device_count())]
+    first = device.index or 0
+    shown = names[first : first + count]
+    if len(shown) < count:
+        raise UsageError(
+            "a generator wants devices that this process does not see",
+            have=f"{len(names)} visible, this rank has number {first}",
+            want=f"rollout.tensor_parallel: {count} from there on",
+            do="have the launcher show each process all devices of its machine",
+        )
+    return ",".join(shown)
 
 
 class Child:
     """A generator in a process beside this one."""
 
-    def __init__(self, settings: Mapping[str, Any], layout: Layout) -> None:
-        """Start it with the `settings` of the run."""
+    def __init__(
+        self, settings: Mapping[str, Any], layout: Layout, devices: str | None = None
+    ) -> None:
+        """Start it with the `settings` of the run; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES, if that is given."""
         self.token, self.url = secrets.token_urlsafe(24), ""
+        self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         self._given = {
             "settings": settings,
             "token": self.token,
             "parent": os.getpid(),
-            "local_rank": layout.local_rank,
+            "local_rank": layout.local_rank if devices is None else 0,
             "local_world": layout.local_world,
             "world": layout.world,
         }
@@ -115,7 +157,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | self._seen | {"PYTHONPATH": path},
                 start_new_session=True,  # the terminal's ctrl-C is for this process
             )
         finally:

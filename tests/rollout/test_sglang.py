@@ -130,6 +130,16 @@ def test_stop_strings_and_ids_end_as_the_built_in_generator_ends(
     assert not ours._manager.rid_to_state
 
 
+def test_a_completion_that_ends_ends_no_other(made: list[SglangGenerator]) -> None:
+    """SGLang ends all requests whose names begin like the one that it is to end."""
+    model, requests = tiny_model(), make_requests((5,), samples=14)
+    sampling = Sampling(16, stop_strings=("a", "b"), seed=2)
+    (wanted,) = builtin(model, (), letters).generate(requests, sampling)
+    assert len(wanted[1].token_ids) < max(len(each.token_ids) for each in wanted[10:])
+    ours = loaded(made, model, slots=14, decode=letters)
+    assert_same(ours.generate(requests, sampling), [wanted])
+
+
 def test_a_sequence_may_have_as_many_tokens_as_the_model_has_positions(
     made: list[SglangGenerator],
 ) -> None:
@@ -148,7 +158,7 @@ def test_new_weights_in_the_middle_of_completions_draw_the_rest(
     def watch(ended: int) -> None:
         nonlocal told
         told += 1
-        if told == 2:
+        if told == 3:
             ours.load_weights(Publication(model_shards(second)), 5)
 
     requests = make_requests((40, 3, 5, 33), samples=1)

@@ -13,11 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from servers_for_tests import Servers
 from tiny import save_base
 from training_files import FRESH, RL, burnish, done, rollouts
 
 from burnish.checkpoint.steps import committed
+from burnish.config.constraints import check
+from burnish.config.schema import RunConfig
+from burnish.errors import UsageError
+from burnish.train.serve import visible_devices
 
 TESTS = Path(__file__).parents[1]
 ENVIRON = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS / "fake_sglang", TESTS.parent)))}
@@ -26,6 +31,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tied": (1, "child", {"ahead": 1}),
     "untied": (1, "servers", {"tied": False}),
     "ranks": (2, "child", {}),
+    "shared": (2, "child", {"tensor_parallel": 2}),
     "merged": (1, "child", {"model": {"path": "base", "lora": {"rank": 4}}}),
 }
 """Processes, who generates, and settings."""
@@ -51,6 +57,8 @@ def test_sglang_draws_what_the_built_in_generator_draws(work: Path, case: str) -
     for engine, where in (("builtin", "inside"), ("sglang", place)):
         name = f"{case}_{engine}"
         how = {**RL["rollout"], "ahead": settings.get("ahead", 0), "engine": engine, "place": where}
+        if engine == "sglang":
+            how["tensor_parallel"] = settings.get("tensor_parallel", 1)
         config = work / f"{name}.yaml"
         config.write_text(json.dumps({**given, "name": name, "rollout": how}))
         with Servers(work, str(config), int(where == "servers"), ENVIRON):
@@ -70,3 +78,23 @@ def test_a_run_without_sglang_is_refused_before_anything(work: Path) -> None:
     assert code != 0
     assert "rollout.engine: sglang" in output
     assert "[sglang]" in output
+
+
+def test_as_many_processes_as_share_a_generator_are_needed() -> None:
+    how = {**RL["rollout"], "engine": "sglang", "place": "child", "tensor_parallel": 2}
+    config = RunConfig.model_validate({**RL, "rollout": how})
+    check(config, "rl", 4)
+    with pytest.raises(UsageError, match=r"rollout\.tensor_parallel"):
+        check(config, "rl", 3)
+
+
+def test_a_generator_sees_the_devices_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    third = torch.device("cuda", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert visible_devices(third, 2) == "6,7"
+    with pytest.raises(UsageError, match="tensor_parallel"):
+        visible_devices(third, 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert visible_devices(third, 1) == "2"
+    assert visible_devices(torch.device("cpu"), 2) is None

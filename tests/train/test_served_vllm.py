@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tied": (1, "child", {"model": {**RL["model"], "fresh": WIDE}}),
     "untied": (1, "servers", {"model": {**RL["model"], "fresh": UNTIED}}),
     "ranks": (2, "child", {"model": {**RL["model"], "fresh": WIDE}}),
+    "shared": (2, "child", {"model": {**RL["model"], "fresh": WIDE}}),
     "mixture": (1, "child", {"model": {**RL["model"], "fresh": MIXTURE}}),
     "merged": (1, "child", {"model": {"path": "wide", "lora": {"rank": 4}}}),
 }
@@ -55,6 +56,8 @@ def test_vllm_draws_what_the_built_in_generator_draws(work: Path, case: str) -> 
     for engine, where in (("builtin", "inside"), ("vllm", place)):
         name = f"{case}_{engine}"
         how = {**RL["rollout"], "ahead": 1, "engine": engine, "place": where}
+        if (engine, case) == ("vllm", "shared"):
+            how["tensor_parallel"] = 2  # one process beside both ranks
         config = work / f"{name}.yaml"
         config.write_text(json.dumps({**given, "name": name, "rollout": how}))
         with Servers(work, str(config), int(where == "servers")):

@@ -14,6 +14,9 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler import Req, Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+STEPS_AHEAD = 2
+"""By how many steps the scheduler, which in SGLang is another process, is ahead of who reads what it says."""
+
 
 @dataclass(eq=False)
 class ReqState:
@@ -35,6 +38,7 @@ class TokenizerManager:
         self.is_pause, self.is_pause_cond = False, asyncio.Condition()
         self.readers, self.no_readers = 0, asyncio.Condition()
         self.work = asyncio.Event()
+        self.unread: set[str] = set()
         self.gracefully_exit = False
         self.weight_version = "default"
 
@@ -50,8 +54,13 @@ class TokenizerManager:
         self.gracefully_exit = True
 
     async def handle_loop(self) -> None:
+        ahead = 0
         while True:
             self.work.clear()
+            ahead = ahead + 1 if self.unread else 0
+            if ahead > STEPS_AHEAD:
+                await asyncio.sleep(0)
+                continue
             if self.scheduler.is_idle and not self.scheduler.outbox:
                 await self.work.wait()
             self.scheduler.step()
@@ -83,6 +92,8 @@ class TokenizerManager:
             if state.finished or state.stream:
                 state.out_list.append({"output_ids": ids, "meta_info": meta})
                 state.event.set()
+                if state.stream:
+                    self.unread.add(each.rid)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[None]:
@@ -128,6 +139,7 @@ class TokenizerManager:
                     for task in done:
                         rid, (out, over) = waiters.pop(task), task.result()
                         if how["stream"]:
+                            self.unread.discard(rid)
                             yield out | {"index": rids.index(rid)}
                         if not over:
                             waiters[asyncio.create_task(self._next(states[rid]))] = rid
