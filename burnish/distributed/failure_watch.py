@@ -299,8 +299,12 @@ class _Relay(threading.Thread):
         self._processes: dict[int, tuple[str, int]] = {}
         self._judge: Judge | None = None
         if patience is not None:
+
+            def fail(rank: int, process: tuple[str, int], cause: str, still: float) -> None:
+                self._fail(Failure(rank, *process, cause, still=still))
+
             ask = partial(self._tell, {"ask": True})
-            self._judge = Judge(patience, self._processes, ask, self._hold_up)
+            self._judge = Judge(patience, self._processes, ask, fail)
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
         """How ranks reach it."""
@@ -376,9 +380,6 @@ class _Relay(threading.Thread):
         if self._failure is None:
             self._failure = failure
             self._tell(asdict(failure))
-
-    def _hold_up(self, rank: int, process: tuple[str, int], cause: str, still: float) -> None:
-        self._fail(Failure(rank, *process, cause, still=still))
 
     def _tell(self, message: dict[str, Any]) -> None:
         line = _line(message)

@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -298,36 +298,24 @@ def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tu
 
     `silent` are ranks that do not answer, with the states of their processes. Ranks in a collective wait for others.
     """
-    groups: defaultdict[tuple[bool, str], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for rank, state in silent.items():
+        why = f"process {state}" if state else "stopped, or C code holds the interpreter"
+        groups[0, f"not answering: {why}"].append(rank)
     for rank, each in answers.items():
         # A rank whose host code is elsewhere may yet wait for a collective on its device.
         collective = each["collective"] or (not each["waits"] and each.get("recorded"))
-        doing = f"in {each['waits'] or each['place']}"
-        text = f"in {collective} called by {each['place']}" if collective else doing
-        groups[bool(collective), text].append(rank)
-    told, suspects = [], []
-    for state, members in _grouped(silent):
-        why = f"process {state}" if state else "it is stopped, or C code holds its interpreter"
-        told.append(f"{_named(members)} {_does(members, 'do', 'does')} not answer: {why}")
-        suspects.append(members[0])
-    # Of several groups that wait for nobody, the smallest is the odd one out.
-    for (waits, text), members in sorted(groups.items(), key=lambda each: len(each[1])):
-        seconds = max(answers[rank]["still"] for rank in members)
-        verb = _does(members, "wait", "waits") if waits else _does(members, "are", "is")
-        told.append(f"{_named(members)} {verb} {text} since {seconds:.0f} s")
-        suspects += [] if waits else members[:1]
-    suspects += [min(members) for _, members in sorted(groups.items(), key=lambda e: len(e[1]))]
-    return suspects[0], "; ".join(told)
-
-
-def _grouped(values: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
-    ordered = sorted(values, key=lambda rank: values[rank])
-    for value, ranks in groupby(ordered, key=lambda rank: values[rank]):
-        yield value, sorted(ranks)
-
-
-def _does(ranks: Sequence[int], several: str, one: str) -> str:
-    return several if len(ranks) > 1 else one
+        if collective:
+            groups[2, f"waiting in {collective} called by {each['place']}"].append(rank)
+        else:
+            groups[1, f"in {each['waits'] or each['place']}"].append(rank)
+    # Of several groups of a kind, the smallest is the odd one out.
+    ordered = sorted(groups.items(), key=lambda each: (each[0][0], len(each[1])))
+    told = []
+    for (kind, text), ranks in ordered:
+        since = f" since {max(answers[rank]['still'] for rank in ranks):.0f} s" if kind else ""
+        told.append(f"{_named(ranks)} {'are' if len(ranks) > 1 else 'is'} {text}{since}")
+    return ordered[0][1][0], "; ".join(told)
 
 
 def _named(ranks: Collection[int]) -> str:
@@ -353,8 +341,10 @@ def report(
     for rank, state in sorted(silent.items())[:_MOST_GROUPS]:
         where = f"host {processes[rank][0]}, pid {processes[rank][1]}"
         lines.append(f"  rank {rank} ({where}) does not answer; its process: {state or 'not seen'}")
-    stacks = {rank: "\n      ".join(each["stack"]) for rank, each in answers.items()}
-    for stack, ranks in sorted(_grouped(stacks), key=lambda each: len(each[1]))[:_MOST_GROUPS]:
+    stacks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, each in answers.items():
+        stacks["\n      ".join(each["stack"])].append(rank)
+    for stack, ranks in sorted(stacks.items(), key=lambda each: len(each[1]))[:_MOST_GROUPS]:
         first = answers[ranks[0]]
         at = f"step {first['step']}, {first['phase'] or 'between phases'} since {first['since']:.0f} s"
         where = f"host {processes[ranks[0]][0]}, pid {processes[ranks[0]][1]}"
