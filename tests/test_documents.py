@@ -141,4 +141,4 @@ def test_every_extra_is_named_in_the_readme_and_those_that_errors_name_exist() -
     code = "".join(path.read_text() for path in (ROOT / "burnish").rglob("*.py"))
     named = re.findall(r"""\binstall\(["'](\w+)["']\)""", code)
     assert len(named) > 3
-    assert set(named) <= extras
+    assert set(named) - {"EXTRA"} <= extras  # as a placeholder in a list of packages
