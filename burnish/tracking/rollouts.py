@@ -68,13 +68,14 @@ def write_rollouts(
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(rollouts) if advantages is None else advantages
     rows = [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
-    longest = _chosen(rows)
+    by_place = sorted(range(len(rows)), key=lambda i: (rows[i]["prompt_index"], rows[i]["sample"]))
+    longest = _chosen(rows, by_place)
     if token_texts is not None:
         for i in longest:
             values = {name: each[i] for name, each in (by_token or {}).items()}
             rows[i]["tokens"] = _tokens(rollouts[i].completion, values, token_texts)
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for i in sorted(range(len(rows)), key=lambda i: _place(rows[i])):
+    for i in by_place:
         parts[i not in longest].append(json_line(rows[i]).encode("utf-8", "backslashreplace"))
     for rest, lines in parts.items():
         path = rollouts_path(directory, step, kind, rest=rest)
@@ -85,10 +86,9 @@ def write_rollouts(
     return {i: rows[i] for i in sorted(longest)}
 
 
-def _chosen(rows: Sequence[Row]) -> set[int]:
+def _chosen(rows: Sequence[Row], by_place: Sequence[int]) -> set[int]:
     """Return the indices of the rollouts that are kept longest: best, worst and random ones."""
-
-    order = sorted(range(len(rows)), key=lambda i: (rank(rows[i]), _place(rows[i])))
+    order = sorted(by_place, key=lambda i: rank(rows[i]))
     others = order[EXTREMES:-EXTREMES]
     drawn = random.Random(rows[0]["step"] if rows else 0).sample(others, min(RANDOMS, len(others)))
     return {*order[:EXTREMES], *order[-EXTREMES:], *drawn}
@@ -98,10 +98,6 @@ def rank(row: Row) -> float:
     """Return a reward that can be compared: NaN is the least."""
     reward = float(row["reward"])
     return -math.inf if math.isnan(reward) else reward
-
-
-def _place(row: Row) -> tuple[int, int]:
-    return row["prompt_index"], row["sample"]
 
 
 def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:

@@ -160,7 +160,9 @@ def _git(*arguments: str) -> bytes:
 
 def plain(value: Any) -> Any:
     r"""Return a text that UTF-8 can hold, where lone surrogates are \udXXX; any other value as it is."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

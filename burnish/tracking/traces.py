@@ -36,6 +36,7 @@ _AT_ONCE, _ROOM = 64, 16
 # Traces in one request to a collector, and steps whose traces may wait for it.
 _INTERNAL, _ERROR = 1, 2
 # Codes of OTLP: the kind of a span within one process, and the status of one that failed.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 _MAY_PASS = (429, 502, 503, 504)
 # Answers of a collector that may soon take more.
 
@@ -227,7 +228,7 @@ def _line(trace: _Trace, resource: Attributes) -> bytes:
     ]
     scopes = [{"scope": {"name": "burnish"}, "spans": spans}]
     request = [{"resource": {"attributes": _key_values(resource)}, "scopeSpans": scopes}]
-    return json.dumps({"resourceSpans": request}, ensure_ascii=False).encode() + b"\n"
+    return _ENCODER.encode({"resourceSpans": request}).encode() + b"\n"
 
 
 def _key_values(attributes: Attributes) -> list[Attributes]:
@@ -397,7 +398,10 @@ def _number(field: int, value: int) -> bytes:
 
 
 def _field(field: int, content: bytes) -> bytes:
-    return bytes((field << 3 | 2,)) + _varint(len(content)) + content
+    size = len(content)
+    if size < 128:
+        return bytes((field << 3 | 2, size)) + content
+    return bytes((field << 3 | 2,)) + _varint(size) + content
 
 
 def _varint(value: int) -> bytes:

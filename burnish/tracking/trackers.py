@@ -42,6 +42,8 @@ _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, 
 _SAMPLES, _CHARACTERS = 16, 2000
 # Most rows of a table in TensorBoard, and most characters of a cell.
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False)
+
 log = logging.getLogger("burnish")
 
 TRACKERS: Registry = MappingProxyType(
@@ -434,19 +436,21 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary = Summary
         purge = 0 if resume_step is None else resume_step + 1
         path = RunDirectory(directory).tensorboard
         self._writer = SummaryWriter(str(path), purge_step=purge)
         self._closed = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write every value as a scalar of its name."""
+        """Write every value as a scalar of its name, all in one record."""
         if self._closed:
             raise ValueError("log after close")
-        for name, value in values.items():
-            self._writer.add_scalar(name, float(value), step)
+        scalars = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
+        self._writer.file_writer.add_summary(self._summary(value=scalars), step)
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the first samples as a table in Markdown."""
@@ -503,7 +507,7 @@ def numbers(values: Mapping[str, float | str]) -> dict[str, float]:
 
 def json_line(record: Mapping[str, Any]) -> str:
     """Return `record`, whose numbers must be finite (see `json_number`), as one line of JSON."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
+    return _ENCODER.encode(record) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
