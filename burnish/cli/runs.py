@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.cli.output import print_text
-from burnish.errors import MissingError, UsageError, table
+from burnish.errors import BurnishError, MissingError, UsageError, table
 from burnish.tracking.console import duration
 from burnish.tracking.rundir import RunDirectory
 from burnish.view.curves import Curves
@@ -55,12 +55,15 @@ def _listed(root: Path) -> Rows:
 
 
 def _described(run: RunDirectory) -> dict[str, Any]:
-    facts = describe(run, Curves(run.metrics).refresh(), _SHOWN)
-    if facts.error is not None:
-        return {"run": str(run.root), "state": facts.error.problem}
-    told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in facts.values.items() if v}
+    curves = Curves(run.metrics).refresh()
+    try:
+        facts = describe(run, curves)
+    except BurnishError as error:
+        return {"run": str(run.root), "state": error.problem}
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
-    place = {"run": str(run.root), "state": facts.state, "step": facts.step, "of": facts.of}
+    found = {name: curves.finite(name) for name in _SHOWN}
+    told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in found.items() if v}
+    place = {"run": str(run.root), **{name: facts[name] for name in ("state", "step", "of")}}
     return place | {"started": age} | {name: told.get(name) for name in _SHOWN}
 
 
@@ -75,19 +78,15 @@ def _settings(names: Sequence[str]) -> Rows:
 
 
 def _curves(names: Sequence[str]) -> Rows:
-    paths = {name: RunDirectory(Path(name)).metrics for name in names}
-    logged = {name: Curves(path).refresh().by_name for name, path in paths.items()}
+    logged = {name: Curves(RunDirectory(Path(name)).metrics).refresh() for name in names}
     found: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
-        values = {
-            run: curves[metric].finite() for run, curves in logged.items() if metric in curves
-        }
+        values = {run: each for run, curves in logged.items() if (each := curves.finite(metric))}
         every = [value for each in values.values() for value in each]
         for run, each in values.items():
-            if each:
-                ends = {"last": each[-1], "min": min(each), "max": max(each)}
-                curve = _sparkline(each, min(every), max(every))
-                found.append({"metric": metric, "run": run, "curve": curve, **ends})
+            ends = {"last": each[-1], "min": min(each), "max": max(each)}
+            curve = _sparkline(each, min(every), max(every))
+            found.append({"metric": metric, "run": run, "curve": curve, **ends})
     return found
 
 

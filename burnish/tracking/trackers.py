@@ -449,7 +449,7 @@ class TensorBoardTracker:
         """Write every value as a scalar of its name, all in one record."""
         if self._closed:
             raise ValueError("log after close")
-        scalars = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
+        scalars = [self._summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
         self._writer.file_writer.add_summary(self._summary(value=scalars), step)
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.curves import Curves
 from burnish.view.index import LAST_STEP, RolloutFilter, RolloutIndex, Sort
-from burnish.view.runs import RunFacts, beside, describe, find_runs, list_steps, settings_of
+from burnish.view.runs import beside, describe, find_runs, list_steps, settings_of
 
 N = TypeVar("N", int, float)
 Answer = dict[str, Any]
@@ -109,33 +109,33 @@ class Answers:
         return {"root": self._name, "runs": [*map(self._listed, reversed(self._paths()))]}
 
     def _listed(self, path: Path) -> Answer:
-        facts, run = self._facts(path), self._id(path)
-        last = {name: json_number(values[-1]) for name, values in facts.values.items() if values}
-        validation = next((name for name in _VALIDATIONS if name in last), None)
-        names = ("kind", "state", "step", "of", "started", "updated", "model")
+        run = self._id(path)
+        unknown = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
+        place = {"run": run, "name": run or path.name, "state": "ended", "step": 0, "updated": 0}
+        found: Answer = unknown | place
+        try:
+            facts, curves = self._facts(path)
+        except BurnishError as error:
+            return found | {"error": error.problem}
+        except OSError as error:
+            return found | {"error": f"{error.filename} cannot be read: {error.strerror}"}
+        last = {n: json_number(v[-1]) for n in _SHOWN if (v := curves.finite(n))}
+        validation = next((name for name in _VALIDATIONS if name in last), "")
         return {
-            "run": run,
-            "name": run or path.name,
-            **{name: getattr(facts, name) for name in names},
+            **found,
+            **facts,
             "reward": last.get("reward/mean"),
             "loss": last.get("train/loss"),
-            "validation": last.get(validation or ""),
-            "validation_name": validation,
-            "error": facts.error and facts.error.problem,
+            "validation": last.get(validation),
+            "validation_name": validation or None,
         }
 
-    def _facts(self, path: Path) -> RunFacts:
+    def _facts(self, path: Path) -> tuple[Answer, Curves]:
         run = RunDirectory(path)
-        try:
-            for each in (run.config, run.environment, path / STATUS, run.metrics):
-                self._within(each)
-            curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES)).refresh()
-            return describe(run, curves, _SHOWN, is_copy=self._url is not None)
-        except BurnishError as error:
-            return RunFacts(error=error)
-        except OSError as error:
-            problem = f"{error.filename} cannot be read"
-            return RunFacts(error=BurnishError(problem, have=error.strerror))
+        for each in (run.config, run.environment, path / STATUS, run.metrics):
+            self._within(each)
+        curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES)).refresh()
+        return describe(run, curves, is_copy=self._url is not None), curves
 
     def metrics(self, query: Query) -> Answer:
         """Return curves, or the names of all, of each run."""
@@ -345,7 +345,7 @@ class Answers:
 
     def last_step(self, run: str) -> int:
         """Return the last step of a run that `sizes` knows."""
-        return self._facts(self.root / run).step
+        return self._read(RunDirectory(self.root / run)).last_step
 
     def _paths(self) -> list[Path]:
         """Return the directories of runs, as of at most two seconds ago."""

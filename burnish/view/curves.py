@@ -25,10 +25,6 @@ class Curve:
         self.steps = array("i")
         self.values = array("d")
 
-    def finite(self) -> list[float]:
-        """Return the values that are finite."""
-        return list(filter(math.isfinite, self.values))
-
     def at(self, step: int) -> float | None:
         """Return the finite value of a step."""
         values = self.values[:]  # another thread may read more meanwhile
@@ -75,6 +71,10 @@ class Curves:
         self.problem: CorruptError | None = None
         """What is wrong with a line that was passed over."""
         self._place, self._tail, self._inode = 0, b"", 0
+
+    def finite(self, name: str) -> list[float]:
+        """Return the finite values of a metric; none if it is not there."""
+        return [*filter(math.isfinite, self.by_name[name].values)] if name in self.by_name else []
 
     def refresh(self) -> Self:
         """Read the whole lines that are new, or everything if the file was written anew. Without a file there are no curves."""

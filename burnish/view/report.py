@@ -16,12 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import yaml
-
-from burnish.config.document import CoreLoader
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.view.curves import Curve, Curves
+from burnish.view.runs import model_of
 
 RunState = Literal["running", "finished", "stopped", "failed"]
 """How a run stands when its report is written."""
@@ -61,7 +59,7 @@ def write_report(run_dir: Path, state: RunState | None = None) -> Path:
         "state": state,
         "step": curves.last_step,
         "of": status.get(STEPS),
-        "model": _model(config),
+        "model": model_of(run),
     }
     examples = choose_examples(run.rollouts)
     answers = {
@@ -75,13 +73,6 @@ def write_report(run_dir: Path, state: RunState | None = None) -> Path:
     held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     write_atomically(run.report, _page().replace(_ANSWERS, held))
     return run.report
-
-
-def _model(config_text: str) -> str | None:
-    try:
-        return str(yaml.load(config_text, CoreLoader)["model"]["path"])
-    except (yaml.YAMLError, KeyError, TypeError):  # the page shows the text anyway
-        return None
 
 
 def _points(curve: Curve) -> dict[str, list[Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -28,24 +27,6 @@ _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}
 _MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """How a run is."""
-
-    state: str = "ended"
-    """running, finished, stopped, failed, or ended without saying how."""
-    step: int = 0
-    of: int | None = None
-    kind: str | None = None
-    started: str | None = None
-    updated: float = 0.0
-    model: str | None = None
-    values: Mapping[str, list[float]] = field(default_factory=dict)
-    """The finite values of metrics."""
-    error: BurnishError | None = None
-    """Why little is known."""
-
-
 def find_runs(root: Path) -> list[Path]:
     """Return the directories of runs at and below `root`, by the time of their last start."""
     found: list[tuple[float, Path]] = []
@@ -58,38 +39,34 @@ def find_runs(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def describe(
-    run: RunDirectory, curves: Curves, names: Sequence[str], *, is_copy: bool = False
-) -> RunFacts:
-    """Return how a run is, with the values of the metrics `names`. `curves` are refreshed before.
+def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:
+    """Return how a run is: running, finished, stopped, failed, or ended without saying how.
 
-    A copy does not tell whether a process still runs.
+    `curves` are those of its metrics. A copy does not tell whether a process still runs. Raises `CorruptError`.
     """
-    updated = max((_changed(path) for path in (run.metrics, run.environment)), default=0.0)
-    try:
-        status, environment = run.read_status(), run.read_environment()
-        if curves.problem is not None:
-            raise curves.problem
-        total = status.get(STEPS) or recorded(run.config).steps
-    except BurnishError as error:
-        return RunFacts(updated=updated, error=error)
+    status, environment = run.read_status(), run.read_environment()
+    if curves.problem is not None:
+        raise curves.problem
     state = status.get(STATE, "ended")
-    if state == "running" and not is_copy:  # and was killed, if nobody holds the lease
-        state = "ended"
     if not is_copy and is_held(run.checkpoints / LEASE):
         state = "running"
-    model = _MODEL.search(run.config.read_text(errors="replace")) if run.config.exists() else None
-    curve = {name: curves.by_name.get(name) for name in names}
-    return RunFacts(
-        state,
-        curves.last_step,
-        total,
-        environment.get(TRAINER),
-        environment.get("started"),
-        updated,
-        model[1].strip("\"'") if model and model[1] != "null" else None,
-        {name: each.finite() for name, each in curve.items() if each is not None},
-    )
+    elif not is_copy and state == "running":  # and was killed
+        state = "ended"
+    return {
+        "kind": environment.get(TRAINER),
+        "state": state,
+        "step": curves.last_step,
+        "of": status.get(STEPS) or recorded(run.config).steps,
+        "started": environment.get("started"),
+        "updated": max(_changed(path) for path in (run.metrics, run.environment)),
+        "model": model_of(run),
+    }
+
+
+def model_of(run: RunDirectory) -> str | None:
+    """Return what a run's configuration names as its model, also of another version's."""
+    found = _MODEL.search(run.config.read_text(errors="replace")) if run.config.exists() else None
+    return found[1].strip("\"'") if found and found[1] != "null" else None
 
 
 def _changed(path: Path) -> float:
