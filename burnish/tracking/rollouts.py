@@ -154,28 +154,23 @@ def compressed(lines: Sequence[bytes]) -> Iterator[bytes]:
             first, size = i, 0
 
 
-def rollout_files(directory: Path, kind: Kind = "step") -> list[tuple[int, Path]]:
-    """Return steps and paths of this kind's files, ascending; empty without the directory."""
-    found = [(match, path) for match, path in _named(directory) if match[1] == kind]
-    return sorted((int(match[2]), path) for match, path in found)
-
-
-def _named(directory: Path) -> Iterator[tuple[re.Match[str], Path]]:
-    for path in directory.glob("*.jsonl.gz"):
-        if match := _NAME.fullmatch(path.name):
-            yield match, path
-
-
 def named_rollouts(directory: Path) -> Iterator[tuple[Kind, int, bool, Path]]:
     """Yield kind, step, whether it has the rest, and path of each of a directory's files."""
-    for match, path in _named(directory):
-        yield ("step" if match[1] == "step" else "validation"), int(match[2]), bool(match[3]), path
+    for path in directory.glob("*.jsonl.gz"):
+        if match := _NAME.fullmatch(path.name):
+            kind: Kind = "step" if match[1] == "step" else "validation"
+            yield kind, int(match[2]), bool(match[3]), path
+
+
+def rollout_files(directory: Path, kind: Kind = "step") -> list[tuple[int, Path]]:
+    """Return steps and paths of this kind's files, ascending; empty without the directory."""
+    return sorted((step, path) for of, step, _, path in named_rollouts(directory) if of == kind)
 
 
 def discard_rollouts_after(directory: Path, step: int) -> None:
     """Remove later steps' files: a run that resumes from `step` makes them again."""
-    for match, path in _named(directory):
-        if int(match[2]) > step:
+    for _, found, _, path in named_rollouts(directory):
+        if found > step:
             path.unlink()
 
 
@@ -199,12 +194,12 @@ def thin_rollouts(directory: Path, keep: int, spare: int = 0) -> int:
 
     The first step's chosen rollouts and the newest files stay. Returns the bytes of all that stay.
     """
-    files = sorted((not m[3], int(m[2]), path) for m, path in _named(directory))
-    sizes = [path.stat().st_size for *_, path in files]
-    steps = [step for _, step, _ in files]
-    first, newest, total = min(steps, default=0), max(steps, default=0), sum(sizes)
+    found = named_rollouts(directory)
+    files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)
+    steps, total = [step for _, step, *_ in files], sum(size for *_, size in files)
+    first, newest = min(steps, default=0), max(steps, default=0)
     most = keep if total <= keep else keep - spare
-    for (is_chosen, step, path), size in zip(files, sizes, strict=True):
+    for is_chosen, step, path, size in files:
         if total <= most:
             break
         if step != newest and not (is_chosen and step == first):

@@ -380,19 +380,16 @@ def load_tracker(name: str) -> Callable[..., Tracker]:
 
     Raises `UsageError` if there is none, or if it cannot be a tracker.
     """
-    setting = "tracking.trackers"
-    found = load_function(name, setting, TRACKERS)
-    wanted = ("log", "sync", "close")
-    missing = [each for each in wanted if not callable(getattr(found, each, None))]
+    found = load_function(name, "tracking.trackers", TRACKERS)
+    missing = [each for each in ("log", "sync", "close") if not hasattr(found, each)]
     try:
         inspect.signature(found).bind(Path())
     except (TypeError, ValueError) as error:
         missing.append(f"a constructor of the run's directory alone ({error})")
     if missing and isinstance(found, type):
         raise UsageError(
-            f"{setting}: {name} is no tracker",
+            f"tracking.trackers: {name} is no tracker",
             have=f"no {', no '.join(missing)}",
-            want="the methods log(step, values), sync() and close(), and a constructor that takes the run's directory",
             do="add them; see burnish.Tracker",
         )
     getattr(found, "require_ready", lambda: None)()
@@ -450,7 +447,7 @@ class TensorBoardTracker:
         if self._closed:
             raise ValueError("log after close")
         scalars = [self._summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
-        self._writer.file_writer.add_summary(self._summary(value=scalars), step)
+        self._writer.file_writer.add_summary(self._summary(value=scalars), step)  # type: ignore[attr-defined]
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the first samples as a table in Markdown."""

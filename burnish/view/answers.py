@@ -10,10 +10,12 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Self, cast
+
+from pydantic import Field, ValidationError
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, refusing
@@ -26,10 +28,9 @@ from burnish.tracking.rundir import STATUS, RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.curves import Curves
-from burnish.view.index import LAST_STEP, RolloutFilter, RolloutIndex, Sort
+from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
 from burnish.view.runs import beside, describe, find_runs, list_steps, settings_of
 
-N = TypeVar("N", int, float)
 Answer = dict[str, Any]
 _Phase = tuple[str, float, float]
 # Name, start and seconds.
@@ -39,6 +40,7 @@ _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 # Least time between two searches for runs, how much of its metrics a list reads of each, and how many runs' are held whole.
+_LISTED = ("prompt_index", "sample", "reward", "length", "stop_reason", "source", "advantage")
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
@@ -46,42 +48,36 @@ _NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", 
 # File systems on which SQLite's shared memory does not work between machines.
 
 
-class Query:
-    """The values of a request, each asked for by name. Raises `UsageError` for one that cannot be."""
+class Query(RolloutFilter):
+    """What a request asks for."""
 
-    def __init__(self, values: Mapping[str, Sequence[str]]) -> None:
-        self._values = values
+    run: Sequence[str] = ("",)
+    names: Sequence[str] = ()
+    id: str = ""
+    cursor: str | None = None
+    limit: Integer = 50
+    step: Integer | None = None
+    first: Integer = Field(0, alias="from")
+    last: Integer = Field(LAST_STEP, alias="to")
+    points: Integer = 1000
+    rank: Integer = 0
+    before: Integer | None = None
+    lines: Integer = 500
 
-    def all(self, name: str) -> Sequence[str]:
-        """Return every value."""
-        return self._values.get(name, ())
-
-    def text(self, name: str, choices: Sequence[str] = ()) -> str | None:
-        """Return the last value, which may have to be one of several; None for none, or an empty one."""
-        text = (self.all(name) or [""])[-1] or None
-        if choices and text not in (None, *choices):
-            raise _refused(name, text, f"one of {', '.join(choices)}")
-        return text
-
-    def number(self, name: str, parse: Callable[[str], N]) -> N | None:
-        """Return an integer of at most 62 bits, or a number."""
-        if (text := self.text(name)) is None:
-            return None
+    @classmethod
+    def of(cls, values: Mapping[str, Sequence[str]]) -> Self:
+        """Return what an address has: of most names the last value. Raises `UsageError` for one that cannot be."""
+        last = {name: each[-1] for name, each in values.items() if each[-1]}
+        lists = {name: values[name] for name in ("run", "names") if name in values}
         try:
-            value = parse(text)
-        except ValueError as error:
-            raise _refused(name, text, "a number") from error
-        if math.isnan(value) or (isinstance(value, int) and abs(value) >= 1 << 62):
-            raise _refused(name, text, "a number that can be")
-        return value
-
-    def count(self, name: str, default: int, most: int) -> int:
-        """Return how many are wanted."""
-        return max(1, min(self.number(name, int) or default, most))
-
-
-def _refused(name: str, value: object, want: str) -> UsageError:
-    return UsageError(f"{name} cannot be {str(value)[:80]!r}", want=want, do="correct the address")
+            return cls.model_validate({**last, **lists})
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise UsageError(
+                f"{wrong['loc'][0]} cannot be {str(wrong['input'])[:80]!r}",
+                want=wrong["msg"],
+                do="correct the address",
+            ) from error
 
 
 class Answers:
@@ -139,15 +135,13 @@ class Answers:
 
     def metrics(self, query: Query) -> Answer:
         """Return curves, or the names of all, of each run."""
-        names = [name for text in query.all("names") for name in text.split(",") if name]
-        most = query.count("points", 1000, 10_000)
-        first, last = query.number("from", int), query.number("to", int)
-        last = LAST_STEP if last is None else last
+        names = [name for text in query.names for name in text.split(",") if name]
+        span = _count(query.points, 10_000), query.first, query.last
         found: Answer = {}
         for run, directory in self._named(query).items():
             curves = self._read(directory)
             there = [name for name in names if name in curves.by_name]
-            found[run] = {n: curves.by_name[n].points(most, first or 0, last) for n in there}
+            found[run] = {name: curves.by_name[name].points(*span) for name in there}
             if not names:
                 problem = curves.problem and curves.problem.problem
                 found[run] = {
@@ -160,37 +154,19 @@ class Answers:
     def rollouts(self, query: Query) -> Answer:
         """Return a page of rollouts."""
         index = self._index(self._one(query))
-        step, last = query.number("step", int), query.number("to_step", int)
-        last = step if last is None else last
-        wanted = RolloutFilter(
-            cast(Kind, query.text("kind", get_args(Kind)) or index.kind()),
-            query.number("from_step", int) or step or 0,
-            LAST_STEP if last is None else last,
-            query.number("prompt", int),
-            query.text("source"),
-            query.text("text") or "",
-            query.number("min_reward", float),
-            query.number("max_reward", float),
-            query.number("min_length", int),
-            query.number("max_length", int),
-            cast(Sort, query.text("sort", get_args(Sort)) or "place"),
-        )
-        page = index.page(wanted, query.text("cursor"), query.count("limit", 50, 500))
-        names = (
-            "kind",
-            "step",
-            "prompt_index",
-            "sample",
-            "reward",
-            "length",
-            "stop_reason",
-            "source",
-            "advantage",
-        )
+        asked: dict[str, Any] = {}
+        if "kind" not in query.model_fields_set:
+            asked["kind"] = index.kind()
+        if query.step is not None:
+            asked |= {"from_step": query.step, "to_step": query.step}
+        wanted = query.model_copy(update=asked)
+        page = index.page(wanted, query.cursor, _count(query.limit, 500))
         rows = [
             {
                 "id": identity,
-                **{name: row.get(name) for name in names},
+                "kind": row["kind"],
+                "step": row["step"],
+                **{name: row.get(name) for name in _LISTED},
                 "prompt": str(row["prompt"])[:_PREVIEW],
                 "completion": str(row["completion"])[:_PREVIEW],
                 "has_tokens": bool(row.get("tokens")),
@@ -202,7 +178,7 @@ class Answers:
 
     def rollout(self, query: Query) -> Answer:
         """Return a whole rollout."""
-        identity, run = query.text("id") or "", self._one(query)
+        identity, run = query.id, self._one(query)
         row = self._index(run).row(identity)
         kind = cast(Kind, identity.split("-")[0])
         path = rollouts_path(run.traces, row["step"], kind)
@@ -237,12 +213,12 @@ class Answers:
 
     def facets(self, query: Query) -> Answer:
         """Return what rollouts can be filtered by."""
-        kind = cast("Kind | None", query.text("kind", get_args(Kind)))
+        kind = query.kind if "kind" in query.model_fields_set else None
         return self._index(self._one(query)).facets(kind)
 
     def timeline(self, query: Query) -> Answer:
         """Return the phases of a step: each rank's, if it was profiled, else from the seconds that each took, one after another."""
-        run, step = self._one(query), query.number("step", int) or 0
+        run, step = self._one(query), query.step or 0
         curves = dict(self._read(run).by_name)  # another thread may find more meanwhile
         timed = {
             name.removeprefix(_TIMING): c for name, c in curves.items() if name.startswith(_TIMING)
@@ -299,15 +275,16 @@ class Answers:
         logs = self._within(self._one(query).root / "logs")
         names = [path.name for path in logs.iterdir()] if logs.is_dir() else []
         files = [match for name in names if (match := _LOG.fullmatch(name))]
-        rank = query.number("rank", int) or 0
-        oldest_first = sorted((-int(m[2] or 0), m[0]) for m in files if int(m[1]) == rank)
+        of_rank = [match for match in files if int(match[1]) == query.rank]
+        oldest_first = sorted((-int(match[2] or 0), match[0]) for match in of_rank)
         paths = [self._within(logs / name) for _, name in oldest_first]
-        total, end = sum(path.stat().st_size for path in paths), query.number("before", int)
-        end = total if end is None else max(0, min(end, total))
+        end = total = sum(path.stat().st_size for path in paths)
+        if query.before is not None:
+            end = max(0, min(query.before, total))
         begin = max(0, end - _TEXT_BYTES)
         lines = _bytes_of(paths, begin, end).splitlines(keepends=True)
         whole = lines[1:] if begin and len(lines) > 1 else lines
-        shown = whole[-query.count("lines", 500, 10_000) :]
+        shown = whole[-_count(query.lines, 10_000) :]
         before = end - sum(map(len, shown)) if shown else 0
         return {
             "ranks": sorted({int(match[1]) for match in files}),
@@ -363,7 +340,7 @@ class Answers:
     def _named(self, query: Query) -> dict[str, RunDirectory]:
         """Return the runs that a request names, by id. Raises `MissingError`."""
         found = {}
-        for run in query.all("run") or [""]:
+        for run in query.run:
             path = self.root / run
             is_inside = (
                 "\0" not in run
@@ -408,6 +385,10 @@ class Answers:
             if run.root not in self._indices:
                 self._indices[run.root] = open_index(self._within(run.rollouts), run.root)
             return self._indices[run.root]
+
+
+def _count(wanted: int, most: int) -> int:
+    return max(1, min(wanted, most))
 
 
 def _bytes_of(paths: Sequence[Path], begin: int, end: int) -> bytes:

@@ -19,11 +19,12 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.tracking.rollouts import Kind, Row, blocks, named_rollouts, parse_rollout
@@ -47,7 +48,7 @@ _NAN = math.nextafter(-math.inf, 0.0)
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.3, 1.0, 0.15
 # How long a page may index, a search may read, and rows may be counted.
 _SORTED_AT_ONCE, _SAMPLED, _BINS = 50_000, 50_000, 20
-_BLOCKS_HELD, _BUSY_SECONDS, _YIELD_SECONDS = 16, 30.0, 0.002
+_BLOCKS_HELD, _BUSY_SECONDS = 16, 30.0
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
 # Least time between two looks at the directory, most of the time that they may take, and the age of a directory whose time is sure.
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
@@ -73,23 +74,26 @@ PRAGMA user_version = {FORMAT}
 _log = logging.getLogger("burnish")
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
+Integer = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class RolloutFilter(BaseModel, frozen=True):
     """Which rollouts are wanted, in which order."""
 
     kind: Kind = "step"
-    from_step: int = 0
-    to_step: int = LAST_STEP
-    prompt: int | None = None
+    from_step: Integer = 0
+    to_step: Integer = LAST_STEP
+    prompt: Integer | None = None
     """The index of a prompt."""
     source: str | None = None
     text: str = ""
     """Is in the prompt or the completion, in either case."""
-    min_reward: float | None = None
-    max_reward: float | None = None
+    min_reward: Number | None = None
+    max_reward: Number | None = None
     """With either, rewards that are NaN are left out."""
-    min_length: int | None = None
-    max_length: int | None = None
+    min_length: Integer | None = None
+    max_length: Integer | None = None
     sort: Sort = "place"
 
     @property
@@ -147,25 +151,6 @@ class _Place(NamedTuple):
     """Where it lies; None where there was no time to index what follows."""
 
 
-class _Block:
-    """A block's lines, and whether they can have a text."""
-
-    def __init__(self, data: bytes) -> None:
-        self.lines = data.splitlines(keepends=True)
-        self._data = data
-        self._known = ("", True)
-
-    def may_have(self, needle: str) -> bool:
-        """Whether a rollout of the block can contain `needle`, which is folded."""
-        if self._known[0] != needle:
-            # Lone surrogates and other writers' texts are escaped.
-            is_escaped = b"\\u" in self._data or b"\\/" in self._data
-            quoted = json.dumps(needle, ensure_ascii=False)[1:-1]
-            folded = "" if is_escaped else self._data.decode("utf-8", "replace").casefold()
-            self._known = needle, is_escaped or quoted in folded
-        return self._known[1]
-
-
 class RolloutIndex:
     """The index at `path` of a directory of rollouts. Threads may share it.
 
@@ -180,7 +165,7 @@ class RolloutIndex:
         self._pending: list[int] = []
         self._changed_at, self._next_look = -1, 0.0
         self._thread: threading.Thread | None = None
-        self._requests, self._is_closed = 0, False
+        self._is_closed = False
         self._block = lru_cache(_BLOCKS_HELD)(self._read_block)
         self._facets: dict[Kind, tuple[object, dict[str, Any]]] = {}
         self._open()
@@ -206,7 +191,7 @@ class RolloutIndex:
             if match is None:
                 raise IndexError
             path = self._directory / f"{match[1]}.jsonl.gz"
-            line = self._block(path, _mark(path), int(match[2])).lines[int(match[3])]
+            line = self._block(path, _mark(path), int(match[2]))[int(match[3])]
         except (FileNotFoundError, IndexError) as error:
             raise MissingError(
                 f"there is no rollout {identity[:80]!r}, or not any more",
@@ -262,13 +247,10 @@ class RolloutIndex:
             self._pending = sorted(first for first in listed if known.get(first) != listed[first])
 
     def _work(self) -> None:
-        """Index everything, newest first, whenever no request waits. For the thread."""
+        """Index everything, newest first. For the thread."""
         try:
             while self._pending and not self._is_closed:
-                if self._requests:
-                    time.sleep(_YIELD_SECONDS)
-                else:
-                    self._asked(self._index_next, is_request=False)
+                self._asked(self._index_next)
         except BurnishError as error:
             _log.warning("%s", error)
 
@@ -427,10 +409,7 @@ class RolloutIndex:
         is_rest, start = divmod(rest_and_start, 1 << _BLOCK_BITS)
         try:
             name, mark = json.loads(self._listed[number & ~_SEQUENCES])[is_rest]
-            block = self._block(self._directory / name, mark, start)
-            if not block.may_have(needle):
-                return None
-            row = parse_rollout(block.lines[line], name)
+            row = parse_rollout(self._block(self._directory / name, mark, start)[line], name)
         except (KeyError, IndexError, TypeError, OSError, CorruptError):  # it has changed since
             return None
         texts = (str(row["prompt"]), str(row["completion"]))
@@ -440,10 +419,10 @@ class RolloutIndex:
         row |= {"kind": kind, "step": step}
         return f"{name.removesuffix('.jsonl.gz')}:{start}:{line}", row
 
-    def _read_block(self, path: Path, mark: str, start: int) -> _Block:
+    def _read_block(self, path: Path, mark: str, start: int) -> list[bytes]:
         with closing(blocks(path, start)) as found:
             for _, data in found:
-                return _Block(data)
+                return data.splitlines(keepends=True)
         raise IndexError(start)
 
     def _rows(self, wanted: RolloutFilter) -> int:
@@ -477,7 +456,7 @@ class RolloutIndex:
         values: list[tuple[float, int]] = []
         with closing(self._connection()) as reader:
             query = "SELECT first, rows, summary, problem FROM groups WHERE first BETWEEN ? AND ?"
-            groups = reader.execute(query, RolloutFilter(kind).span).fetchall()
+            groups = reader.execute(query, RolloutFilter(kind=kind).span).fetchall()
             rows = sum(count for _, count, *_ in groups)
             for first, *_ in groups[:: -(-rows // _SAMPLED) or 1]:
                 query = "SELECT reward, length FROM rollouts WHERE id BETWEEN ? AND ?"
@@ -499,10 +478,8 @@ class RolloutIndex:
         self._facets[kind] = (state, found)
         return found
 
-    def _asked(self, call: Callable[[], T], *, is_request: bool = True) -> T:
-        """Call; while requests are answered the thread waits. A broken index is made again, once."""
-        with self._lock:
-            self._requests += is_request
+    def _asked(self, call: Callable[[], T]) -> T:
+        """Call. A broken index is made again, once."""
         try:
             try:
                 return call()
@@ -519,9 +496,6 @@ class RolloutIndex:
                 have=error,
                 do="make room there, or let BURNISH_CACHE name a directory that can be written",
             ) from error
-        finally:
-            with self._lock:
-                self._requests -= is_request
 
     def _open_again(self) -> None:
         with self._lock:

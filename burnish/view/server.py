@@ -58,7 +58,7 @@ def make_app(answers: Answers, token: str | None = None) -> ASGIApp:
 
     def answer(request: Request) -> Response:
         # Keeps empty values: a run's id may be one.
-        query = Query(parse_qs(request.url.query, keep_blank_values=True))
+        query = Query.of(parse_qs(request.url.query, keep_blank_values=True))
         return _json(asked[request.url.path.removeprefix("/api/")](query))
 
     def live(request: Request) -> Response:
