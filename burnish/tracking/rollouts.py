@@ -58,12 +58,10 @@ def write_rollouts(
     token_texts: TokenTexts | None = None,
     by_token: Mapping[str, Sequence[Floats]] | None = None,
 ) -> dict[int, Row]:
-    """Write a step's rollouts atomically, one JSON object a line, by prompt index and sample.
+    """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
 
-    `advantages` has each rollout's mean over tokens; None for a validation. Chosen rows have their
-    tokens' texts and numbers where `token_texts` and each number by rollout are given. Returns the
-    chosen rows by their rollouts' indices. Numbers that are not finite become strings (see
-    `burnish.tracking.trackers`).
+    `advantages` has each rollout's mean over tokens; None for a validation. With `token_texts`, chosen rows have the texts of their
+    tokens, and the numbers of `by_token`.
     """
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(rollouts) if advantages is None else advantages

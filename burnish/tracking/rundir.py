@@ -22,9 +22,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from burnish.errors import CorruptError
 from burnish.files.durable import write_durably
 from burnish.files.storage import LocalStorage
+from burnish.files.strict_json import parse_object
 
 _PACKAGES = ("burnish", "torch", "transformers")
 _GIT_SECONDS = 5.0
@@ -51,20 +51,13 @@ class RunDirectory:
         self.diff = root / "git.diff"
         """What the working directory has beyond its git commit; missing if there is nothing."""
         self.metrics = root / "metrics.jsonl"
-        """One JSON object per step."""
         self.tensorboard = root / "tensorboard"
         self.rollouts = root / "rollouts"
-        """Directory of the rollouts of steps and validations."""
         self.logs = root / "logs"
-        """Directory of one log per rank."""
         self.traces = root / "traces"
-        """Directory of the traces of rollouts."""
         self.profiles = root / "profiles"
-        """Directory of profiles of steps."""
         self.checkpoints = root / CHECKPOINTS
-        """Directory of the committed steps."""
         self.servers = root / "servers"
-        """Directory of notes on generators that serve the run."""
         self.report = root / "report.html"
 
     @property
@@ -90,15 +83,7 @@ class RunDirectory:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CorruptError(f"{path} is not JSON", have=error) from error
-    if not isinstance(content, dict):
-        raise CorruptError(f"{path} is not a JSON object", have=type(content).__name__)
-    return content
+    return parse_object(path.read_bytes(), str(path)) if path.exists() else {}
 
 
 def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

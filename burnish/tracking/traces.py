@@ -251,21 +251,27 @@ def read_traces(path: Path) -> Iterator[Attributes]:
         yield from found
 
 
-def spans_of(path: Path, prompt_index: int, sample: int) -> list[TraceSpan]:
-    """Return a rollout's spans from a file of traces, the root first; none if it has no trace. Raises `CorruptError`."""
+def spans_of(path: Path, prompt_index: int, sample: int) -> list[Attributes]:
+    """Return a rollout's spans, the root first, in seconds from its begin; none if it has no trace. Raises `CorruptError`."""
     for request in read_traces(path):
         with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
+            found = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+            begin = int(found[0]["startTimeUnixNano"])
             spans = [
-                TraceSpan(
-                    str(each["name"]),
-                    int(each["startTimeUnixNano"]) / 1e9,
-                    int(each["endTimeUnixNano"]) / 1e9,
-                    {pair["key"]: _known(pair["value"]) for pair in each["attributes"]},
-                    each["status"].get("message"),
-                )
-                for each in request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+                {
+                    "name": str(each["name"]),
+                    "start": (int(each["startTimeUnixNano"]) - begin) / 1e9,
+                    "seconds": (int(each["endTimeUnixNano"]) - int(each["startTimeUnixNano"]))
+                    / 1e9,
+                    "depth": int("parentSpanId" in each),
+                    "attributes": {
+                        pair["key"]: _known(pair["value"]) for pair in each["attributes"]
+                    },
+                    "error": each["status"].get("message"),
+                }
+                for each in found
             ]
-            root = spans[0].attributes
+            root = spans[0]["attributes"]
         place = (root.get("burnish.prompt_index"), root.get("burnish.sample"))
         if place == (prompt_index, sample):
             return spans
@@ -286,13 +292,12 @@ class OtlpExporter:
     # Its own exporter takes ten times the processor time: a message of protobuf for each attribute.
 
     def __init__(self, directory: Path, *, endpoint: str, resource: Attributes) -> None:
+        path, known = "/v1/traces", os.environ.get
         if endpoint == "env":
-            endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-            if not endpoint:
-                endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
-                endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+            base = known("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
+            endpoint = known("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or base.rstrip("/") + path
         elif urlsplit(endpoint).path in ("", "/"):
-            endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+            endpoint = endpoint.rstrip("/") + path
         self._timeout = float(_variable("TIMEOUT") or 10)
         self._is_compressed = _variable("COMPRESSION") == "gzip"
         headers = {"Content-Type": "application/x-protobuf", **_pairs(_variable("HEADERS"))}

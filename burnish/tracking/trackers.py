@@ -104,11 +104,7 @@ class Observers:
         is_logged: bool,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """Open them for a run that goes on after `step` (0: new); remove later steps' data.
-
-        `is_logged` says whether the line of `step` is already written. `decode` gives the text of
-        tokens for `tracking.rollout_tokens`.
-        """
+        """Open them for a run that goes on after `step` (0: new), whose line may be logged; remove later steps' data."""
         self._directory, self._settings, self._total_steps = directory, settings, total_steps
         directory.write_status(total_steps, "running")
         discard_leftovers(directory.root)
@@ -216,11 +212,9 @@ class Observers:
 
 
 class BackgroundTracker:
-    """Feed a tracker from a thread of its own, so that it never stops or slows training.
+    """Feed a tracker from a thread of its own, every ten seconds, so that it never stops or slows training.
 
-    The thread takes what waits every ten seconds, and syncs after it: a call alone, in the midst of a step, takes several times as much
-    processor time. Calls that there is no room for, that fail, or that come too late are counted and lost. The log has one warning and,
-    at the end, the count.
+    Calls that there is no room for, that fail, or that come too late are counted and lost. The log has one warning and, at the end, the count.
     """
 
     def __init__(
@@ -397,11 +391,7 @@ def load_tracker(name: str) -> Callable[..., Tracker]:
 
 
 class JsonlTracker:
-    """Append to `path`, flushed after every step.
-
-    Resuming from step N first cuts later and half-written lines, atomically. So an interrupted
-    run's file becomes that of an uninterrupted one. N = None begins an empty file.
-    """
+    """Append to `path`, flushed after every step. Resuming first cuts later and half-written lines; None begins an empty file."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         write_atomically(path, _kept(path, resume_step))
@@ -426,11 +416,7 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Write scalars, and samples as texts, to TensorBoard's event files under `directory`/tensorboard.
-
-    Resuming from step N tells TensorBoard to forget later steps of earlier files; N = None forgets
-    all.
-    """
+    """Write scalars, and samples as texts, to TensorBoard's event files. Resuming tells it to forget later steps; None, all."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -508,14 +494,8 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the steps of a `metrics.jsonl`, each with `step`, in order; [] without a file.
-
-    Leaves out a last line without newline: it is still being written. Raises `CorruptError` for any
-    other broken line.
-    """
-    if not path.exists():
-        return []
-    return [numbers(row) for _, row in _rows(path)]
+    """Return the whole lines of a `metrics.jsonl`; [] without a file. Raises `CorruptError`."""
+    return [numbers(row) for _, row in _rows(path)] if path.exists() else []
 
 
 def logged_values(path: Path, step: int) -> dict[str, float]:

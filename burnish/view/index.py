@@ -75,7 +75,7 @@ _log = logging.getLogger("burnish")
 
 
 Integer = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=-math.inf)]  # not NaN
 
 
 class RolloutFilter(BaseModel, frozen=True):

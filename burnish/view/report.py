@@ -119,12 +119,10 @@ def _modules(name: str, seen: set[str]) -> Iterator[str]:
 
 
 def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] | None:
-    """Return up to `count` rollouts of each kind from a directory of rollouts, if any.
+    """Return up to `count` rollouts of each kind from a directory of rollouts, if any. Raises `CorruptError`.
 
-    `rows` has them. The others name them: `best` and `worst` are of the newest `step`, one per
-    prompt. `changed` has the prompts whose mean reward changed most between their earliest and
-    latest answers: an early and a late rollout, and both means. Raises `CorruptError` for a broken
-    file.
+    `best` and `worst` name rows of the newest `step`, one per prompt. `changed` has the prompts whose mean reward changed most: an
+    early and a late rollout, and both means.
     """
     groups: dict[int, dict[int, list[Row]]] = {}
     for path in _within_budget([path for _, path in rollout_files(directory)]):

@@ -131,8 +131,7 @@ async def _events(answers: Answers) -> AsyncIterator[str]:
         await asyncio.sleep(_LIVE_SECONDS)
         now = await run_in_threadpool(answers.sizes)
         for run in [run for run, size in now.items() if known.get(run) != size]:
-            step = await run_in_threadpool(answers.last_step, run)
-            yield f"data: {json.dumps({'run': run, 'step': step})}\n\n"
+            yield f"data: {json.dumps({'run': run})}\n\n"
         known = now
 
 
