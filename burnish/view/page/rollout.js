@@ -1,9 +1,9 @@
 // One rollout to read, and another one beside it: prompt, answers, rewards, tokens, trace.
 
 import {frozen, get} from "./data.js";
-import {button, count, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
+import {button, count, duration, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
 import {changed, here, link, replace} from "./place.js";
-import {lanes} from "./timeline.js";
+import {lanes, own} from "./timeline.js";
 
 const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "min_reward", "max_reward", "min_length", "max_length", "sort"];
 const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
@@ -97,5 +97,7 @@ function trace(found) {
   const details = h("dl.attributes"), shown = (value) => words(typeof value === "string" ? value : JSON.stringify(value));
   const fact = ([name, value]) => h("div", h("dt", words(name)), h("dd", shown(value)));
   const tell = ({name, error, attributes = {}}) => details.replaceChildren(...Object.entries({span: name, ...(error && {error}), ...attributes}).map(fact));
-  return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: found.spans}], tell), details);
+  // A call may be too short to be seen.
+  const calls = h("div.facts", found.spans.map((span) => button("button", [words(own(span.name)), ` ${duration(span.seconds)}`], () => tell(span))));
+  return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: found.spans}], tell), calls, details);
 }

@@ -4,7 +4,9 @@ import {get} from "./data.js";
 import {button, cells, count, duration, h, mean, short, table, words} from "./dom.js";
 import {here, link, replace} from "./place.js";
 
-const LANE = 22, own = (name) => name.split("/").at(-1);
+const LANE = 22;
+
+export const own = (name) => name.split("/").at(-1);
 
 // Spans as bars, a lane for each rank and a row for each depth in it. `tell(span)` gets the one that is pointed at.
 export function lanes(ranks, tell = null) {
@@ -13,7 +15,7 @@ export function lanes(ranks, tell = null) {
   const kind = ({name}) => name.split(/[/ ]/)[0], kinds = [...new Set(all.map(kind))];
   const bar = (span) => {
     const told = tell && (() => tell(span)), {start, seconds, name, depth = 0, error} = span;
-    const style = {left: share(start - first), width: share(seconds), top: `${LANE * depth}px`, "--c": `var(--c${kinds.indexOf(kind(span)) % 8})`};
+    const style = {left: start - first < 0.98 * width ? share(start - first) : `min(${share(start - first)}, 100% - 11px)`, width: share(seconds), top: `${LANE * depth}px`, "--c": `var(--c${kinds.indexOf(kind(span)) % 8})`};
     const on = told ? {onclick: told, onpointerenter: told, onfocus: told} : {tabindex: -1};
     return h(`button.span${error ? ".bad" : ""}`, {type: "button", title: `${name}: ${duration(seconds)}`, style, ...on}, words(own(name)));
   };
