@@ -270,6 +270,7 @@ class TestMlflow(ServiceContract):
         client = MlflowClient()
         place = client.create_experiment("traces")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-mlflow-experiment-id={place}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # its first request is slow
         traced(tmp_path, mlflow_server, text="fünf")
         found = client.search_traces(locations=[place])
         assert len(found) == 2
