@@ -5,6 +5,10 @@
 `save`: one process does what each rank does to plan a save of a model of 70 billion weights, fully sharded: it plans a section of
 the files for all ranks, and takes its own share of the others.
 
+`publish`: one process does all but the sending of what each rank does to publish those weights.
+`step`: gloo passes messages round in rings, so a step takes hops × the time of a hop, measured between two processes on this machine
+and to be scaled by the network's latency; and the time to read all ranks' small objects.
+
 `start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
 ranks do. They share this machine's cores; on a cluster only store and relay share one.
 
@@ -22,20 +26,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
+from math import prod
 from multiprocessing.connection import Connection
+from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from bench.machine import Result, command_line, report
+from burnish.boxes.gather import waves_of
 from burnish.boxes.pieces import PieceTable
-from burnish.boxes.shards import TensorSpec
+from burnish.boxes.rounds import WAVE_BYTES
+from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WritePlan
 from burnish.distributed import failure_watch, processes
+from burnish.distributed.collectives import any_rank
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
@@ -43,6 +53,10 @@ from burnish.distributed.processes import group_sizes
 
 CPU = torch.device("cpu")
 RANKS = 16_000
+LAYERS, SOME = 80, 5
+"""Of the model; that are published here, because the rest does the same."""
+FLAGS, GATHERS = 8, 2
+"""Of a step of GRPO without a save: whether a rank was told to stop, has failed, or has other statistics; and its rollouts."""
 PER_PROCESS = 4_000
 """Fake ranks that share a process."""
 PATIENCE = timedelta(minutes=20)
@@ -105,8 +119,27 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
             processes._arrive(store, place.layout, point)
         for store in stores:
             store.wait([f"{point}/all"], PATIENCE)
+    join(places, stores)
     pipe.send(count)
     pipe.recv()
+
+
+def join(places: list[Place], stores: list[Store]) -> None:
+    """Do at the store what torch and gloo do for the world's group and each group of the grid: tell and read addresses, and wait."""
+    world, below = places[0].layout.world, 1
+    for size in (1, *group_sizes(world)):
+        below *= size
+        keys = [f"{size}/{below}/{each.layout.rank // below}/{each.layout.rank}" for each in places]
+        for key, store in zip(keys, stores, strict=True):
+            store.set(key, "x" * 100)
+            store.add(f"{key}/barrier", 1)
+            store.add(f"{key}/barrier", 0)
+            store.set(f"{key}/last", "1")
+        for key, store in zip(keys, stores, strict=True):
+            store.wait([f"{key}/last"], PATIENCE)
+            for _ in range(2):
+                store.wait([key], PATIENCE)
+                store.get(key)
 
 
 def listen(pipe: Connection, first: int, count: int, contact: dict[str, Any]) -> None:
@@ -143,11 +176,11 @@ def together(pipes: list[Connection], messages: list[object]) -> float:
 
 @contextmanager
 def crowd(
-    target: Callable[..., None], ranks: int, *arguments: object
+    target: Callable[..., None], ranks: int, *arguments: object, each: int = PER_PROCESS
 ) -> Iterator[list[Connection]]:
     """Processes that imitate `ranks` ranks."""
     with ExitStack() as stack:
-        shares = [(n, min(PER_PROCESS, ranks - n)) for n in range(0, ranks, PER_PROCESS)]
+        shares = [(n, min(each, ranks - n)) for n in range(0, ranks, each)]
         pipes = [stack.enter_context(beside(target, *share, *arguments)) for share in shares]
         for pipe in pipes:
             pipe.recv()
@@ -191,7 +224,7 @@ def save(ranks: int) -> list[Result]:
 
 def plan(pipe: Connection, ranks: int) -> None:
     """Plan rank 0's section as `WritePlan.together` does, of pieces that are made here instead of gathered."""
-    roles, disks, size = [MAIN], Disks.one(ranks), group_sizes(ranks)[0]
+    roles, disks, size = [MAIN], Disks.one(ranks), prod(group_sizes(ranks)[:2])
     tensors = stored_tensors()
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), process_time()
@@ -225,7 +258,7 @@ def plan(pipe: Connection, ranks: int) -> None:
     pipe.send((outlined, planned, telling, peak_memory(CPU) - before))
 
 
-def stored_tensors() -> tuple[TensorSpec, ...]:
+def stored_tensors(layers: int = LAYERS) -> tuple[TensorSpec, ...]:
     """A model of 70 billion weights, the bits that bf16 lacks, and two moments."""
     layer: dict[str, tuple[int, ...]] = {
         "q": (8192, 8192),
@@ -235,7 +268,7 @@ def stored_tensors() -> tuple[TensorSpec, ...]:
     }
     layer |= {"gate": (28672, 8192), "up": (28672, 8192), "down": (8192, 28672)}
     layer |= {"norm1": (8192,), "norm2": (8192,)}
-    shapes = {f"layers.{n}.{name}": shape for n in range(80) for name, shape in layer.items()}
+    shapes = {f"layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
     shapes |= {"embed": (128256, 8192), "head": (128256, 8192), "norm": (8192,)}
     kinds = {"model": torch.bfloat16, "residual": torch.int16}
     kinds |= dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
@@ -261,6 +294,76 @@ def pieces(tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int) -> list[tupl
     return found
 
 
+def publish(ranks: int) -> list[Result]:
+    """What a rank does to publish a sixteenth of the model's layers, in a process of its own: to plan, and in every step."""
+    with beside(gather, ranks) as pipe:
+        planned, ran, waves = pipe.recv()
+    print(f"{waves} waves", flush=True)
+    return [
+        within("publish/plan, once", planned * LAYERS / SOME, "s"),
+        within("publish", ran * LAYERS / SOME, "s", 1),
+    ]
+
+
+def gather(pipe: Connection, ranks: int) -> None:
+    """Plan the gathering of some layers, and go through its parts as `Gather.run` does, without any elements."""
+    tensors = tuple(each for each in stored_tensors(SOME) if each.name.startswith("model/"))
+    boxes = pieces(tensors, np.arange(len(tensors)), ranks)
+    have = [PieceTable(tensors, BoxTable(*three), index) for index, *three in boxes]
+    begun = process_time()
+    waves = waves_of(have, tensors, 0, WAVE_BYTES)
+    planned, begun = process_time() - begun, process_time()
+    layout, empty = Layout(0, ranks), torch.empty(0, dtype=torch.uint8)
+    for parts, sizes in waves:
+        int(sizes.max()), int(sizes.sum()), np.flatnonzero(sizes).tolist()
+        for part in parts:
+            if layout.rank in part.ranks:
+                part.of(part.ranks.index(layout.rank))
+            empty.view(part.spec.dtype)
+            Shard(part.spec, part.all, empty)
+    pipe.send((planned, process_time() - begun, len(waves)))
+
+
+def step(ranks: int) -> list[Result]:
+    """What flags and small objects of all ranks cost in a step: messages one after the other, and Python."""
+    with beside(serve_store, 2) as server, crowd(pass_on, 2, server.recv(), each=1) as pipes:
+        for pipe in pipes:
+            pipe.send(None)
+        hop = min(pipe.recv() for pipe in pipes)
+    sizes = group_sizes(ranks)
+    hops = sum(size - 1 for size in sizes)
+    begun, values = process_time(), [(0, None)]
+    for size in sizes:
+        told = [pickle.dumps(values)] * size
+        values = [each for one in told for each in pickle.loads(one)]  # noqa: S301 - our own
+    python = process_time() - begun
+    flag, objects = 2 * hops * hop, 2 * hops * hop + python
+    print(
+        f"{sizes}: {hops} hops of {hop * 1e6:.0f} µs; {FLAGS} flags, {GATHERS} gatherings",
+        flush=True,
+    )
+    return [
+        within("step/flag", flag * 1e3, "ms"),
+        within("step/small objects", objects * 1e3, "ms"),
+        within("step", (FLAGS * flag + GATHERS * objects) * 1e3, "ms", 100),
+    ]
+
+
+def pass_on(pipe: Connection, rank: int, count: int, port: int) -> None:
+    """One of two real processes, which tell each other flags over gloo."""
+    pipe.send("ready")
+    pipe.recv()
+    with processes.process_group(
+        CPU, 60, Place(Layout(rank, 2, rank, 2), "127.0.0.1", port, True)
+    ) as layout:
+        seconds = []
+        for _ in range(500):
+            begun = perf_counter()
+            any_rank(False, layout)
+            seconds.append(perf_counter() - begun)
+    pipe.send(median(seconds) / 2)
+
+
 def within(name: str, ours: float, unit: str, goal: float | None = None) -> Result:
     """A figure that is to be at most `goal`."""
     if goal is None:
@@ -268,7 +371,12 @@ def within(name: str, ours: float, unit: str, goal: float | None = None) -> Resu
     return Result(f"scale/{name}", ours, None, goal, unit, goal / max(ours, 1e-9), 1)
 
 
-CASES: dict[str, Callable[[int], list[Result]]] = {"start": start, "save": save}
+CASES: dict[str, Callable[[int], list[Result]]] = {
+    "start": start,
+    "save": save,
+    "publish": publish,
+    "step": step,
+}
 
 
 def main() -> None:

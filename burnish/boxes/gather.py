@@ -6,12 +6,13 @@ A plan has a row for each piece that a rank holds, not one for each pair of rank
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from burnish.boxes.box import Box, whole
@@ -72,20 +73,8 @@ class Gather:
         self._have, self._layout = pieces_of(have), layout
         device = accelerator_of(have)
         self._device = meeting_place(gather_objects(device, layout), device)
-        tensors = TensorIndex()
         tables = gather_pieces(PieceTable.of(self._have), layout)
-        asked = PieceTable.of((spec, whole(spec.shape)) for spec in want)
-        held, wanted = tensors.merge(tables, [asked])
-        cover = Cover.of(held, wanted, tensors)
-        moves, everywhere = cover.in_turn(layout.rank, layout.world)
-        if not everywhere.all():
-            moves, everywhere = cut(moves, everywhere, wave_bytes)
-        upto = np.cumsum(np.where(everywhere, 0, moves.bytes))
-        wave = np.maximum(upto - 1, 0) // wave_bytes
-        self._waves = [
-            _parts(moves.take(wave == number), everywhere[wave == number], layout.world)
-            for number in np.unique(wave)
-        ]
+        self._waves = waves_of(tables, want, layout.rank, wave_bytes)
 
     def run(self, have: Iterable[Shard]) -> Iterator[Shard]:
         """Yield pieces that make up the wanted tensors, one tensor after the other, in the wanted dtype. Collective.
@@ -122,6 +111,24 @@ class Gather:
         return room
 
 
+def waves_of(
+    tables: Sequence[PieceTable], want: Sequence[TensorSpec], rank: int, wave_bytes: int
+) -> list[tuple[list[_Part], Ints]]:
+    """Return the parts of each wave and the bytes of each rank's message, given every rank's pieces."""
+    tensors, world = TensorIndex(), len(tables)
+    asked = PieceTable.of((spec, whole(spec.shape)) for spec in want)
+    held, wanted = tensors.merge(tables, [asked])
+    moves, everywhere = Cover.of(held, wanted, tensors).in_turn(rank, world)
+    if not everywhere.all():
+        moves, everywhere = cut(moves, everywhere, wave_bytes)
+    upto = np.cumsum(np.where(everywhere, 0, moves.bytes))
+    wave = np.maximum(upto - 1, 0) // wave_bytes
+    return [
+        _parts(moves.take(wave == number), everywhere[wave == number], world)
+        for number in np.unique(wave)
+    ]
+
+
 def _elements(room: Tensor, part: _Part) -> Tensor:
     """Return the elements of a part in the messages, [ranks, *sizes of its box], as a view."""
     size = part.box.elements * part.spec.dtype.itemsize
@@ -134,17 +141,15 @@ def _parts(moves: Moves, everywhere: Ints, world: int) -> tuple[list[_Part], Int
 
     Ranks in a row whose pieces are equal and lie one below the other, as FSDP cuts them, send one part.
     """
+    begins, boxes = np.flatnonzero(~_joins(moves, everywhere)).tolist(), moves.boxes
     runs: list[_Part] = []
-    for move, number, held in zip(moves, moves.boxes.tensor, everywhere, strict=True):
-        spec = TensorSpec(moves.tensors.names[number], moves.tensors.shapes[number], move.dtype)
-        ranks = range(0) if held else range(move.source, move.source + 1)
-        if runs and ranks and (before := runs[-1]).ranks and before.spec == spec:
-            count = len(before.ranks)
-            if move.box.sizes and before.of(count) == move.box and before.ranks.stop == move.source:
-                longer = range(before.ranks.start, move.source + 1)
-                runs[-1] = before._replace(ranks=longer, have=(*before.have, move.have))
-                continue
-        runs.append(_Part(spec, move.box, ranks, (move.have,), 0))
+    for first, stop in pairwise([*begins, len(moves)]):
+        number, source = boxes.tensor[first], int(moves.source[first])
+        name, shape = moves.tensors.names[number], moves.tensors.shapes[number]
+        spec = TensorSpec(name, shape, moves.tensors.dtypes[moves.dtype[first]])
+        ranks = range(0) if everywhere[first] else range(source, source + stop - first)
+        have = tuple(moves.have[first:stop].tolist())
+        runs.append(_Part(spec, boxes.box(first, len(shape)), ranks, have, 0))
     ends, parts = np.zeros(world, np.int64), list[_Part]()
     for part in runs:
         rows = slice(part.ranks.start, part.ranks.stop)
@@ -152,6 +157,20 @@ def _parts(moves: Moves, everywhere: Ints, world: int) -> tuple[list[_Part], Int
         ends[rows] = start + -(-part.box.elements * part.spec.dtype.itemsize // ALIGN) * ALIGN
         parts.append(part._replace(start=start))
     return parts, ends
+
+
+def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
+    """Return which moves go on where the one before ends: the next rank has as many rows below."""
+    found, boxes = np.zeros(len(moves), bool), moves.boxes
+    row = boxes.offsets.copy()
+    row[:, 0] -= boxes.sizes[:, 0]
+    found[1:] = (row[1:, 0] == boxes.offsets[:-1, 0]) & (np.diff(moves.source) == 1)
+    found[1:] &= (row[1:, 1:] == boxes.offsets[:-1, 1:]).all(axis=1)
+    found[1:] &= (boxes.sizes[1:] == boxes.sizes[:-1]).all(axis=1)
+    for column in (boxes.tensor, moves.dtype, everywhere):
+        found[1:] &= column[1:] == column[:-1]
+    found &= everywhere == 0
+    return found
 
 
 def assembled(pieces: Iterable[Shard]) -> Iterator[Shard]:

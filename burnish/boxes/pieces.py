@@ -69,21 +69,26 @@ def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
     """Return every rank's table, by rank. Collective."""
-    tensors = gather_tensors(mine, layout)
-    arrays = gather_objects(_columns(mine.boxes), layout)
+    tensors, held = gather_tensors(mine, layout), np.flatnonzero(mine.boxes.elements)
+    told = gather_objects((held, *_columns(mine.boxes.take(held))), layout)
     return [
-        PieceTable(named, BoxTable(*theirs)) for named, theirs in zip(tensors, arrays, strict=True)
+        PieceTable(named, BoxTable(*boxes), index)
+        for named, (index, *boxes) in zip(tensors, told, strict=True)
     ]
 
 
 def gather_some(
-    mine: PieceTable, tensors: Sequence[Tensors], wanted: Collection[str], layout: Layout
+    mine: PieceTable,
+    tensors: Sequence[Tensors],
+    wanted: Collection[str],
+    layout: Layout,
+    dims: int,
 ) -> list[PieceTable]:
     """Return every rank's pieces of the tensors that are `wanted` here, by rank; `tensors` are all ranks'. Collective.
 
-    The ranks of the layout's first group tell each other everything, and those further off what each of them wants.
+    The ranks of the first `dims` of the grid tell each other everything, and those further off what each of them wants.
     """
-    inner, *outer = layout.groups
+    inner, outer = layout.groups[:dims], layout.groups[dims:]
     everything = (np.arange(len(mine.boxes)), *_columns(mine.boxes))
     near = gather_within(everything, inner)
     first = layout.rank // len(near) * len(near)
@@ -92,8 +97,7 @@ def gather_some(
         rows = np.array([tensor.name in wanted for tensor in named], bool)[arrays[1]]
         rows &= arrays[3].all(axis=1)  # others hold all of it
         values.append(tuple(column[rows] for column in arrays))
-    for group in outer:
-        values = [each for part in gather_within(values, group) for each in part]
+    values = [each for part in gather_within(values, outer) for each in part]
     return [
         PieceTable(named, BoxTable(*boxes), index)
         for named, (index, *boxes) in zip(tensors, values, strict=True)

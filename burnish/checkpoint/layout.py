@@ -61,6 +61,8 @@ MOST_BLOCKS = 1 << 19
 _SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
 # Most bytes of a span, and of the spans put together at one time; as many are being written meanwhile. One block at least.
 _WAVE_BYTES = 16 << 20
+_PLANNERS = 64
+# At least as many ranks divide the plan of a save among them, where there are so many.
 _BLOCKS_PER_TENSOR, _BLOCKS_TO_ALIGN = 64, 32
 # Ranks cut tensors by rows. Of small blocks, few hold the rows of two ranks.
 _FILE = re.compile(
@@ -567,27 +569,26 @@ class WritePlan:
     def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: Disks) -> Self:
         """Plan with all ranks, from this rank's pieces. Collective. Raises as `of` does.
 
-        Of very many ranks, those of the layout's first group plan a section each, and tell each other their shares.
+        Of very many ranks, neighbours plan a section each, and tell each other their shares.
         """
         if not layout.groups:
             return cls.of(gather_pieces(mine, layout), roles, layout, disks)
         tensors = gather_tensors(mine, layout)
         with agree(layout):
             outline = Outline.of(tensors, roles, disks)
-        group = layout.groups[0]
-        size = dist.get_world_size(group)
+        dims, size = _planners(layout)
         sections = outline.sections(layout.world, size)
         number, own = layout.rank % size, PlannedSection(slice(0))
         if number < len(sections):
             own = sections[number]
-        have = gather_some(mine, tensors, outline.tensors_in(own), layout)
+        have = gather_some(mine, tensors, outline.tensors_in(own), layout, dims)
         shares: list[bytes] | None = None
         with agree(layout):
             if number < len(sections):
                 first = layout.rank - number
                 planned = outline.shares(have, own, disks, range(first, first + size))
                 shares = [pickle.dumps(share) for share in planned]
-        told = gather_within(shares, group)
+        told = gather_within(shares, layout.groups[:dims])
         parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - of this run
         return cls._joined(outline, parts)
 
@@ -617,6 +618,16 @@ class WritePlan:
     def blocks_in(self, file: PlannedFile) -> int:
         """Return the number of blocks of a file."""
         return -(-file.size // self.block_bytes)
+
+
+def _planners(layout: Layout) -> tuple[int, int]:
+    """Return the dims of the grid whose ranks divide a plan among them, and the number of these ranks."""
+    size = 1
+    for dims, group in enumerate(layout.groups, start=1):
+        size *= dist.get_world_size(group)
+        if size >= _PLANNERS:
+            return dims, size
+    return len(layout.groups), size
 
 
 def _stored(told: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[Stored]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,17 +34,17 @@ def gather_objects(value: T, layout: Layout) -> list[T]:
     """Return every rank's value, by rank, on all ranks."""
     if layout.world == 1:
         return [value]
+    return gather_within(value, layout.groups or (None,))
+
+
+def gather_within(value: T, groups: Sequence[ProcessGroup | None]) -> list[T]:
+    """Return the values of the ranks that a rank shares these dims of the grid with, by rank; of all ranks for None."""
     values = [value]
-    for group in layout.groups or (None,):
-        values = [each for part in gather_within(values, group) for each in part]
+    for group in groups:
+        told: list[list[T]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(told, values, group)
+        values = [each for part in told for each in part]
     return values
-
-
-def gather_within(value: T, group: ProcessGroup | None) -> list[T]:
-    """Return the values of the ranks of a group, by rank in it; of all ranks for None."""
-    values: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return cast(list[T], values)
 
 
 def from_main(value: T, layout: Layout) -> T:

@@ -104,14 +104,14 @@ def used_memory(device: torch.device) -> int:
     Without /proc it is the process's peak.
     """
     if device.type != "cpu":
-        return torch.accelerator.memory_allocated(device)
+        return int(torch.get_device_module(device).memory_allocated(device))
     return _process_status("VmRSS") or _peak_from_rusage()
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes in use since `reset_peak_memory`, or since the process began."""
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     return _process_status("VmHWM") or _peak_from_rusage()
 
 
@@ -128,11 +128,11 @@ def free_memory(device: torch.device) -> int:
     What a control group allows counts as the machine's.
     """
     if device.type != "cpu":
-        free = int(torch.get_device_module(device).mem_get_info(device)[0])
-        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
+        own = torch.get_device_module(
             device
-        )
-        return free + cached
+        )  # torch.accelerator raises where a backend has no hooks
+        cached = own.memory_reserved(device) - own.memory_allocated(device)
+        return int(own.mem_get_info(device)[0] + cached)
     left = _field(Path("/proc/meminfo"), "MemAvailable:") * 1024 or total_memory(device)
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
@@ -144,7 +144,7 @@ def free_memory(device: torch.device) -> int:
 def reset_peak_memory(device: torch.device) -> None:
     """Restart `peak_memory` from the bytes in use. A CPU process needs /proc for it."""
     if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
+        torch.get_device_module(device).reset_peak_memory_stats(device)
         return
     control = Path("/proc/self/clear_refs")
     if os.access(control, os.W_OK):

@@ -46,7 +46,7 @@ _LEAVE = timedelta(seconds=5)
 _COUNT, _ALL = "count", "all"
 _LOOK = timedelta(seconds=30)
 # How long a rank waits for the names of the absent.
-_MESH, _GROUP = 256, 64
+_MESH, _GROUP = 256, 16
 # Ranks that are all connected to each other; above, ranks of each group that small messages go round in.
 _OWN_FILES = 512
 # Descriptors that a rank needs beside its connections.
@@ -129,7 +129,7 @@ def group_sizes(world: int, most: int = _GROUP) -> list[int]:
 def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int = _GROUP) -> Layout:
     """Return the layout with the groups of `group_sizes` if there are more than `mesh` ranks. Collective.
 
-    gloo's messages go round in a ring, so a grid of 16,000 ranks passes 116 where one ring would pass 15,999.
+    gloo's messages go round in a ring, so a grid of 16,000 ranks passes 42 where one ring would pass 15,999.
     """
     groups, below = list[dist.ProcessGroup](), 1
     for size in group_sizes(layout.world, most) if layout.world > mesh else ():

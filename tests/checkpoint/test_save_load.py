@@ -26,6 +26,7 @@ from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import TORCH_DTYPES
+from burnish.checkpoint import layout as planning
 from burnish.checkpoint.layout import MAIN, Disks, WritePlan
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
@@ -46,6 +47,7 @@ def save_on_ranks(layout, root):
 
 def save_in_sections(layout, root):
     """Blocks of every rank's own number, and what a rank lacks is told to all."""
+    planning._PLANNERS = 2
     layout = in_groups(layout, timedelta(seconds=60), mesh=1, most=2)
     save_on_ranks(layout, root)
     weights, _ = make_state(3, BIG_SHAPES)

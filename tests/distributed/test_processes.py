@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import time
+import types
 from datetime import timedelta
 
 import pytest
@@ -13,7 +14,15 @@ from ports import free_port
 from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
 from torch.distributed.device_mesh import init_device_mesh
 
-from burnish.distributed.device import has_fp64, pick_device
+from burnish.distributed.device import (
+    free_memory,
+    has_fp64,
+    peak_memory,
+    pick_device,
+    reset_peak_memory,
+    total_memory,
+    used_memory,
+)
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import backend_of, process_group, raise_descriptors
@@ -53,13 +62,20 @@ def _as_beside_torch_npu():
     torch.utils.rename_privateuse1_backend("npu")
     torch.accelerator.current_accelerator = lambda check_available: torch.device("npu")
     torch.accelerator.device_count = lambda: 2
+    own = types.ModuleType("npu")
+    own.memory_allocated, own.max_memory_allocated = (lambda device: 3), (lambda device: 5)
+    own.memory_reserved, own.mem_get_info = (lambda device: 4), (lambda device: (10, 16))
+    own.reset_peak_memory_stats = lambda device: None
+    torch._register_device_module("npu", own)
     devices = [pick_device(rank) for rank in range(2)]
-    return [str(each) for each in devices], backend_of(devices[1]), has_fp64(devices[1])
+    reset_peak_memory(devices[1])
+    memory = [each(devices[1]) for each in (used_memory, peak_memory, free_memory, total_memory)]
+    return [str(each) for each in devices], backend_of(devices[1]), has_fp64(devices[1]), memory
 
 
 def test_an_npu_has_a_backend_and_no_fp64():
     (answer,) = run_processes(_as_beside_torch_npu, [{}])
-    assert answer == (["npu:0", "npu:1"], "cpu:gloo,npu:hccl", False)
+    assert answer == (["npu:0", "npu:1"], "cpu:gloo,npu:hccl", False, [3, 5, 11, 16])
 
 
 def _sum(layout):
