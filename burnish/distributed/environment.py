@@ -43,6 +43,8 @@ class Place:
     """The launcher shows each process only its own accelerator."""
     attempt: int = 0
     """How often the launcher has restarted the run."""
+    same_attempt: bool = True
+    """All ranks have the same `attempt`. Agents of torchrun count each for itself, so a new machine's has another."""
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
@@ -77,12 +79,14 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
     attempt = number_of(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
     if layout.world == 1:
         return Place(layout, attempt=attempt)
+    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(
         layout,
         _text(environ, "MASTER_ADDR").strip("[]"),
         number_of(environ, "MASTER_PORT"),
-        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=agent_store,
         attempt=attempt,
+        same_attempt=agent_store or "TORCHELASTIC_RUN_ID" not in environ,
     )
 
 

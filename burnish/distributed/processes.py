@@ -202,7 +202,8 @@ def _connect(place: Place, timeout: timedelta) -> Store:
     serves = layout.rank == 0 and not place.agent_store
     try:
         server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
-        opening = server.add(f"burnish/{place.attempt}/openings/{layout.rank}", 1)
+        start = f"burnish/{place.attempt if place.same_attempt else 0}"
+        opening = server.add(f"{start}/openings/{layout.rank}", 1)
     except (RuntimeError, OSError) as error:
         raise BurnishError(
             f"rank {layout.rank} cannot {'open' if serves else 'reach'} the meeting point {place.host} port {place.port}",
@@ -210,7 +211,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
             want=f"all {layout.world} ranks there within {timeout.total_seconds():g} s",
             do="check that rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and a free port",
         ) from error
-    return PrefixStore(f"burnish/{place.attempt}/{opening}", server)
+    return PrefixStore(f"{start}/{opening}", server)
 
 
 def is_first(text: str) -> bool:

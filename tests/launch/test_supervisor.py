@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_launcher import ForkedLauncher
@@ -22,6 +26,26 @@ UPDATE, ROLLOUT, SETUP = (
     "burnish.train.rl:make_collector",
 )
 SAVE = "burnish.train.run:Run._committed"
+PLACES = (
+    SETUP,
+    "burnish.train.rl:RolloutQueue.publish",
+    ROLLOUT,
+    "burnish.train.collect:Collector.collect",
+    UPDATE,
+    "burnish.checkpoint.manager:Checkpoints.save",
+    SAVE,
+)
+
+
+@pytest.fixture(scope="module")
+def calm(work: Path) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """What an undisturbed run of two processes comes to."""
+
+    @cache
+    def made(argv: Sequence[str]) -> dict[str, Any]:
+        return outcome(done(work, *argv, f"name=calm{len(argv)}{len(argv[-1])}", world=2))
+
+    return made
 
 
 def supervised(launcher: ForkedLauncher, world: int = 2, **settings: float) -> int:
@@ -41,6 +65,36 @@ def test_a_rank_that_dies_is_started_again_from_the_newest_step(work: Path) -> N
     assert supervised(launcher) == 0, launcher.output
     assert len(launcher.started) == 4
     assert outcome(work / "runs/killed") == wanted
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(12))
+def test_five_kills_in_any_phase(
+    work: Path, seed: int, calm: Callable[[Sequence[str]], Any]
+) -> None:
+    chance = random.Random(seed)
+    # Every second attempt makes a step at least: three deaths alike would end the run.
+    kills = {
+        attempt: (
+            chance.randrange(2),
+            At(
+                chance.choice(PLACES[attempt % 2 :]),
+                1 + attempt % 2 * chance.choice((1, 2)),
+                signal.SIGKILL,
+            ),
+        )
+        for attempt in range(5)
+    }
+    argv = [*ARGV, "steps=14"]
+    if seed % 3 == 0:
+        argv += ["checkpoint.background=true"]
+    if seed % 3 == 1:
+        argv += ["rollout.ahead=1", "algorithm.mismatch_cap=2"]
+    launcher = ForkedLauncher(work, [*argv, f"name=seed{seed}"], kills)
+    assert supervised(launcher) == 0, launcher.output
+    assert len(launcher.started) >= 5, launcher.output
+    run = work / "runs" / f"seed{seed}"
+    assert outcome(run) == calm(tuple(argv))
 
 
 def test_lost_devices_are_done_without_and_taken_back(work: Path) -> None:
