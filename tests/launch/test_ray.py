@@ -241,3 +241,14 @@ def test_a_job_is_submitted_and_its_exit_code_comes_back(work: Path, nodes: Node
     assert found[0].returncode == 0, found[0].stdout + found[0].stderr
     assert found[1].returncode == 2, found[1].stdout + found[1].stderr
     assert outcome(work / "runs" / "submitted") == outcome(done(work, *ARGV, "name=typed", world=2))
+
+
+def test_ranks_see_the_accelerators_of_the_run_on_their_node() -> None:
+    from burnish.launch.ray_cluster import _ranks
+
+    places = [{"node": node, "devices": [device]} for node, device in ("a3", "a1", "b0")]
+    found = _ranks(places, "GPU")
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["3,1", "3,1", "0"]
+    assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in found] == ["2", "2", "1"]
+    assert not any("CUDA_VISIBLE_DEVICES" in each for each in _ranks(places, None))
