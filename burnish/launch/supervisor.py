@@ -181,12 +181,13 @@ class Supervisor:
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Note the signals that ask for an end, for the ranks."""
+        """Note the signals that ask for an end, for the ranks, but not a SIGHUP that nohup ignores."""
 
         def hear(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        former = {number: signal.signal(number, hear) for number in STOPPING}
+        heard = [each for each in STOPPING if signal.getsignal(each) is not signal.SIG_IGN]
+        former = {number: signal.signal(number, hear) for number in heard}
         try:
             yield
         finally:
