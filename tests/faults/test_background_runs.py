@@ -59,7 +59,8 @@ CHOSEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_killed_at_chosen_moments(work, in_peace, kind):
     argv = [*KINDS[kind], f"name=chosen_{kind}", *SAVING]
     for place, nth in CHOSEN[kind]:

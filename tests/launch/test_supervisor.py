@@ -96,6 +96,7 @@ def test_five_kills_in_any_phase(
     assert outcome(run) == calm(tuple(argv))
 
 
+@pytest.mark.nightly
 def test_lost_devices_are_done_without_and_taken_back(work: Path) -> None:
     argv = [*ARGV, "distributed.min_processes=1", "engine.tensor_parallel=2"]
     run = work / "runs/elastic"

@@ -89,9 +89,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """How far ahead, and settings."""
 KINDS = ("mean", "max")
+QUICKLY = ("plain", "critic", "everything")
+MARKED = [c if c in QUICKLY else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
     work: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,18 @@ from burnish.train.evaluate import prompt_validation
 NOTHING = Completion(
     np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32), "stop", 0
 )
+
+
+@dataclass
+class Collected:
+    """Stands in for a collector."""
+
+    groups: list[list[Rollout]]
+    stragglers: Any = None
+    parked = nullcontext
+
+    def collect(self, *asked: Any) -> list[list[Rollout]]:
+        return self.groups
 
 
 def measured(
@@ -45,7 +58,7 @@ def validated(
     functions = [{"function": "rewards.py:correct"}, {"function": "rewards.py:style"}]
     settings = {"reward": {"functions": functions}, "evaluation": evaluation}
     prompts = [group[0].prompt for group in groups]
-    collector = SimpleNamespace(collect=lambda *_: groups, parked=nullcontext)
+    collector = Collected(groups)
     foundation = SimpleNamespace(config=RunConfig.model_validate(settings))
     return prompt_validation(foundation, collector, prompts)()
 

@@ -44,8 +44,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Processes, how far ahead, and settings."""
 
 
-QUICKLY = ("ahead", "ranks")
-MARKED = [c if c in QUICKLY else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
+MARKED = [c if c == "ranks" else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)
@@ -63,7 +62,8 @@ def test_processes_beside_the_ranks_draw_what_a_generator_inside_draws(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
 def test_new_weights_in_flight_make_no_token_staler_than_ahead(work: Path, world: int) -> None:
     """Also after a kill in the middle, which loses no batch, repeats none, and goes on with completions that were begun."""
     name = f"flight_{world}"
@@ -127,6 +127,7 @@ def test_other_servers_take_over_from_one_that_dies(work: Path) -> None:
     assert "lost" in training.output
 
 
+@pytest.mark.nightly
 def test_a_run_without_servers_ends_by_name_and_goes_on(work: Path) -> None:
     config = written(work, "none_left", {"steps": 8}, ahead=1, place="servers")
     with Servers(work, config, 1) as servers:

@@ -210,7 +210,7 @@ def test_killed_at_random_moments(work: Path, case: str) -> None:
     assert made.done() == wanted
 
 
-@pytest.mark.parametrize("place", ["child", "inside"])
+@pytest.mark.parametrize("place", [pytest.param("child", marks=pytest.mark.nightly), "inside"])
 def test_a_signal_in_an_update_saves_what_the_next_step_needs(work: Path, place: str) -> None:
     (work / "slow.py").write_text(SLOW)
     settings = {
