@@ -338,7 +338,7 @@ def _ports(*, alone: bool) -> Finding:
         return Finding("ports", f"{host} cannot be reached: {error}", "a name that works", do)
     astray = not alone and ipaddress.ip_address(address).is_loopback
     want = "an address that other machines reach" if astray else ""
-    return Finding("ports", f"{host} is {address}", want, do, stops=astray)
+    return Finding("ports", f"{host} is {address}", want, do)
 
 
 def _hub() -> Finding:

@@ -28,7 +28,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish serve [CONFIG] [key=value ...]          generate completions for a run elsewhere
   burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
   burnish check [CONFIG] [--processes N]          compare a layout with one plain process
-  burnish doctor [PLACE ...] [--processes N]      what this machine has and lacks for training
+  burnish doctor [PLACE ...]                      what this machine has and lacks for training
   burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
   burnish config show [CONFIG] [key=value ...]    every setting, and where its value came from
   burnish config explain [KEY]                    what a setting means
@@ -114,7 +114,7 @@ _COMMANDS = {
     ),
     "doctor": (
         "doctor:doctor",
-        "PLACE --processes --json",
+        "PLACE --processes --ray --json",
         "Look at devices, versions, limits, disks, clock, ports and the hub, and say what to type where something is missing. Under "
         "torchrun, Slurm or Ray: all machines, the speed of collectives, and which rank is slow.",
     ),

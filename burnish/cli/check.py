@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
 
 from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
@@ -45,17 +44,12 @@ def run_check(given: Namespace) -> None:
 
         check_layout(config)
         return
-    own = ["check", *filter(None, [given.config]), *given.overrides]
-    on_processes(own, processes, _HIDE_ACCELERATORS)
-
-
-def on_processes(command: Sequence[str], processes: int, environ: Mapping[str, str]) -> None:
-    """Run a command of `burnish` on so many processes of this machine, with further variables. Raises `BurnishError` if it fails."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    own = ["burnish", "check", *filter(None, [given.config]), *given.overrides]
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     with subprocess.Popen(
-        [sys.executable, "-m", *torchrun, "-m", "burnish", *command],
-        env={"OMP_NUM_THREADS": threads} | os.environ | dict(environ),
+        [sys.executable, "-m", *torchrun, "-m", *own],
+        env={"OMP_NUM_THREADS": threads} | os.environ | _HIDE_ACCELERATORS,
         stderr=subprocess.PIPE,
         text=True,
     ) as started:
@@ -66,6 +60,6 @@ def on_processes(command: Sequence[str], processes: int, environ: Mapping[str, s
         started.communicate()
     if started.returncode != 0:
         raise BurnishError(
-            f"the {command[0]} on {processes} processes did not pass",
+            f"the check on {processes} processes did not pass",
             have=f"exit status {started.returncode}; the reason is above",
         )

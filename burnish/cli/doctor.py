@@ -5,28 +5,30 @@ from __future__ import annotations
 import json
 import socket
 from argparse import Namespace
+from contextlib import closing
 from dataclasses import asdict
 
 import torch
 
 from burnish.check.machine import Finding, look
-from burnish.cli.check import on_processes
 from burnish.cli.output import print_text
+from burnish.cli.run import launcher_of
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.errors import BurnishError, count_text, table
+from burnish.launch.supervisor import run_once
 
 _MARKS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
 
 
 def doctor(given: Namespace) -> None:
     """Print findings. Raises `BurnishError` if one of them keeps runs from working."""
-    if given.processes is not None:
-        options = ["--json"] * given.json
-        on_processes(["doctor", *given.places, *options], given.processes, {})
-        return
+    if given.processes is not None or given.ray is not None:
+        argv = ["doctor", *given.places, *["--json"] * given.json]
+        with closing(launcher_of(given.ray, argv)) as launcher:
+            raise SystemExit(run_once(launcher, given.processes))
     found = launch(
         lambda layout, device: _examined(given.places or ["."], layout, device),
         DistributedConfig(),

@@ -99,18 +99,25 @@ def supervise(given: Namespace) -> None:
         raise UsageError("--processes is not a number of processes", have=world, want="1 or more")
     config = load_config(given.config, given.overrides).config
     argv = [command, *filter(None, [given.config]), *given.overrides]
-    launcher: Launcher = LocalLauncher(argv)
-    if given.ray is not None:
-        with refusing("Ray is not installed", do=install("ray")):
-            ray_cluster = import_module("burnish.launch.ray_cluster")
-        rollout = config.rollout
-        servers = rollout.servers if command == "rl" and rollout.place == "servers" else 0
-        launcher = ray_cluster.RayLauncher(given.ray, argv, servers, rollout.tensor_parallel)
-    with closing(launcher):
+    rollout = config.rollout
+    servers = rollout.servers if command == "rl" and rollout.place == "servers" else 0
+    with closing(launcher_of(given.ray, argv, servers, rollout.tensor_parallel)) as launcher:
         world = launcher.processes() if world is None else world
         check(config, command, world)
         is_possible = partial(has_layout, partial(planner_of, config, command))
         raise SystemExit(Supervisor(launcher, config.distributed, world, is_possible).run())
+
+
+def launcher_of(
+    address: str | None, argv: Sequence[str], servers: int = 0, devices: int = 1
+) -> Launcher:
+    """Return what starts a command here or on the Ray cluster at an address, there with servers of so many `devices` each."""
+    if address is None:
+        return LocalLauncher(argv)
+    with refusing("Ray is not installed", do=install("ray")):
+        ray_cluster = import_module("burnish.launch.ray_cluster")
+    launcher: Launcher = ray_cluster.RayLauncher(address, argv, servers, devices)
+    return launcher
 
 
 def submit(given: Namespace) -> None:

@@ -9,7 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Protocol
 
@@ -200,6 +200,24 @@ class Supervisor:
             want=f"at most distributed.max_restarts: {self._settings.max_restarts} failures",
             do="see the lines above; the same command continues from the newest checkpoint",
         )
+
+
+def run_once(launcher: Launcher, world: int | None) -> int:
+    """Start a command on its processes, and not again; return its exit code. Raises `UsageError` if they find no room."""
+    world = launcher.processes() if world is None else world
+    started = launcher.start(world, 0, _SMALLER_SECONDS, lambda: False)
+    if started is None:
+        raise UsageError(
+            "there is no room for the processes",
+            have=f"room for {launcher.room()}",
+            want=world,
+            do="give --processes a smaller number, or wait",
+        )
+    with closing(started):
+        while len(ended := started.poll(_LOOK_SECONDS)) < world:
+            pass
+    status = next(filter(None, ended.values()), 0)
+    return status if status >= 0 else 128 - status
 
 
 def _described(status: int) -> str:

@@ -101,3 +101,10 @@ def test_the_command_says_all_in_json_and_ends_with_1(tmp_path: Path) -> None:
     verdicts = {finding["part"]: finding["verdict"] for finding in found}
     assert verdicts["disk /proc/x"] == "error"
     assert {"versions", "disk .", "ports"} <= set(verdicts)
+
+
+@pytest.mark.nightly
+def test_the_command_measures_processes_that_it_starts(tmp_path: Path) -> None:
+    code, output = burnish(tmp_path, "doctor", "--processes", "2", environ={"HF_HUB_OFFLINE": "1"})
+    assert code == 0, output
+    assert "all-reduce" in output

@@ -243,6 +243,15 @@ def test_a_job_is_submitted_and_its_exit_code_comes_back(work: Path, nodes: Node
     assert outcome(work / "runs" / "submitted") == outcome(done(work, *ARGV, "name=typed", world=2))
 
 
+def test_doctor_looks_at_all_nodes(work: Path, nodes: Nodes) -> None:
+    driver = Driver(work, nodes, "doctor", "--processes", "2")
+    assert driver.wait() == 0, driver.output
+    assert "all-reduce" in driver.output
+    driver = Driver(work, nodes, "doctor", "/proc/x", "--processes", "2")
+    assert driver.wait() == 1
+    assert "/proc/x" in driver.output
+
+
 def test_ranks_see_the_accelerators_of_the_run_on_their_node() -> None:
     from burnish.launch.ray_cluster import _ranks
 
