@@ -55,10 +55,10 @@ class Guard:
         mean = float(apart.mean()) if len(apart) else 0.0
         if mean <= limit:
             return
-        name = self._first_difference()
-        found = (
-            "all tensors are equal" if name is None else f"the first tensor that differs is {name}"
-        )
+        name, compared = self._first_difference()
+        found = f"the first tensor that differs is {name}"
+        if name is None:
+            found = f"all {compared} tensors that the generator reads back are equal"
         raise BurnishError(
             f"generator and engine disagree on the log-probs of the same tokens, with weights of version {version}",
             have=f"{mean:.3g} nats on average over {len(apart)} tokens; {found}",
@@ -86,8 +86,8 @@ class Guard:
         shares = gather_objects([completion for (completion,) in drawn], self.layout)
         return [Rollout(prompts[n], 0, shares[n % asking][n // asking], "") for n in numbers]
 
-    def _first_difference(self) -> str | None:
-        """Return the name of the first tensor that differs on any rank between engine and generator."""
+    def _first_difference(self) -> tuple[str | None, int]:
+        """Return the name of the first tensor that differs on any rank between engine and generator, and how many can be compared."""
         published = self.update.engine.published()
         have, held = [*published.fixed, *published.changing], list(self.generator.checksums())
         told = gather_objects([spec for spec, _ in held], self.layout)
@@ -95,5 +95,5 @@ class Guard:
         for tensor in assembled(Gather(have, specs, self.layout).run(have)):
             mine = {checksum for spec, checksum in held if spec == tensor.spec}
             if any_rank(bool(mine) and mine != {tensor.checksum()}, self.layout):
-                return tensor.spec.name
-        return None
+                return tensor.spec.name, len(specs)
+        return None, len(specs)
