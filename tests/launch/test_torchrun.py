@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,15 @@ ARGV = [
 
 
 class Machine:
-    """An agent of torchrun with one rank."""
+    """An agent of torchrun with one rank. They meet at the first one."""
 
     def __init__(self, work: Path, number: int, port: int) -> None:
-        self.log = work / f"machine-{number}.txt"
+        self.log, self.port = work / f"machine-{number}.txt", port
         agent = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
             *("--max-restarts=5", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            *("--rdzv-id=run", "--rdzv-conf=last_call_timeout=5", "--local-addr=127.0.0.1"),
+            *("--rdzv-id=run", "--local-addr=127.0.0.1"),
+            f"--rdzv-conf=last_call_timeout=5,is_host={number == 0}",
         ]
         root = str(Path(__file__).parents[2])
         environ = {"PYTHONPATH": root, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -42,9 +44,17 @@ class Machine:
             )
 
 
-def test_machines_leave_and_come_back(work: Path) -> None:
+@pytest.fixture
+def machines(work: Path) -> Iterator[list[Machine]]:
     port = free_port()
-    machines = [Machine(work, number, port) for number in range(2)]
+    found = [Machine(work, number, port) for number in range(2)]
+    yield found
+    for each in found:
+        each.process.kill()
+        each.process.wait()
+
+
+def test_machines_leave_and_come_back(work: Path, machines: list[Machine]) -> None:
 
     def said() -> str:
         return "".join(each.log.read_text() for each in machines)
@@ -58,10 +68,9 @@ def test_machines_leave_and_come_back(work: Path) -> None:
     until(lambda: "does not fit 1 processes" in said())
 
     until(lambda: "INFO steps" in said().rpartition("not fit")[2])
-    machines.append(Machine(work, 2, port))
+    machines.append(Machine(work, 2, machines[0].port))
     until(lambda: worlds().count("2") == 2)
     until(lambda: said().rpartition("2 processes\n")[2].count("\nstep ") > 2)
     for each in machines:
         each.process.terminate()
-    for each in machines:
         each.process.wait()
