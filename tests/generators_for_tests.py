@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from contracts.generator import make_requests
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.boxes.shards import Publication
 from burnish.config.schema import LoraConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.models.meta_init import count_flops
+from burnish.models.names import model_shards
 from burnish.records import Completion, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.builtin.stopping import Decode
 
 CPU = torch.device("cpu")
 DRAWN = Sampling(12, temperature=0.7, top_p=0.9)
@@ -39,6 +43,24 @@ def make_generator(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = InferenceModel(config, device=device, dtype=dtype, lora=beside)
     return BuiltinGenerator(model, layout=layout, slots=4, eos_token_ids=eos)
+
+
+def builtin(
+    model: PreTrainedModel,
+    *,
+    slots: int | Literal["auto"] = 4,
+    eos: Sequence[int] = (),
+    version: int = 1,
+    dtype: torch.dtype = torch.float32,
+    decode: Decode | None = None,
+) -> BuiltinGenerator:
+    """With the weights of a model."""
+    inference = InferenceModel(model.config, device=CPU, dtype=dtype)
+    generator = BuiltinGenerator(
+        inference, layout=Layout(), slots=slots, eos_token_ids=eos, decode=decode
+    )
+    generator.load_weights(Publication(model_shards(model)), version)
+    return generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,8 +295,10 @@ def _object_store(url: str) -> Finding:
     try:
         remote = Remote(url)
         remote.put(name, said)
-        back = remote.read(name, len(said))
-        remote.remove(name)
+        try:
+            back = remote.read(name, len(said))
+        finally:
+            remote.remove(name)
     except BurnishError as error:
         found = f"{error.problem}: {error.have}"
         return Finding(part, found, want="writing and reading", do=error.do or "", stops=True)
@@ -343,7 +345,7 @@ def _ports(*, alone: bool) -> Finding:
 
 def _hub() -> Finding:
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils._http import get_session
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     token = "with a token" if get_token() else "without a token"
     if constants.HF_HUB_OFFLINE:

@@ -587,6 +587,7 @@ class WritePlan:
             if number < len(sections):
                 first = layout.rank - number
                 planned = outline.shares(have, own, disks, range(first, first + size))
+                # As bytes, so that a rank unpickles its own share alone.
                 shares = [pickle.dumps(share) for share in planned]
         told = gather_within(shares, layout.groups[:dims])
         parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - of this run

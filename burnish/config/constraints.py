@@ -39,6 +39,8 @@ _RENDERING = frozenset(
 )
 """Arguments of `apply_chat_template` that Burnish gives itself."""
 
+_LEAST_SHARE = 0.001
+"""Of a mixture. Its pattern has a period of 10,000 rows (`burnish.data.loader`)."""
 _LONGEST_NAME = 200
 """Bytes; file systems allow 255, and names of files are made from it."""
 
@@ -410,6 +412,13 @@ def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
             have=f"{count_text(len(config.data.weights), 'weight')}, data.train: {config.data.train}",
             want="a weight for each entry of data.train",
             do="give as many weights as entries",
+        )
+    elif config.data.weights and min(config.data.weights) < _LEAST_SHARE * sum(config.data.weights):
+        yield UsageError(
+            "data.weights would hardly ever draw one of the entries",
+            have=f"data.weights: {config.data.weights}",
+            want=f"each at least {_LEAST_SHARE:g} of their sum",
+            do="raise the smallest weight, or leave its entry out of data.train",
         )
     ramps = config.optim.warmup_steps + config.optim.decay_steps
     if config.steps is not None and ramps > config.steps - waiting > 0:

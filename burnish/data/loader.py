@@ -100,7 +100,7 @@ class MixedLoader(Loader):
     """
 
     def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
-        """Mix the samples of `loaders`. A weight under 1 of 20,000 draws nothing."""
+        """Mix the samples of `loaders`. Shares are rounded to 1 of 10,000."""
         super().__init__(sum(loader.size for loader in loaders), seed=0, shuffle=False)
         edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * _PERIOD).astype(np.int64)
         self._counts = np.diff(edges)

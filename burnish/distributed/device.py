@@ -128,9 +128,8 @@ def free_memory(device: torch.device) -> int:
     What a control group allows counts as the machine's.
     """
     if device.type != "cpu":
-        own = torch.get_device_module(
-            device
-        )  # torch.accelerator raises where a backend has no hooks
+        # torch.accelerator raises where a backend has no hooks
+        own = torch.get_device_module(device)
         cached = own.memory_reserved(device) - own.memory_allocated(device)
         return int(own.mem_get_info(device)[0] + cached)
     left = _field(Path("/proc/meminfo"), "MemAvailable:") * 1024 or total_memory(device)

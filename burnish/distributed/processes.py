@@ -77,7 +77,8 @@ def process_group(
     """Open the default process group, yield this process's layout, destroy the group.
 
     Makes `device` current. `timeout_seconds` bounds the meeting of the ranks and every collective. `place` defaults to the
-    environment's. A run in the block that does not move for `stall_seconds` is ended (0: never). A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
+    environment's. A run in the block that does not move for `stall_seconds` is ended (0: never). A lone process gets a group
+    of one, which FSDP's mesh needs, and opens no port.
 
     Raises `UsageError` for a half-set environment, and `BurnishError` naming ranks that are missing, fail or die, or the
     collective that timed out.

@@ -13,9 +13,7 @@ import xxhash
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
-from burnish.errors import BurnishError
-
-_SHOWN = 3
+from burnish.errors import BurnishError, few
 
 
 def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layout: Layout) -> None:
@@ -44,8 +42,7 @@ def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layo
         ]
         ranks = [place + size * number for number in numbers]
         if ranks:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            found.append(f"rank {', '.join(map(str, ranks))}: {', '.join(names[:_SHOWN])}{more}")
+            found.append(f"rank {', '.join(map(str, ranks))}: {few(names)}")
     raise BurnishError(
         f"step {step}: copies of the weights differ, so a device has computed or stored wrongly",
         have="; ".join(found),

@@ -4,12 +4,13 @@ import gc
 import weakref
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from contracts.generator import GeneratorContract, assert_same, make_requests
+from generators_for_tests import builtin
 from ranks import run_ranks
 from tiny import FAMILIES, MIXTURES, tiny_config, tiny_model
 from torch import Tensor
@@ -28,29 +29,8 @@ from burnish.rollout.builtin import decoding
 from burnish.rollout.builtin.forward import FusedForward, InferenceModel, ModuleForward
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.kv_cache import PromptCache
-from burnish.rollout.builtin.stopping import Decode
 
 CPU = torch.device("cpu")
-
-
-def builtin(
-    model: PreTrainedModel,
-    *,
-    slots: int | Literal["auto"] = 4,
-    eos: Sequence[int] = (),
-    version: int = 1,
-    dtype: torch.dtype = torch.float32,
-    decode: Decode | None = None,
-) -> BuiltinGenerator:
-    generator = BuiltinGenerator(
-        InferenceModel(model.config, device=CPU, dtype=dtype),
-        layout=Layout(),
-        slots=slots,
-        eos_token_ids=eos,
-        decode=decode,
-    )
-    generator.load_weights(Publication(model_shards(model)), version)
-    return generator
 
 
 class TestContract(GeneratorContract):
@@ -352,6 +332,16 @@ class TestWeights:
         assert_same(generator.generate(requests, sampling), wanted)
         generator.release()
         assert_same(generator.generate(requests, sampling), wanted)
+
+    def test_of_a_second_version_replace_a_copy_in_another_order(self) -> None:
+        """A processor with bf16 units has its own copy of the weights of its products."""
+        first, second = tiny_model(seed=1), tiny_model(seed=2)
+        generator = builtin(first, dtype=torch.bfloat16)
+        generator.load_weights(Publication(model_shards(second)), 2)
+        requests, sampling = make_requests(), Sampling(8)
+        made = generator.generate(requests, sampling)
+        wanted = builtin(second, dtype=torch.bfloat16, version=2).generate(requests, sampling)
+        assert_same(made, wanted)
 
     def test_are_needed(self) -> None:
         generator = BuiltinGenerator(

@@ -15,19 +15,16 @@ import numpy as np
 import pytest
 import torch
 from contracts.generator import GeneratorContract, assert_same, make_requests
+from generators_for_tests import builtin
 from tiny import MIXTURES, tiny_config, tiny_model
 from transformers import PreTrainedModel
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
-from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.stopping import Decode
 from burnish.rollout.sglang.sglang_generator import SglangGenerator
 
 FAKE = Path(__file__).parents[1] / "fake_sglang"
@@ -65,17 +62,6 @@ def loaded(
     return generator
 
 
-def builtin(
-    model: PreTrainedModel, eos: Sequence[int] = (), decode: Decode | None = None
-) -> BuiltinGenerator:
-    inference = InferenceModel(model.config, device=CPU, dtype=torch.float32)
-    oracle = BuiltinGenerator(
-        inference, layout=Layout(), slots=16, eos_token_ids=eos, decode=decode
-    )
-    oracle.load_weights(Publication(model_shards(model)), 1)
-    return oracle
-
-
 @pytest.mark.nightly
 class TestContract(GeneratorContract):
     @pytest.fixture(autouse=True)
@@ -106,7 +92,7 @@ def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
     ours = start(made, models[0])
     for version, model in enumerate(models):
         ours.load_weights(Publication(model_shards(model)), version)
-        oracle = builtin(model)
+        oracle = builtin(model, slots=16)
         for sampling in SAMPLINGS:
             found = ours.generate(requests, sampling)
             assert_same(found, oracle.generate(requests, sampling))
@@ -123,7 +109,7 @@ def test_stop_strings_and_ids_end_as_the_built_in_generator_ends(
 ) -> None:
     model, requests = tiny_model(), make_requests(samples=3)
     sampling = Sampling(20, stop_strings=("cd", "gfa"), stop_token_ids=(11, 12), seed=1)
-    oracle = builtin(model, (5,), letters).generate(requests, sampling)
+    oracle = builtin(model, slots=16, eos=(5,), decode=letters).generate(requests, sampling)
     assert {c.stop_reason for c in chain(*oracle)} == {"stop", "length"}
     ours = loaded(made, model, eos_token_ids=(5,), decode=letters)
     assert_same(ours.generate(requests, sampling), oracle)
@@ -134,7 +120,7 @@ def test_a_completion_that_ends_ends_no_other(made: list[SglangGenerator]) -> No
     """SGLang ends all requests whose names begin like the one that it is to end."""
     model, requests = tiny_model(), make_requests((5,), samples=14)
     sampling = Sampling(16, stop_strings=("a", "b"), seed=2)
-    (wanted,) = builtin(model, (), letters).generate(requests, sampling)
+    (wanted,) = builtin(model, slots=16, decode=letters).generate(requests, sampling)
     assert len(wanted[1].token_ids) < max(len(each.token_ids) for each in wanted[10:])
     ours = loaded(made, model, slots=14, decode=letters)
     assert_same(ours.generate(requests, sampling), [wanted])
@@ -145,7 +131,9 @@ def test_a_sequence_may_have_as_many_tokens_as_the_model_has_positions(
 ) -> None:
     model, request = tiny_model(), make_requests((100,), samples=1)
     ours, sampling = loaded(made, model), Sampling(28)
-    assert_same(ours.generate(request, sampling), builtin(model).generate(request, sampling))
+    assert_same(
+        ours.generate(request, sampling), builtin(model, slots=16).generate(request, sampling)
+    )
 
 
 def test_new_weights_in_the_middle_of_completions_draw_the_rest(
@@ -165,8 +153,10 @@ def test_new_weights_in_the_middle_of_completions_draw_the_rest(
     # A text that never comes has every token told at once.
     sampling = Sampling(12, stop_strings=("z",))
     found = [each for (each,) in ours.generate(requests, sampling, watch)]
-    before = [each for (each,) in builtin(first, (), letters).generate(requests, sampling)]
-    after = builtin(second, (), letters).generate(requests, sampling)
+    before = [
+        each for (each,) in builtin(first, slots=16, decode=letters).generate(requests, sampling)
+    ]
+    after = builtin(second, slots=16, decode=letters).generate(requests, sampling)
     switched = [int((each.versions == 1).sum()) for each in found]
     assert 0 < switched[0] < 12, switched
     assert switched[2:] == [0, 0]
@@ -226,7 +216,7 @@ def test_weights_that_do_not_fit_are_named_and_leave_none(
     ours.load_weights(Publication(model_shards(model)), 3)
     assert_same(
         ours.generate(make_requests(), Sampling(9)),
-        builtin(model).generate(make_requests(), Sampling(9)),
+        builtin(model, slots=16).generate(make_requests(), Sampling(9)),
     )
 
 
@@ -254,7 +244,7 @@ def test_memory_is_given_back_until_new_weights_come(made: list[SglangGenerator]
         ours.generate(requests, Sampling(4))
     ours.load_weights(Publication(model_shards(model)), 2)
     found = ours.generate(requests, Sampling(6))
-    assert_same(found, builtin(model).generate(requests, Sampling(6)))
+    assert_same(found, builtin(model, slots=16).generate(requests, Sampling(6)))
 
 
 def test_sigterm_stays_with_whoever_had_it(made: list[SglangGenerator]) -> None:

@@ -18,18 +18,16 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
+from generators_for_tests import builtin
 from tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
-from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.sampling import draw, uniforms
 from burnish.rollout.builtin.stopping import Decode
 from burnish.rollout.vllm.vllm_generator import VllmGenerator
@@ -81,18 +79,6 @@ def vllm(
     return engines[key]
 
 
-def builtin(
-    model: PreTrainedModel, eos: Sequence[int] = (), decode: Decode | None = None
-) -> BuiltinGenerator:
-    """The oracle."""
-    inference = InferenceModel(model.config, device=CPU, dtype=torch.float32)
-    generator = BuiltinGenerator(
-        inference, layout=Layout(), slots=16, eos_token_ids=eos, decode=decode
-    )
-    generator.load_weights(Publication(model_shards(model)), 1)
-    return generator
-
-
 class TestContract(GeneratorContract):
     @pytest.fixture(autouse=True)
     def _engines(self, engines: dict[Any, VllmGenerator]) -> None:
@@ -132,7 +118,7 @@ def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
     """The same prompts, longer than a block of vLLM's prefix cache, with two sets of weights."""
     requests = make_requests((1, 33, 70, 40), samples=4)
     for version, model in enumerate((made(family, 0, **changes), made(family, 1, **changes))):
-        ours, oracle = vllm(engines, model, version=version), builtin(model)
+        ours, oracle = vllm(engines, model, version=version), builtin(model, slots=16)
         for sampling in SAMPLINGS:
             found = ours.generate(requests, sampling)
             assert_same(found, oracle.generate(requests, sampling))
@@ -154,7 +140,7 @@ def test_stop_strings_and_ids_end_as_the_built_in_generator_ends(
 ) -> None:
     model, requests = made(), make_requests(samples=6)
     sampling = Sampling(30, stop_strings=strings, stop_token_ids=(11, 12), seed=1)
-    oracle = builtin(model, (5,), letters).generate(requests, sampling)
+    oracle = builtin(model, slots=16, eos=(5,), decode=letters).generate(requests, sampling)
     assert {c.stop_reason for c in chain(*oracle)} == {"stop", "length"} or strings[0] == "a"
     ours = vllm(engines, model, eos=(5,), decode=letters)
     assert_same(ours.generate(requests, sampling), oracle)
@@ -175,7 +161,7 @@ def test_too_little_memory_for_all_changes_nothing(
     found = ours.generate(requests, Sampling(60, seed=8))
     scheduler = ours._engine.engine_core.engine_core.scheduler
     assert scheduler.kv_cache_config.num_blocks == 9 * 160 // 8 // 32
-    assert_same(found, builtin(model).generate(requests, Sampling(60, seed=8)))
+    assert_same(found, builtin(model, slots=16).generate(requests, Sampling(60, seed=8)))
 
 
 def test_a_model_that_memory_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +179,8 @@ def test_logits_that_are_not_finite_are_refused(engines: dict[Any, VllmGenerator
         ours.generate(requests, Sampling(4))
     vllm(engines, made())  # and are not in the cache any more
     assert_same(
-        ours.generate(requests, Sampling(4)), builtin(made()).generate(requests, Sampling(4))
+        ours.generate(requests, Sampling(4)),
+        builtin(made(), slots=16).generate(requests, Sampling(4)),
     )
 
 
@@ -204,7 +191,7 @@ class TestWeights:
         ours.load_weights(Publication(list(halves(model))[::-1]), 5)
         assert_same(
             ours.generate(make_requests(), Sampling(9)),
-            builtin(model).generate(make_requests(), Sampling(9)),
+            builtin(model, slots=16).generate(make_requests(), Sampling(9)),
         )
 
     def test_new_ones_in_the_middle_of_completions_draw_the_rest(
@@ -222,8 +209,8 @@ class TestWeights:
 
         requests, sampling = make_requests((40, 3, 5, 33), samples=1), Sampling(8)
         found = [each for (each,) in ours.generate(requests, sampling, watch)]
-        before = [each for (each,) in builtin(first).generate(requests, sampling)]
-        after = builtin(second).generate(requests, sampling)
+        before = [each for (each,) in builtin(first, slots=16).generate(requests, sampling)]
+        after = builtin(second, slots=16).generate(requests, sampling)
         assert [each.versions.tolist() for each in found[:2]] == [[1] * 4 + [5] * 4] * 2
         for request, one, other in zip(requests, found[:2], before, strict=False):
             np.testing.assert_array_equal(one.token_ids[:4], other.token_ids[:4])
@@ -252,7 +239,7 @@ class TestWeights:
         again = vllm(engines, model)
         assert_same(
             again.generate(make_requests(), Sampling(9)),
-            builtin(model).generate(make_requests(), Sampling(9)),
+            builtin(model, slots=16).generate(make_requests(), Sampling(9)),
         )
 
     @pytest.mark.parametrize("tied", [True, False])
@@ -351,7 +338,7 @@ def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> Non
     )
     for seed in (0, 1):
         ours.load_weights(Publication(model_shards(made("qwen3_moe", seed))), seed)
-        oracle = builtin(made("qwen3_moe", seed))
+        oracle = builtin(made("qwen3_moe", seed), slots=16)
         assert_same(ours.generate(requests, sampling), oracle.generate(requests, sampling))
         held = [(shard.spec.name, shard.checksum()) for shard in oracle._model.shards()]
         assert sorted((spec.name, digest) for spec, digest in ours.checksums()) == sorted(held)

@@ -7,8 +7,8 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from collectors_for_tests import Collected
 from corruption import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,15 +30,12 @@ from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed, committed
 from burnish.checkpoint.tools.verify import verify
 from burnish.config.schema import RunConfig
-from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.partial import SampleKey
-from burnish.tracking.progress import Progress
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
-from burnish.train.signals import Stopper
 
 NOTHING = Publication([])
 MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -130,26 +128,6 @@ class Weights:
 
     def release(self) -> None:
         pass
-
-
-@dataclass
-class Collected:
-    """Stands for a collector."""
-
-    generator: Weights
-    layout: Layout = field(default_factory=Layout)
-    progress: Any = field(default_factory=lambda: Progress(False))
-    stopper: Stopper = field(default_factory=Stopper)
-    partial: Any = None
-    stragglers: Any = None
-    parked = nullcontext
-
-    @property
-    def on_main(self) -> Collected:
-        return self
-
-    def judged(self, groups: Any) -> Any:
-        return groups
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from collectors_for_tests import Collected
 
 from burnish.config.schema import RunConfig
 from burnish.records import Completion, Prompt, Rollout, StopReason
@@ -18,18 +17,6 @@ from burnish.train.evaluate import prompt_validation
 NOTHING = Completion(
     np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32), "stop", 0
 )
-
-
-@dataclass
-class Collected:
-    """Stands in for a collector."""
-
-    groups: list[list[Rollout]]
-    stragglers: Any = None
-    parked = nullcontext
-
-    def collect(self, *asked: Any) -> list[list[Rollout]]:
-        return self.groups
 
 
 def measured(
@@ -58,7 +45,7 @@ def validated(
     functions = [{"function": "rewards.py:correct"}, {"function": "rewards.py:style"}]
     settings = {"reward": {"functions": functions}, "evaluation": evaluation}
     prompts = [group[0].prompt for group in groups]
-    collector = Collected(groups)
+    collector = Collected(groups=groups)
     foundation = SimpleNamespace(config=RunConfig.model_validate(settings))
     return prompt_validation(foundation, collector, prompts)()
 

@@ -6,27 +6,25 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from collectors_for_tests import Collected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
-from burnish.distributed.layout import Layout
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rollout.base import Sampling, Underway
-from burnish.rollout.partial import PartialCompletions, SampleKey, joined
-from burnish.tracking.progress import Progress
+from burnish.rollout.partial import SampleKey, joined
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
-from burnish.train.signals import Stopper
 
 NOTHING = Publication([])
 PROMPTS, SAMPLES, MOST = 2, 2, 7
@@ -106,25 +104,6 @@ class Ticking:
             spans[0][0] if spans else 0,
             later_versions=tuple(spans[1:]),
         )
-
-
-@dataclass
-class Collected:
-    """Stands for a collector."""
-
-    generator: Ticking
-    layout: Layout = field(default_factory=Layout)
-    progress: Any = field(default_factory=lambda: Progress(False))
-    stopper: Stopper = field(default_factory=Stopper)
-    partial: PartialCompletions | None = None
-    parked = nullcontext
-
-    @property
-    def on_main(self) -> Collected:
-        return self
-
-    def judged(self, groups: Any) -> Any:
-        return groups
 
 
 @dataclass

@@ -1,0 +1,36 @@
+"""What stands for a collector where batches are made up."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from burnish.distributed.layout import Layout
+from burnish.tracking.progress import Progress
+from burnish.train.signals import Stopper
+
+
+@dataclass
+class Collected:
+    """A `Collector` around a made-up generator."""
+
+    generator: Any = None
+    layout: Layout = field(default_factory=Layout)
+    progress: Any = field(default_factory=lambda: Progress(False))
+    stopper: Stopper = field(default_factory=Stopper)
+    partial: Any = None
+    stragglers: Any = None
+    groups: Any = ()
+    """What it collects, whatever it is asked for."""
+    parked = nullcontext
+
+    @property
+    def on_main(self) -> Collected:
+        return self
+
+    def collect(self, *asked: Any) -> Any:
+        return self.groups
+
+    def judged(self, groups: Any) -> Any:
+        return groups
