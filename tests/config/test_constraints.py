@@ -348,3 +348,14 @@ def test_a_place_is_refused_in_training_and_evaluation(
     command: Command, setting: str, needed: str
 ) -> None:
     assert needed in refused(command, setting)
+
+
+def test_the_weights_of_a_mixture_fit_its_entries() -> None:
+    mixed = ["data.train=[a, b]", "data.weights=[3, 1]"]
+    check(config_of(*mixed, "steps=5"), "rl")
+    for wrong in (
+        mixed,  # without steps
+        ["data.train=[a]", *mixed[1:], "steps=5"],
+        [mixed[0], "data.weights=[3000, 1]", "steps=5"],
+    ):
+        assert "data.weights" in refused("rl", *wrong)
