@@ -21,6 +21,9 @@ from burnish.errors import UsageError
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """The signals that ask a run to save and end. Processes beside it leave them to the run."""
 
+AFTER_SAVE = signal.SIGUSR2
+"""The signal that asks a run to end once its next regular save is committed."""
+
 PARENT = "BURNISH_PARENT"
 """The variable in which `burnish.launch` gives a rank the process that it ends with."""
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Protocol
 
 from burnish.config.schema import DistributedConfig
-from burnish.distributed.environment import STOPPING
+from burnish.distributed.environment import AFTER_SAVE, STOPPING
 from burnish.errors import BurnishError, MissingError, UsageError, count_text
 
 _LOOK_SECONDS = 0.5
@@ -99,7 +99,7 @@ class Supervisor:
                 if failed is None:
                     return 0
                 rank, status = failed
-                code = status if status >= 0 else 128 - status
+                code = _exit_code(status)
                 for line in said:
                     log.error("rank %d: %s", rank, line)
                 if self._signals or code in REFUSALS:
@@ -107,6 +107,7 @@ class Supervisor:
                 if larger:
                     log.info("going on with %s", count_text(larger, "process"))
                     self._world = larger
+                if code == 128 + AFTER_SAVE:
                     continue
                 if restarts == self._settings.max_restarts:
                     raise self._gave_up(rank, status, restarts)
@@ -151,8 +152,8 @@ class Supervisor:
         return filter(self._is_possible, range(most, least - 1, -1))
 
     def _watched(self, started: Attempt) -> tuple[int, dict[int, int]]:
-        """Wait for the end of all ranks; return the number of processes that it was stopped for, or 0, and their statuses."""
-        larger, deadline = 0, float("inf")
+        """Wait for the end of all ranks; return the number of processes to go on with if there is room for more, and the statuses."""
+        asked, larger, deadline = False, 0, float("inf")
         while True:
             while self._passed_on < len(self._signals):
                 started.send(self._signals[self._passed_on])
@@ -166,11 +167,12 @@ class Supervisor:
                 is_stopped = failed > 128
                 patience = self._settings.timeout_seconds if is_stopped else _GRACE_SECONDS
                 deadline = time.monotonic() + patience
-            if not (larger or ended or self._signals):
+            if not (ended or self._signals):
                 larger = self._larger()
-                if larger:
-                    log.info("there is room for %d processes again: saving, to go on there", larger)
-                    started.send(signal.SIGUSR1)
+            if larger and not asked:
+                log.info("there is room for %d processes again, after the next save", larger)
+                started.send(AFTER_SAVE)
+                asked = True
 
     def _larger(self) -> int:
         """Return a larger number of processes that there is room for; 0 for none."""
@@ -217,6 +219,10 @@ def run_once(launcher: Launcher, world: int | None) -> int:
         while len(ended := started.poll(_LOOK_SECONDS)) < world:
             pass
     status = next(filter(None, ended.values()), 0)
+    return _exit_code(status)
+
+
+def _exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 

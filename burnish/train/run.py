@@ -211,6 +211,8 @@ class Run:
         self._record(values, validate=due, save=save or last)
         if save:
             self._tell(lambda each: each.report("running"))
+            if not last:
+                self._session.stopper.check_saved()
 
     def _begin(self) -> None:
         """Open the observers, and log or validate what is left of the step that the run goes on from."""

@@ -2,6 +2,7 @@
 
 `Stopper.check` raises at a safe point, and the run commits a checkpoint. A second SIGINT or SIGTERM ends the process at once; the
 first signal says so. SIGHUP comes from a terminal that closes, and may come twice; SIGUSR1 is what Slurm's --signal mostly sends.
+`AFTER_SAVE` lets the run go on until its next regular save.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from burnish.distributed.collectives import any_rank, gather_objects
-from burnish.distributed.environment import STOPPING
+from burnish.distributed.environment import AFTER_SAVE, STOPPING
 from burnish.distributed.layout import Layout
 from burnish.tracking.progress import leave_lost_terminal
 
@@ -36,6 +37,7 @@ class Stopper:
 
     def __init__(self, layout: Layout | None = None) -> None:
         self.received: int | None = None
+        self._ends_after_save = False
         self._layout = layout or Layout()
 
     def check(self) -> None:
@@ -49,12 +51,20 @@ class Stopper:
             heard = gather_objects(self.received, self._layout)
             raise StopRequested(next(number for number in heard if number is not None))
 
+    def check_saved(self) -> None:
+        """Raise `StopRequested` on every rank if `AFTER_SAVE` has reached any. Collective."""
+        if any_rank(self._ends_after_save, self._layout):
+            raise StopRequested(AFTER_SAVE)
+
     def changed(self) -> Callable[[], bool]:
         """Tells whether a first signal has arrived since this call."""
         before = self.received
         return lambda: self.received != before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == AFTER_SAVE:
+            self._ends_after_save = True
+            return
         leave_lost_terminal()
         if self.received is not None:
             if number in _INSISTING:
@@ -75,7 +85,7 @@ def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
     A SIGHUP that nohup has told this process to ignore stays ignored.
     """
     stopper = Stopper(layout)
-    heard = [each for each in STOPPING if not _is_ignored_hangup(each)]
+    heard = [each for each in (*STOPPING, AFTER_SAVE) if not _is_ignored_hangup(each)]
     former = {number: signal.signal(number, stopper._handle) for number in heard}
     try:
         yield stopper

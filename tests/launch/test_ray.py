@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import processes_for_tests
 import pytest
+from held_ranks import PHASES, HeldRank, held_path, parent, running_ranks
 from ports import free_port
 from training_files import done, make_files, outcome
 
@@ -22,12 +25,12 @@ from ray.cluster_utils import Cluster  # noqa: E402 - what is skipped without ra
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("default")]
 
-ARGV = ["rl", "rl.yaml", "checkpoint.save_every=1", "evaluation.every=0"]
+ARGV = ["rl", "rl.yaml", "steps=8", "checkpoint.save_every=1", "evaluation.every=0"]
 REWARDS = """\
 import time
 
 def letters(completions, **columns):
-    time.sleep(0.2)
+    time.sleep(0.05)
     return [sum(c.islower() for c in text) / 4 for text in completions]
 """
 PATIENCE_SECONDS = 400
@@ -40,8 +43,8 @@ class Nodes:
         environ = {"RAY_memory_monitor_refresh_ms": "0", "RAY_health_check_failure_threshold": "2"}
         os.environ.update(environ)
         # Jobs and actors run what these tests run.
-        root, binaries = Path(__file__).parents[2], Path(sys.executable).parent
-        os.environ["PYTHONPATH"] = str(root)
+        binaries = Path(sys.executable).parent
+        os.environ["PYTHONPATH"] = held_path()
         os.environ["PATH"] = f"{binaries}{os.pathsep}{os.environ['PATH']}"
         self.cluster = Cluster(
             initialize_head=True,
@@ -60,6 +63,13 @@ class Nodes:
     def remove(self) -> None:
         self.cluster.remove_node(self.nodes.pop(), allow_graceful=False)
 
+    def replace(self, raylet: int) -> None:
+        """Kill the node of a raylet, and start another."""
+        pids = [node.all_processes["raylet"][0].process.pid for node in self.nodes]
+        self.nodes.append(self.nodes.pop(pids.index(raylet)))
+        self.remove()
+        self.nodes.append(self.add())
+
     @property
     def address(self) -> str:
         return self.cluster.address
@@ -68,7 +78,13 @@ class Nodes:
 class Driver:
     """A `burnish` command that starts a run on the cluster."""
 
-    def __init__(self, work: Path, nodes: Nodes, *argv: str) -> None:
+    def __init__(
+        self,
+        work: Path,
+        nodes: Nodes,
+        *argv: str,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._log = work / f"driver-{time.monotonic_ns()}.txt"
         self.argv = list(argv)
         with self._log.open("w") as log:
@@ -77,11 +93,15 @@ class Driver:
                 cwd=work,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **environ},
             )
 
     @property
     def output(self) -> str:
         return self._log.read_text()
+
+    def require_running(self) -> None:
+        assert self.process.poll() is None, self.output
 
     def wait(self) -> int:
         try:
@@ -91,26 +111,13 @@ class Driver:
             raise AssertionError(self.output) from None
 
 
-def ranks(name: str) -> dict[int, int]:
-    """The processes of a run's ranks, by rank."""
-    found = {}
-    for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (each / "cmdline").read_bytes().split(b"\0")
-            environ = (each / "environ").read_bytes()
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", environ)
-            if rank and b"burnish" in words and f"name={name}".encode() in words:
-                found[int(rank[1])] = int(each.name)
-    return found
-
-
-def servers(name: str) -> list[int]:
-    """The processes that serve a run."""
+def processes_of(name: str, command: bytes = b"burnish") -> list[int]:
+    """The processes of a run that have a word in their command."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (each / "cmdline").read_bytes().split(b"\0")
-            if b"serve" in words and f"name={name}".encode() in words:
+            if command in words and f"name={name}".encode() in words:
                 found.append(int(each.name))
     return found
 
@@ -121,24 +128,12 @@ def in_step(run: Path, step: int) -> Callable[[], bool]:
     return lambda: log.exists() and f" step {step} rollout burnish: begins" in log.read_text()
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def until(fine: Callable[[], Any], driver: Driver, seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not fine():
-        assert driver.process.poll() is None, driver.output
+        driver.require_running()
         assert time.monotonic() < deadline, driver.output
         time.sleep(0.01)
-
-
-def in_phase(run: Path, phase: str) -> Callable[[], bool]:
-    """Whether a rank has come to a phase, as its log says; or for `setup`, whether there are ranks."""
-    if phase == "setup":
-        return lambda: len(ranks(run.name)) == 2
-    log = run / "logs" / "rank-1.log"
-    return lambda: log.exists() and f" {phase} burnish: begins" in log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -160,61 +155,48 @@ def calm(work: Path) -> dict[str, Any]:
     return outcome(done(work, *ARGV, "name=calm", world=2))
 
 
-PHASES = {
-    "setup": "setup",
-    "rollout": "step 2 rollout",
-    "update": "step 3 update",
-    "save": "step 2 save",
-}
-
-
-@pytest.mark.parametrize("victim", ["rank", "actor", "node", "driver"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_run_goes_on_by_itself(
-    work: Path, nodes: Nodes, calm: dict[str, Any], phase: str, victim: str
+@pytest.mark.parametrize("victim", ["main", "rank", "actor", "node", "driver"])
+def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
+    work: Path, nodes: Nodes, calm: dict[str, Any], victim: str
 ) -> None:
-    name = f"{phase}_{victim}"
-    run = work / "runs" / name
-    argv = [*ARGV, f"name={name}", "--processes", "2"]
-    driver = Driver(work, nodes, *argv)
-    until(in_phase(run, PHASES[phase]), driver)
-    running = ranks(name)
-    if victim == "rank":
-        os.kill(running[1], signal.SIGKILL)
-    elif victim == "actor":
-        os.kill(parent(running[1]), signal.SIGKILL)
-    elif victim == "node":
-        nodes.remove()
-        nodes.nodes.append(nodes.add())
-    else:
-        driver.process.kill()
-        driver.process.wait()
-        deadline = time.monotonic() + 20
-        while ranks(name):
-            assert time.monotonic() < deadline, "ranks outlive their driver"
-            time.sleep(0.1)
-        driver = Driver(work, nodes, *argv)
-    assert driver.wait() == 0, driver.output
-    assert outcome(run) == calm, driver.output
-    if victim != "driver":
-        assert driver.output.count("starting the run again") == 1
+    held = HeldRank(work, victim, int(victim != "main"), 2)
+    argv = [*ARGV, f"name={victim}", "--processes", "2"]
+    drivers = [Driver(work, nodes, *argv, environ=held.environ)]
+    for _ in held.phases(lambda: drivers[-1].require_running()):
+        running = running_ranks(victim)
+        pid = running[held.rank]
+        if victim == "node":
+            nodes.replace(parent(parent(pid)))
+        elif victim == "driver":
+            drivers[-1].process.kill()
+            drivers[-1].process.wait()
+            processes_for_tests.until(lambda: not running_ranks(victim), seconds=20)
+            drivers.append(Driver(work, nodes, *argv, environ=held.environ))
+        else:
+            os.kill(parent(pid) if victim == "actor" else pid, signal.SIGKILL)
+    assert drivers[-1].wait() == 0, drivers[-1].output
+    assert outcome(work / "runs" / victim) == calm, drivers[-1].output
+    restarts = sum(each.output.count("starting the run again") for each in drivers)
+    assert restarts == (0 if victim == "driver" else len(PHASES))
 
 
 def test_a_node_that_is_gone_is_done_without_and_taken_back(work: Path, nodes: Nodes) -> None:
     run = work / "runs" / "elastic"
     elastic = ["distributed.min_processes=1", "distributed.replace_seconds=1"]
-    argv = [*ARGV, "name=elastic", "steps=40", "engine.tensor_parallel=2", *elastic]
-    driver = Driver(work, nodes, *argv, "--processes", "2")
-    until(in_phase(run, "step 3 update"), driver)
+    argv = [*ARGV, "name=elastic", "steps=60", "checkpoint.save_every=5", *elastic]
+    driver = Driver(work, nodes, *argv, "engine.tensor_parallel=2", "--processes", "2")
+    until(in_step(run, 7), driver)
     nodes.remove()
     until(lambda: "going on with 1 of 2" in driver.output, driver)
     log = run / "logs" / "rank-0.log"
-    until(lambda: log.read_text().count(" step 6 rollout burnish: begins"), driver)
+    until(lambda: log.read_text().count(" step 6 rollout burnish: begins") == 2, driver)
     nodes.nodes.append(nodes.add())
     assert driver.wait() == 0, driver.output
     grown = int(re.findall(r"step (\d+) is committed", driver.output)[-1])
     assert "going on with 2 processes" in driver.output
-    assert 6 <= grown < 40
+    assert grown % 5 == 0
+    assert 10 <= grown < 60
+    assert log.read_text().count(f" step {grown + 1} rollout burnish: begins") == 1
 
 
 def test_one_command_places_trainers_and_servers(work: Path, nodes: Nodes) -> None:
@@ -223,7 +205,7 @@ def test_one_command_places_trainers_and_servers(work: Path, nodes: Nodes) -> No
     driver = Driver(work, nodes, *ARGV, f"name={name}", *served, "--processes", "1")
     notes = work / "runs" / name / "servers"
     until(in_step(work / "runs" / name, 3), driver)
-    os.kill(servers(name)[0], signal.SIGKILL)
+    os.kill(processes_of(name, b"serve")[0], signal.SIGKILL)
     assert driver.wait() == 0, driver.output
     assert len(list(notes.glob("*.json"))) <= 1  # that of the killed one
     wanted = outcome(done(work, *ARGV, "name=unserved"))
@@ -241,6 +223,28 @@ def test_a_job_is_submitted_and_its_exit_code_comes_back(work: Path, nodes: Node
     assert found[0].returncode == 0, found[0].stdout + found[0].stderr
     assert found[1].returncode == 2, found[1].stdout + found[1].stderr
     assert outcome(work / "runs" / "submitted") == outcome(done(work, *ARGV, "name=typed", world=2))
+
+
+def test_a_job_that_is_stopped_leaves_nothing_behind_and_goes_on(
+    work: Path, nodes: Nodes, calm: dict[str, Any]
+) -> None:
+    address = f"http://{nodes.cluster.head_node.address_info['webui_url']}"
+    made = [sys.executable, "-m", "burnish", "submit", *ARGV, "name=stopped", "--processes", "2"]
+    log = work / "stopped.txt"
+    with log.open("w") as out:
+        submitted = subprocess.Popen(
+            [*made, "--address", address], cwd=work, stdout=out, stderr=out
+        )
+    processes_for_tests.until(in_step(work / "runs" / "stopped", 3))
+    job = re.search(r"submitted as (\S+);", log.read_text())[1]
+    ray_command = Path(sys.executable).with_name("ray")
+    subprocess.run([ray_command, "job", "stop", job, "--address", address], check=True)
+    assert submitted.wait(PATIENCE_SECONDS) != 0, log.read_text()
+    processes_for_tests.until(lambda: not processes_of("stopped"), seconds=20)
+    again = subprocess.run([*made, "--address", address], cwd=work, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert not re.search("INFO steps 1 to", again.stdout + again.stderr)
+    assert outcome(work / "runs" / "stopped") == calm
 
 
 def test_doctor_looks_at_all_nodes(work: Path, nodes: Nodes) -> None:

@@ -14,7 +14,6 @@ import pytest
 from forked_launcher import ForkedLauncher
 from training_files import At, done, outcome
 
-from burnish.checkpoint.steps import committed
 from burnish.config.schema import DistributedConfig
 from burnish.errors import BurnishError, UsageError
 from burnish.launch.supervisor import Supervisor
@@ -97,31 +96,62 @@ def test_five_kills_in_any_phase(
 
 
 @pytest.mark.nightly
-def test_lost_devices_are_done_without_and_taken_back(work: Path) -> None:
-    argv = [*ARGV, "distributed.min_processes=1", "engine.tensor_parallel=2"]
-    run = work / "runs/elastic"
+@pytest.mark.parametrize("how", [[], ["checkpoint.background=true"], ["rollout.ahead=1"]])
+def test_lost_devices_are_done_without_and_taken_back_at_the_next_save(
+    work: Path, how: list[str]
+) -> None:
+    every = 3
+    elastic = ["distributed.min_processes=1", "engine.tensor_parallel=2"]
+    argv = [*ARGV, *how, *elastic, f"checkpoint.save_every={every}", "steps=60"]
+    argv += ["algorithm.mismatch_cap=2"] * ("rollout.ahead=1" in how)
+    name = f"elastic{len(argv)}{len(how)}"
+    run = work / "runs" / name
+
+    def alone() -> str:
+        """What the attempt on one process has said."""
+        return launcher.started[1].ranks[0].output if len(launcher.started) > 1 else ""
 
     def places() -> int:
-        """Two; one after the first attempt, until the run has gone on alone for two steps."""
-        steps = [each.step for each in committed(run / "checkpoints")] if run.exists() else [0]
-        return 1 if launcher.started and max(steps) < 4 else 2
+        """Two; one after the first attempt, until the run has made a step alone that it does not save."""
+        return 1 if launcher.started and not re.search(r"^step +\d+/", alone(), re.M) else 2
 
-    kills = {0: (1, At(UPDATE, 3, signal.SIGKILL))}
-    launcher = ForkedLauncher(work, [*argv, "name=elastic"], kills, places)
+    kills = {0: (1, At(UPDATE, 8, signal.SIGKILL))}
+    launcher = ForkedLauncher(work, [*argv, f"name={name}"], kills, places)
     assert supervised(launcher, min_processes=1) == 0, launcher.output
     assert [len(each.ranks) for each in launcher.started] == [2, 1, 2]
-    grown = int(re.findall(r"step (\d+) is committed", launcher.output)[-1])
-    assert grown >= 4
+    begins, grown = (
+        int(re.findall(r"INFO steps (\d+) to", each.ranks[0].output)[0]) - 1
+        for each in launcher.started[1:]
+    )
+    assert begins % every == grown % every == 0
+    assert begins < grown < 60
+    # No step was made that the larger layout made again.
+    assert int(re.findall(r"^step +(\d+)/", alone(), re.M)[-1]) == grown
 
-    stopped = ForkedLauncher(work, [*argv, "name=sequence"])
-    for world, last in ((2, 2), (1, grown - 2), (2, None)):
+    stopped = ForkedLauncher(work, [*argv, f"name=sequence-{name}"])
+    for world, last in ((2, begins), (1, grown - begins), (2, None)):
         at = last and At(UPDATE, last, signal.SIGUSR1)
         attempt = len(stopped.started)
         stopped.kills = {attempt: (0, at)} if at else {}
         started = stopped.start(world, attempt, 0, lambda: False)
         codes = [each.wait() for each in started.ranks]
         assert set(codes) == ({128 + signal.SIGUSR1} if last else {0}), stopped.output
-    assert outcome(run) == outcome(work / "runs/sequence")
+    assert outcome(run) == outcome(work / "runs" / f"sequence-{name}")
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_before_the_next_save_costs_a_restart(work: Path) -> None:
+    """Room came back, and no save comes before the rank dies: the run goes on there all the same."""
+    argv = [*ARGV, "distributed.min_processes=1", "checkpoint.save_every=4", "steps=6"]
+    kills = {0: (1, At(UPDATE, 1, signal.SIGKILL)), 1: (0, At(UPDATE, 3, signal.SIGKILL))}
+
+    def places() -> int:
+        said = launcher.started[1].ranks[0].output if len(launcher.started) > 1 else ""
+        return 1 if launcher.started and "\nstep " not in said else 2
+
+    launcher = ForkedLauncher(work, [*argv, "name=late"], kills, places)
+    assert supervised(launcher, min_processes=1, max_restarts=2) == 0, launcher.output
+    assert [len(each.ranks) for each in launcher.started] == [2, 1, 2]
 
 
 def test_a_step_that_fails_alike_is_not_tried_for_ever(work: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import pytest
 from ranks import run_ranks
 
+from burnish.distributed.environment import AFTER_SAVE
 from burnish.distributed.layout import Layout
 from burnish.train.signals import StopRequested, catch_signals
 
@@ -53,16 +54,23 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def stopped_by(layout: Layout) -> int:
+def stopped_by(layout: Layout) -> tuple[int, int]:
+    """By which signals a run ends at a save, and between steps."""
+    found = []
     with catch_signals(layout) as stopper:
-        if layout.rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        try:
+        for number, check in (
+            (AFTER_SAVE, stopper.check_saved),
+            (signal.SIGINT, stopper.check_all),
+        ):
             stopper.check_all()
-        except StopRequested as request:
-            return request.signal_number
-    return 0
+            if layout.rank == 1:
+                os.kill(os.getpid(), number)
+            try:
+                check()
+            except StopRequested as request:
+                found.append(request.signal_number)
+    return tuple(found)
 
 
 def test_every_rank_stops_for_the_signal_that_reached_one() -> None:
-    assert run_ranks(stopped_by, 2) == [signal.SIGINT, signal.SIGINT]
+    assert run_ranks(stopped_by, 2) == [(AFTER_SAVE, signal.SIGINT)] * 2
