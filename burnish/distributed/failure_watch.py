@@ -27,24 +27,24 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.stall import (
-    MACHINERY,
     Judge,
     Patience,
     Pulse,
     end_silent,
+    place_of_work,
     process_state,
     publish,
+    stack_of,
 )
 from burnish.errors import BurnishError, StoppedError
 from burnish.tracking import logs
@@ -113,8 +113,8 @@ class FailureWatch:
             failure = self.failure(_VERDICT_SECONDS if may_be_a_peers else 0.0)
             self.report(error)
             if failure is not None and not isinstance(error, BurnishError):
-                work = _work(traceback.walk_tb(error.__traceback__))
-                told = self._error(failure, work)
+                work = list(traceback.walk_tb(error.__traceback__))
+                told = self._error(failure, place_of_work(work))
                 logs.add(str(told))
                 raise told from error
             raise
@@ -198,9 +198,8 @@ class FailureWatch:
         self._failure = self._failure or failure
         self._told.set()
         if not self._left.wait(_HELD_UP_SECONDS if failure.still else _GRACE_SECONDS):
-            frame = sys._current_frames().get(self._main)
-            stack = [] if frame is None else list(traceback.walk_stack(frame))
-            error = self._error(self._failure, _work(reversed(stack)))
+            stack = stack_of(sys._current_frames().get(self._main))
+            error = self._error(self._failure, place_of_work(stack))
             if not failure.still or self._main_is_silent:
                 _end_process(error)
             publish(str(error), aloud=False)  # the relay has shown all stacks
@@ -221,15 +220,6 @@ class FailureWatch:
                     return None if "done" in message else Failure(**message)
                 self._say()
         return Failure(0, self._contact["host"], self._contact["pid"])
-
-
-def _work(frames: Iterable[tuple[FrameType, int]]) -> str:
-    place = "no code of its own"
-    for frame, line in frames:
-        module = frame.f_globals.get("__name__", "")
-        if not any(module == name or module.startswith(name + ".") for name in MACHINERY):
-            place = f"{module}.{frame.f_code.co_qualname} (line {line})"
-    return place
 
 
 def _end_process(error: BurnishError) -> None:

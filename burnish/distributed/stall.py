@@ -33,8 +33,8 @@ import torch
 from burnish.distributed.device import total_memory, used_memory
 from burnish.tracking import logs
 
-MACHINERY = ("torch", "contextlib", "threading", "burnish.distributed", "burnish.boxes")
-"""Modules whose frames do not tell what a rank was doing."""
+_MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
+# Modules whose frames do not tell what a rank was doing. Nor do Python's own.
 _REMEMBERED = 16
 # Stacks that a loop which only waits may go through.
 _TICK_SECONDS, _LONGEST_PAUSE, _LONGEST_ANSWER = 5.0, 60.0, 30.0
@@ -125,12 +125,12 @@ class Pulse(threading.Thread):
     def answer(self) -> Answer:
         """Say where this process is."""
         frames, spans = sys._current_frames(), logs.spans()
-        stack = _stack(frames.get(self._main))
+        stack = stack_of(frames.get(self._main))
         if stack and stack[-1][0].f_code.co_name == "_engine_run_backward":
             # An accelerator's backward pass runs in threads of torch.
             ours = {each.ident for each in threading.enumerate()}
             for thread, frame in frames.items():
-                stack += [] if thread in ours else _stack(frame)
+                stack += [] if thread in ours else stack_of(frame)
         now = time.monotonic()
         codes = [(each.f_code, line) for each, line in stack]
         return {
@@ -140,7 +140,7 @@ class Pulse(threading.Thread):
             "since": now - self._phase_at,
             "stack": [f'File "{c.co_filename}", line {n}, in {c.co_qualname}' for c, n in codes],
             "waits": _waits(frames.values()),
-            "place": _place(stack),
+            "place": place_of_work(stack),
             "collective": _collective(stack),
         }
 
@@ -155,7 +155,8 @@ class Pulse(threading.Thread):
         return {"memory": f"{device.type}: {said}", "recorded": _recorded()}
 
 
-def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+def stack_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    """Return a frame and those that called it, the outermost first."""
     return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
 
 
@@ -167,10 +168,10 @@ def _is_machinery(frame: FrameType) -> bool:
     name = _module(frame)
     if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
         return True
-    return any(name == each or name.startswith(each + ".") for each in MACHINERY)
+    return any(name == each or name.startswith(each + ".") for each in _MACHINERY)
 
 
-def _place(stack: Frames) -> str:
+def place_of_work(stack: Frames) -> str:
     """Return the innermost frame that tells what is done."""
     for frame, line in reversed(stack):
         if not _is_machinery(frame):
@@ -196,7 +197,7 @@ def _waits(threads: Collection[FrameType]) -> str:
     """Return what objects of ours whose methods are running wait for: those with a method `waits_for`."""
     owners: dict[int, Any] = {}
     for thread in threads:
-        for frame, _ in _stack(thread):
+        for frame, _ in stack_of(thread):
             owner = frame.f_locals.get("self") if _module(frame).startswith("burnish.") else None
             if hasattr(owner, "waits_for"):
                 owners[id(owner)] = owner

@@ -90,6 +90,15 @@ class _Placed:
     lines: list[str] = field(default_factory=list)
     starts: int = 1
 
+    def take(self) -> list[str]:
+        """Take the answer, which is there: the status if the process has ended. Return the lines that come with it."""
+        answer, self.polled = self.polled, None
+        try:
+            self.status, lines = ray.get(answer) or (None, [])
+        except RayError as error:
+            self.status, lines = _LOST, [f"its actor is gone: {str(error).partition(chr(10))[0]}"]
+        return lines
+
 
 class RayServers:
     """The generators of a run with `rollout.place: servers`, each an actor with devices of its own, which outlives the starts of the run."""
@@ -97,23 +106,19 @@ class RayServers:
     def __init__(self, argv: Sequence[str], count: int, amounts: Mapping[str, Any]) -> None:
         """Ask for `count` actors with `amounts` of resources, each to run `burnish argv`."""
         self._argv, self._amounts = argv, amounts
-        self._running = [self._made() for _ in range(count)]
+        self._running = [self._made(starts=1) for _ in range(count)]
 
-    def _made(self) -> _Placed:
-        made = _Placed(ray.remote(RankActor).options(**self._amounts).remote())
-        made.polled = made.actor.serve.remote(self._argv, _passed(), os.getcwd())
-        return made
+    def _made(self, starts: int) -> _Placed:
+        actor = ray.remote(RankActor).options(**self._amounts).remote()
+        polled = actor.serve.remote(self._argv, _passed(), os.getcwd())
+        return _Placed(actor, polled, starts=starts)
 
     def keep(self) -> None:
         """Start those again that died, unless they refused to start."""
-        for placed in self._running:
+        for number, placed in enumerate(self._running):
             if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
                 continue
-            try:
-                answer = ray.get(placed.polled)
-                placed.status, lines = answer or (None, [])
-            except RayError as error:
-                placed.status, lines = _LOST, [str(error).partition("\n")[0]]
+            lines = placed.take()
             if placed.status is None:
                 placed.polled = placed.actor.poll.remote(_SERVERS_SECONDS, False)
                 continue
@@ -123,9 +128,7 @@ class RayServers:
                 log.error("a server ended with status %d and is not started again", placed.status)
                 continue
             log.warning("a server ended with status %d; starting another", placed.status)
-            again = self._made()
-            placed.actor, placed.polled, placed.status = again.actor, again.polled, None
-            placed.starts += 1
+            self._running[number] = self._made(placed.starts + 1)
 
     def close(self) -> None:
         """End them, so that they take their notes away."""
@@ -161,17 +164,12 @@ class RayAttempt:
                 break
             ready, _ = ray.wait(list(asked), timeout=left)
             for answer in ready:
-                self._take(asked[answer], answer)
+                self._take(asked[answer])
         return self._ended
 
-    def _take(self, rank: int, answer: Any) -> None:
+    def _take(self, rank: int) -> None:
         placed = self._ranks[rank]
-        placed.polled = None
-        try:
-            placed.status, lines = ray.get(answer)
-        except RayError as error:
-            first = str(error).partition("\n")[0]
-            placed.status, lines = _LOST, [f"the actor of rank {rank} is gone: {first}"]
+        lines = placed.take()
         if rank == 0:
             for line in lines:
                 print(line, flush=True)
