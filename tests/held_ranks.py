@@ -11,21 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 PHASES = ("setup", "rollout", "reward", "update", "save", "publish")
-_ROLLOUTS = 16
 _PATIENCE_SECONDS = 400
 
 
 class HeldRank:
     """A rank that waits in each phase of a run in turn, in a start of its own that has made a step first."""
 
-    def __init__(self, work: Path, name: str, rank: int, world: int) -> None:
+    def __init__(self, work: Path, name: str, rank: int) -> None:
         self.rank, self._directory = rank, work / f"held-{name}"
         self._directory.mkdir()
-        calls = _ROLLOUTS // world
         places = {
             "setup": ("burnish.train.rl:make_collector", 1),
             "rollout": ("burnish.rollout.builtin.decoding:Decoding._step", 6),
-            "reward": ("burnish.rewards.signature:call", calls + 3),
+            "reward": ("burnish.rewards.signature:call", 3),
             "update": ("burnish.train.rl:policy_stats", 2),
             "save": ("burnish.checkpoint.save:BlockWriter.write", 2),
             # The setup publishes too.

@@ -25,7 +25,8 @@ from ray.cluster_utils import Cluster  # noqa: E402 - what is skipped without ra
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("default")]
 
-ARGV = ["rl", "rl.yaml", "steps=8", "checkpoint.save_every=1", "evaluation.every=0"]
+UNMEASURED = ["evaluation.every=0", "evaluation.before=false"]
+ARGV = ["rl", "rl.yaml", "steps=8", "checkpoint.save_every=1", *UNMEASURED]
 REWARDS = """\
 import time
 
@@ -159,7 +160,7 @@ def calm(work: Path) -> dict[str, Any]:
 def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
     work: Path, nodes: Nodes, calm: dict[str, Any], victim: str
 ) -> None:
-    held = HeldRank(work, victim, int(victim != "main"), 2)
+    held = HeldRank(work, victim, int(victim != "main"))
     argv = [*ARGV, f"name={victim}", "--processes", "2"]
     drivers = [Driver(work, nodes, *argv, environ=held.environ)]
     for _ in held.phases(lambda: drivers[-1].require_running()):

@@ -24,7 +24,10 @@ ARGV = [
     *("checkpoint.save_every=1", "engine.tensor_parallel=2"),
     *("distributed.min_processes=1", "distributed.timeout_seconds=100"),
 ]
-RL = ["rl", "rl.yaml", "steps=8", "checkpoint.save_every=1", "evaluation.every=0"]
+RL = [
+    *("rl", "rl.yaml", "steps=8", "checkpoint.save_every=1"),
+    *("evaluation.every=0", "evaluation.before=false"),
+]
 PATIENCE_SECONDS = 400
 
 
@@ -106,7 +109,7 @@ def calm(work: Path) -> dict[str, Any]:
 def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
     work: Path, machines: list[Machine], calm: dict[str, Any], victim: str
 ) -> None:
-    held = HeldRank(work, victim, 0 if victim == "main" else 3, 4)
+    held = HeldRank(work, victim, 0 if victim == "main" else 3)
 
     def start(*, hosts: bool) -> Machine:
         argv, options = [*RL, f"name={victim}"], ("--nnodes=2", "--nproc-per-node=2")
