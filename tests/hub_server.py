@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.failures -= 1
             return self._answer(503)
         if path.startswith("blobs/"):
-            _, digest, name = path.split("/")
+            _, digest, name = path.split("/", 2)
             return self._send(name, self.server.blobs[digest])
         api = path.startswith("api/")
         parts = path.removeprefix("api/").split("/")
@@ -192,9 +192,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return self._answer(200, data, headers)
         data = self.server.wrong.get(name, data)
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, size = int(first), len(data)
+        if last:
+            data, headers["Content-Range"] = data[start : int(last) + 1], f"bytes */{size}"
+            return self._answer(206, data, headers)
         if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
         if self.server.cuts:
             self.server.cuts -= 1
             self.send_response(206 if start else 200)

@@ -85,6 +85,9 @@ _OF_ACTIVATIONS: Sequence[Constraint] = (
 )
 _OF_TRAINING: Sequence[Constraint] = (
     ("data.weights", "steps", "a mixture has no epochs"),
+    ("data.streaming", "steps", "nobody counts streamed rows, so epochs have no known end"),
+    ("data.streaming", "data.curriculum=null", "rows that are not all read cannot be sorted"),
+    ("data.streaming", "data.overlong=drop", "a long row is found when it is drawn"),
     ("distributed.check_replicas_every", "engine.replicas", "else nothing is there twice"),
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
     ("checkpoint.keep_best.metric", "evaluation.every", "only validated steps are compared"),
@@ -98,9 +101,9 @@ _OF_SAMPLING: Sequence[Constraint] = (
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     (
-        "rollout.engine=sglang",
+        "rollout.place=child|servers",
         "model.lora.publish=merged",
-        "it gets whole weights",
+        "other processes get whole weights",
     ),
 )
 _OF_ENDPOINTS: Sequence[Constraint] = (
@@ -132,7 +135,7 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
     (
-        "rollout.engine=sglang",
+        "rollout.engine=vllm|sglang",
         "algorithm.router_replay=none|recompute",
         "its experts are not recorded",
     ),

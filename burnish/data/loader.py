@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from burnish.errors import UsageError
+from burnish.errors import IncompatibleError, UsageError
 from burnish.records.seeds import derive_seed
 
 Indices = npt.NDArray[np.int64]
@@ -16,7 +16,7 @@ Indices = npt.NDArray[np.int64]
 Difficulty = npt.NDArray[np.float64]
 """A number for each sample, shape [N]; those of small numbers come first."""
 
-_PERIOD = 10_000
+PERIOD = 10_000
 """Samples after which the pattern of a mixture repeats."""
 
 
@@ -31,6 +31,10 @@ def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
     keys = (draws,) if difficulty is None else (draws, difficulty)
     return np.lexsort(keys).astype(np.int64, copy=False)
+
+
+State = int | tuple[int, ...]
+"""All that a loader must remember: `cursor`, and where rows are streamed the place in each stream."""
 
 
 class Loader:
@@ -62,6 +66,15 @@ class Loader:
         self._difficulty = difficulty
         self._epoch: tuple[int, Indices] | None = None  # the order last asked for
 
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds of it. Assigning it goes on from there."""
+        return self.cursor
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.cursor = require_places(state, 0)[0]
+
     def takes(self, count: int, epochs: int) -> int:
         """Return how many calls of `take(count)` make up the first `epochs` epochs."""
         if self._by_epoch:
@@ -92,6 +105,28 @@ class Loader:
         return self._epoch[1]
 
 
+def require_places(state: State, count: int) -> tuple[int, ...]:
+    """Return the cursor of a state and its `count` places; all are 0 at the beginning. Raises `IncompatibleError` for other states."""
+    found = (0,) * (count + 1) if state == 0 else (state,) if isinstance(state, int) else state
+    if len(found) != count + 1:
+        raise IncompatibleError(
+            "the position in the data is of another kind",
+            have=f"{len(found) - 1} places in streams",
+            want=str(count),
+            do="resume with the version of Burnish that wrote it",
+        )
+    return found
+
+
+def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
+    """Return which source each sample of a period of a mixture is from, and how many are from each."""
+    edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * PERIOD).astype(np.int64)
+    counts = np.diff(edges)
+    places = [(np.arange(count) + 0.5) / count for count in counts if count]
+    sources = np.repeat(np.arange(len(counts)), counts)
+    return sources[np.argsort(np.concatenate(places), kind="stable")], counts
+
+
 class MixedLoader(Loader):
     """Yield indices into data sets that lie end to end, each as often as its weight says.
 
@@ -102,21 +137,17 @@ class MixedLoader(Loader):
     def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
         """Mix the samples of `loaders`. Shares are rounded to 1 of 10,000."""
         super().__init__(sum(loader.size for loader in loaders), seed=0, shuffle=False)
-        edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * _PERIOD).astype(np.int64)
-        self._counts = np.diff(edges)
+        self._pattern, self._counts = pattern(weights)
         self._offsets = np.cumsum([0, *(loader.size for loader in loaders)])
         self._loaders = tuple(loaders)
-        places = [(np.arange(count) + 0.5) / count for count in self._counts if count]
-        sources = np.repeat(np.arange(len(loaders)), self._counts)
-        self._pattern = sources[np.argsort(np.concatenate(places), kind="stable")]
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` indices, across epochs of the data sets."""
-        period, start = divmod(self.cursor, _PERIOD)
+        period, start = divmod(self.cursor, PERIOD)
         before = np.bincount(self._pattern[:start], minlength=len(self._loaders))
         for loader, share, taken in zip(self._loaders, self._counts, before, strict=True):
             loader.cursor = int(period * share + taken)
         numbers = range(self.cursor, self.cursor + count)
-        sources = [int(self._pattern[number % _PERIOD]) for number in numbers]
+        sources = [int(self._pattern[number % PERIOD]) for number in numbers]
         self.cursor += count
         return [int(self._offsets[source]) + self._loaders[source].take(1)[0] for source in sources]

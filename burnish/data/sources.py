@@ -58,11 +58,20 @@ class Rows:
     digest: str
     """Of the content of the files."""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read as training goes on, and so are not counted."""
+        return False
+
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> Row:
         return self.span(index, index + 1)[0]
+
+    def number(self, index: int) -> int:
+        """Return a row's number, which is the same in every epoch."""
+        return index
 
     def span(self, start: int, stop: int) -> list[Row]:
         """Return rows start to stop - 1, faster than one at a time.
@@ -131,7 +140,7 @@ def load_rows(
     broken JSON line.
     """
     progress = progress or Progress(enabled=False)
-    files = [file for path in paths for file in _matches(path, setting)]
+    files = [file for path in paths for file in matching_files(path, setting)]
     if not files:
         raise UsageError(
             f"{setting} names no files",
@@ -207,7 +216,8 @@ def _chunks(file: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _matches(path: str, setting: str) -> list[Path]:
+def matching_files(path: str, setting: str) -> list[Path]:
+    """Return the files of this machine that an entry of `setting` names. Raises `MissingError` for none."""
     if "://" in path:
         raise UsageError(
             f"{setting}: {path} is not a local path",
@@ -405,20 +415,23 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
 
 
 def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Yield rows of JSON Lines, or of a file with one list; see `_parsed`."""
+    """Yield rows of JSON Lines, or of a file with one list; see `parsed`."""
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if beginning.startswith(b"["):
-            yield from _parsed(stream.read(), file, 1, list, strict)
+            yield from parsed(stream.read(), f"{file}, line", 1, list, strict)
             return
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield _parsed(line, file, number, dict, strict)
+                yield parsed(line, f"{file}, line", number, dict, strict)
 
 
-def _parsed(line: bytes, file: Path, number: int, kind: type, strict: bool) -> Any:
-    """Parse a line as a list or an object; `strict` finds what Arrow refuses and Python does not."""
+def parsed(line: bytes, name: str, number: int, kind: type = dict, strict: bool = False) -> Any:
+    """Parse a line, named by `name` and `number`, as a list or an object.
+
+    `strict` finds what Arrow refuses and Python does not. Raises `UsageError`.
+    """
     try:
         value = json.loads(
             line.rstrip().decode("utf-8-sig"), object_pairs_hook=_unrepeated if strict else None
@@ -441,7 +454,7 @@ def _parsed(line: bytes, file: Path, number: int, kind: type, strict: bool) -> A
         problem = str(error).partition(";")[0]
     start = line.decode("utf-8", "replace").strip()[:_EXCERPT]
     raise UsageError(
-        f"{file}, line {number} is broken: {problem}",
+        f"{name} {number} is broken: {problem}",
         have=f"a line that starts {start!r}",
         want="one JSON object on every line",
         do="correct or remove the line",

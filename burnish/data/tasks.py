@@ -58,7 +58,7 @@ WORTH_KEEPING = 1 << 20
 _SYSTEM_ROLES = ("system", "developer")
 
 
-class _Items(Sequence[Item], ABC, Generic[Item]):
+class RowDataset(Sequence[Item], ABC, Generic[Item]):
     """Make rows into items on demand."""
 
     lengths: npt.NDArray[np.int64]
@@ -80,7 +80,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         self._data = data
         self._layout = layout or Layout()
         self._tokenizer = tokenizer
-        self._limit = limit
+        self.limit = limit
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
 
     @abstractmethod
@@ -88,12 +88,15 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
         """Return each row's length in tokens (0: untrained) and bytes that identify it."""
 
     @abstractmethod
-    def _make(self, index: int) -> Item:
+    def make(self, index: int) -> Item:
         """The item of a row of the table."""
 
     def _scan(self, setting: str, progress: Progress | None) -> None:
-        """Measure all rows; keep those neither empty nor over the limit."""
-        total, limit = len(self.rows), self._limit
+        """Measure all rows; keep those neither empty nor over the limit. Streamed rows are measured when they are drawn."""
+        if self.rows.is_streamed:
+            self._kept, self.digest = np.zeros(0, np.int64), self.rows.digest
+            return
+        total, limit = len(self.rows), self.limit
         lengths, self.digest, unwritten = self._lengths(progress or Progress(enabled=False))
         if unwritten:
             logger.warning(
@@ -112,7 +115,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
-        named = (rows.digest, len(rows), rows.texts, type(self).__name__, self._limit, data)
+        named = (rows.digest, len(rows), rows.texts, type(self).__name__, self.limit, data)
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key)
@@ -138,7 +141,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
                     span, self._measure(span, self.rows.span(span.start, span.stop)), strict=True
                 ):
                     lengths[index] = length
-                    if length > 0 and (self._limit is None or length <= self._limit):
+                    if length > 0 and (self.limit is None or length <= self.limit):
                         digest.update(b"%d " % len(content) + content)
                 digests[number] = np.frombuffer(digest.digest(), np.int64)
                 bar.advance(len(span) * sharing.world)
@@ -222,7 +225,7 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
     @property
     def first_row(self) -> str:
         """The row of the first item, for an error message."""
-        return self.rows.where(int(self._kept[0]))
+        return self.rows.where(0 if self.rows.is_streamed else int(self._kept[0]))
 
     def difficulty(self) -> Difficulty | None:
         """Return the numbers in the column of `data.curriculum`; None without it. Raises `UsageError` for what is no number."""
@@ -253,11 +256,11 @@ class _Items(Sequence[Item], ABC, Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self._make(int(row)) for row in self._kept[index]]
-        return self._make(int(self._kept[index]))
+            return [self.make(int(row)) for row in self._kept[index]]
+        return self.make(int(self._kept[index]))
 
 
-class PromptDataset(_Items[Prompt]):
+class PromptDataset(RowDataset[Prompt]):
     """Prompts for RL and evaluation: a `Sequence[Prompt]`.
 
     Settings under `data` name the columns; else the usual names of verl, TRL and GSM8K are tried
@@ -301,11 +304,12 @@ class PromptDataset(_Items[Prompt]):
             for (_, _, ids), row in zip(encoded, rows, strict=True)
         ]
 
-    def _make(self, index: int) -> Prompt:
+    def make(self, index: int) -> Prompt:
+        """Return the prompt of a row of the table."""
         row = self.rows[index]
         text, messages, ids = self._encode(range(index, index + 1), [row])[0]
         return Prompt(
-            index=self.first_index + index,
+            index=self.first_index + self.rows.number(index),
             token_ids=ids,
             text=text,
             messages=messages,
@@ -349,7 +353,7 @@ class PromptDataset(_Items[Prompt]):
         return self._encoder.prompt(messages, name, self._tools(row, name)), messages
 
 
-class ExampleDataset(_Items[Example]):
+class ExampleDataset(RowDataset[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
     A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages,
@@ -408,13 +412,14 @@ class ExampleDataset(_Items[Example]):
         return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        most = np.inf if self._limit is None else self._limit
+        most = np.inf if self.limit is None else self.limit
         return [
             (len(ids) if mask.any() or len(ids) > most else 0, ids.tobytes() + mask.tobytes())
             for ids, mask in self._encode(indices, rows)
         ]
 
-    def _make(self, index: int) -> Example:
+    def make(self, index: int) -> Example:
+        """Return the example of a row of the table."""
         ids, mask = self._encode(range(index, index + 1), [self.rows[index]])[0]
         return Example(token_ids=ids, loss_mask=mask)
 
@@ -430,9 +435,9 @@ class ExampleDataset(_Items[Example]):
 class Mixture(Sequence[Item], Generic[Item]):
     """Data sets end to end, to be drawn by weight."""
 
-    def __init__(self, parts: Sequence[_Items[Item]]) -> None:
+    def __init__(self, parts: Sequence[RowDataset[Item]]) -> None:
         """`parts` are what the entries of `data.train` hold."""
-        self.parts: tuple[_Items[Item], ...] = tuple(parts)
+        self.parts: tuple[RowDataset[Item], ...] = tuple(parts)
         self.digest = xxhash.xxh3_128_hexdigest("".join(part.digest for part in parts).encode())
         self.first_row = parts[0].first_row
         self._ends = np.cumsum([len(part) for part in parts])

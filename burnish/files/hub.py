@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few, neighbours
 from burnish.files.remote import RetryPolicy, retry
@@ -159,6 +161,35 @@ class HubPlace:
             have = few(list(listed)) or "no file"
             raise MissingError(f"{self} has no file {name}", have=have, do="correct the name")
         return place.fetch([name]) / name
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes of a file from byte `offset`: of the cache if it is there, else of the hub, and keep nothing."""
+        from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+
+        http: Any = import_module("huggingface_hub.utils")
+        named = {"repo_type": self.kind, "revision": self.revision}
+        held = try_to_load_from_cache(self.repo, name, **named)
+        if isinstance(held, str):
+            with open(held, "rb") as file:
+                return os.pread(file.fileno(), size, offset)
+        headers = http.build_hf_headers() | {"range": f"bytes={offset}-{offset + size - 1}"}
+        url = hf_hub_url(self.repo, name, **named)
+
+        def ask() -> bytes:
+            patience = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            answer = http.http_backoff("GET", url, headers=headers, timeout=patience)
+            http.hf_raise_for_status(answer)
+            return bytes(answer.content)
+
+        data = self._call(ask)
+        if len(data) != size:
+            raise CorruptError(
+                f"{name} of {self} did not come as asked",
+                have=f"{len(data)} bytes",
+                want=f"{size} from byte {offset}",
+                do="see that nothing between here and the hub changes requests",
+            )
+        return data
 
     def _snapshot(self, patterns: Sequence[str], *, shown: bool) -> Path:
         from huggingface_hub import snapshot_download

@@ -1,6 +1,6 @@
 """Serve a generator over HTTP, for training in other processes.
 
-    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); with &anew=1, of fixed ones before them
+    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`)
     POST /completions         requests; answers with progress, then completions
     GET  /completions         those under way, as far as they are: requests, then completions
     POST /release             frees device memory until the next weights
@@ -117,12 +117,10 @@ class GeneratorServer:
         while not self._loads.empty():
             self._loads.get()()
 
-    def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
+    def load_weights(self, body: BinaryIO, version: int, owner: str) -> None:
         """Load the weights that a body holds, for whoever sends them; without all of them there is no version."""
         self._version, self._owner = None, owner
-        fixed = messages.read_shards(body) if anew else ()
-        self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
-        body.read()
+        self._generator.load_weights(Publication(messages.read_shards(body)), version)
         self._version = version
 
     def complete(
@@ -218,15 +216,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         url = urlsplit(self.path)
-        query = parse_qs(url.query)
-        version, owner, anew = (query.get(x, [""])[0] for x in ("version", "owner", "anew"))
+        version, owner = (parse_qs(url.query).get(x, [""])[0] for x in ("version", "owner"))
         if self._refused():
             return
         if url.path != "/weights" or not version.isdecimal():
             self._error(HTTPStatus.NOT_FOUND)
             return
         body = io.BufferedReader(_Body(self))
-        load = partial(self._server.load_weights, body, int(version), owner, bool(anew))
+        load = partial(self._server.load_weights, body, int(version), owner)
         self._answer(_told(self._server.call(load, between_steps=True)))
 
     def do_POST(self) -> None:

@@ -22,7 +22,7 @@ from burnish.algorithms.dapo import overlong_penalty, select_groups
 from burnish.boxes.shards import Publication
 from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
-from burnish.data.loader import Loader
+from burnish.data.loader import Loader, State
 from burnish.distributed.collectives import from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
@@ -298,14 +298,14 @@ class RolloutQueue:
         if drawing is None or count == 0:
             return
 
-        def taken(beat: Callable[[], None]) -> list[tuple[DrawnBatch, int]]:
+        def taken(beat: Callable[[], None]) -> list[tuple[DrawnBatch, State]]:
             meanwhile = _BeatingStopper(check, beat).check
             return [drawing.next(meanwhile) for _ in range(count)]
 
         drawn = _from_main(taken, collector.layout)
         drawing.left -= count
         self._waited += time.monotonic() - began
-        for batch, self._sampler.loader.cursor in drawn:
+        for batch, self._sampler.loader.state in drawn:
             groups, left_out = (collector.judged(each) for each in (batch.groups, batch.left_out))
             self._pending.append(DrawnBatch(batch.step, groups, left_out))
 
@@ -380,7 +380,7 @@ class Drawing:
         self._last = first - 1
         self._may_draw: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
-        self._drawn: queue.Queue[tuple[DrawnBatch, int] | BaseException] = queue.Queue()
+        self._drawn: queue.Queue[tuple[DrawnBatch, State] | BaseException] = queue.Queue()
         collector = sampler.collector
         if collector.layout.is_main:
             # Nobody waits for most of it, and training has the terminal, and the signals.
@@ -401,9 +401,9 @@ class Drawing:
         """Return how many batches rank 0 has drawn that are not taken over."""
         return self._drawn.qsize()
 
-    def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, int]:
+    def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, State]:
         """Wait for the next batch, and the place in the data after it. Raises what its drawing or `check` raises. For rank 0."""
-        drawn: tuple[DrawnBatch, int] | BaseException | None = None
+        drawn: tuple[DrawnBatch, State] | BaseException | None = None
         while drawn is None:
             check()
             with suppress(queue.Empty):
@@ -419,7 +419,7 @@ class Drawing:
     def _draw(self, sampler: GroupSampler) -> None:
         while (number := self._may_draw.get()) is not None:
             try:
-                self._drawn.put((sampler.sample(number), sampler.loader.cursor))
+                self._drawn.put((sampler.sample(number), sampler.loader.state))
             except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
                 self._drawn.put(error)
                 return

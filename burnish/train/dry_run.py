@@ -1,6 +1,6 @@
 """A dry run: the setup of a run without weights, on the first rows of its data, in this process alone.
 
-It calls what the run calls, so it refuses what the run would refuse. Left out: later rows; data, critics, reward models and the
+It calls what the run calls, so it refuses what the run would refuse. Left out: later rows; data that are not streamed, critics, reward models and the
 headers of weights behind URLs and ids of the hub; what only several processes find.
 """
 
@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from burnish.algorithms.base import load_advantage, load_policy_loss
 from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.distributed.device import pick_device
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
@@ -34,6 +35,7 @@ from burnish.train.setup import (
     lay_foundation,
     model_tokenizer,
     prompt_dataset,
+    train_dataset,
 )
 
 _ROWS = 512
@@ -80,8 +82,9 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
             for name in names:
                 with _noting(errors):
                     dataset = _first_rows(foundation, name, command, pool)
-                    if name == names[0] and pool is not None and isinstance(dataset, PromptDataset):
-                        pool.require_answer(dataset[0], dataset.first_row)
+                    first = dataset if name == names[0] else None
+                    if pool is not None and isinstance(first, PromptDataset | Mixture):
+                        pool.require_answer(first[0], first.first_row)
     if errors:
         raise together(errors, "the setup of this run")
     return config
@@ -109,17 +112,21 @@ def _noting(errors: list[BurnishError]) -> Iterator[None]:
 
 def _first_rows(
     foundation: TextFoundation, name: str, command: Command, pool: RewardPool | None
-) -> PromptDataset | ExampleDataset | None:
-    """Read the first rows of `data.train` or `data.validation`, as far as they are not behind URLs."""
+) -> PromptDataset | ExampleDataset | Mixture[Any] | None:
+    """Read the first rows of `data.train` or `data.validation`, as far as they are not behind URLs or are streamed."""
     config, setting = foundation.config, f"data.{name}"
+    is_streamed = name == "train" and config.data.streaming > 0
     paths = [path for path in getattr(config.data, name) if not is_elsewhere(path, "dataset")]
-    if not paths:
+    if not paths and not is_streamed:
         return None
     prompts = command == "rl" or (command == "eval" and config.reward.given)
     make: Callable[..., PromptDataset | ExampleDataset] = (
         partial(prompt_dataset, pool=pool) if prompts else example_dataset
     )
     make = partial(make, progress=Progress(config.tracking.progress))
+    if is_streamed:
+        read: Callable[..., Any] = partial(make, foundation)
+        return train_dataset(read, config.data)
     try:
         return make(foundation, paths, setting, first=_ROWS)
     except UsageError:  # perhaps only later rows can be used

@@ -33,9 +33,9 @@ class Inputs:
     tokenizer: str
     """Of all else that makes tokens out of text: its rules, and the chat template."""
     samples: int
-    """How many samples there are to train on."""
+    """How many samples there are to train on; of streamed data the bytes."""
     data: str
-    """Of their tokens and answers, in order."""
+    """Of their tokens and answers, in order; of streamed data the list of files."""
     formula: str = ""
     """Of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
     model: str = ""
@@ -76,7 +76,7 @@ class Inputs:
         if self.samples != before.samples:
             raise IncompatibleError(
                 f"{where} was trained on other data",
-                have=f"{before.samples} samples, and a position among them",
+                have=f"{before.samples} samples, and a position among them (of streamed data, bytes)",
                 want=f"{self.samples} samples, as data.train holds",
                 do="restore data.train and what leaves samples out, or begin another run with name=NAME",
             )

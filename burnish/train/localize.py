@@ -102,7 +102,8 @@ def _copy_all(
         if file.endswith(".py") and is_url(file):
             each["function"] = f"{_file(file, watch)}{colon}{name}"
     data, bring = values["data"], _first_file if only_small else _data
-    for name in ("train", "validation") if trains else ("validation",):
+    names = ("train", "validation") if trains and not data["streaming"] else ("validation",)
+    for name in names:
         entries, data[name] = data[name], []
         for entry in entries:
             files = bring(entry, f"data.{name}", watch)

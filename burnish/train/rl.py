@@ -59,7 +59,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
-            dataset = train_dataset(prompts, local.data.train, local.data.weights)
+            dataset = train_dataset(prompts, local.data)
             held_out = local.data.validation and prompts(local.data.validation, "data.validation")
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
@@ -68,7 +68,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, config.algorithm)
             run, update, judge, engines = _models(foundation, session, inputs, total)
-            loader.cursor = run.position.cursor
+            loader.state = run.position.cursor
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper, progress, judge)
             stack.callback(collector.generator.close)
@@ -121,7 +121,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     kl_coef = adapted(kl_coef, credit.kl, len(drawn.rollouts), kl)
                 run.finish(
                     stats.merge(queue.stats(drawn)),
-                    cursor=loader.cursor,
+                    cursor=loader.state,
                     batches=batches,
                     kl_coef=None if kl.target is None else kl_coef,
                     rollouts=drawn.rollouts,

@@ -25,6 +25,7 @@ from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed, step_name
 from burnish.config.resume import digest
+from burnish.data.loader import State
 from burnish.distributed.collectives import agree, any_rank, same_on_all_ranks
 from burnish.distributed.device import peak_flops
 from burnish.engines.base import LossFn, Part, compute_dtype
@@ -63,7 +64,7 @@ class Run:
     with run.training(validate):
         for step in run.steps():
             ...
-            run.finish(stats, cursor=loader.cursor, batches=batches)
+            run.finish(stats, cursor=loader.state, batches=batches)
     ```
     """
 
@@ -124,10 +125,11 @@ class Run:
             return
         parameters = self._learners[MAIN].foundation.flops.parameters
         log.info(
-            "steps %d to %d on %d rows, %s parameters in %s",
+            "steps %d to %d on %d %s, %s parameters in %s",
             made + 1,
             total,
             self._inputs.samples,
+            "streamed bytes" if self._config.data.streaming else "rows",
             f"{parameters:,}",
             self._config.engine.precision,
         )
@@ -173,7 +175,7 @@ class Run:
         self,
         stats: Stats,
         *,
-        cursor: int,
+        cursor: State,
         batches: Sequence[Batch],
         kl_coef: float | None = None,
         rollouts: Sequence[Rollout] | None = None,

@@ -18,7 +18,7 @@ from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
 from burnish.config.schema import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.loader import Loader, MixedLoader
-from burnish.data.sources import load_rows
+from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
 from burnish.distributed.device import has_bf16_products
@@ -45,6 +45,7 @@ from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, Judge
 from burnish.train.signals import Stopper
 
+_MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
 _ENGINES = {
     "vllm": ("burnish.rollout.vllm.vllm_generator", "VllmGenerator"),
@@ -259,7 +260,7 @@ def prompt_dataset(
     `setting` names them in errors. Raises `MissingError` if they lack a column that a reward function of the pool needs.
     """
     config = foundation.config
-    rows = load_rows(paths, setting, progress).first(first)
+    rows = _rows(foundation, paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
     limits, layout = foundation.prompt_limits, foundation.layout
@@ -268,13 +269,31 @@ def prompt_dataset(
     )
 
 
+def _rows(
+    foundation: TextFoundation, paths: Sequence[str], setting: str, progress: Progress | None
+) -> Rows:
+    """Read the rows of a setting, or with `data.streaming` list the files of `data.train`. Collective."""
+    data, seed = foundation.config.data, foundation.config.seed
+    if setting == "data.train" and data.streaming:
+        open_rows = import_module("burnish.data.streaming").open_rows
+        how = {"seed": seed, "shuffle": data.shuffle, "layout": foundation.layout}
+        streamed: Rows = open_rows(paths, setting, data.streaming * _MEGABYTE, **how)
+        return streamed
+    return load_rows(paths, setting, progress)
+
+
 def train_dataset(
-    read: Callable[[Sequence[str], str], Dataset], paths: Sequence[str], weights: Sequence[float]
+    read: Callable[[Sequence[str], str], Dataset], data: DataConfig
 ) -> Dataset | Mixture[Any]:
-    """Read `data.train`, the `paths`, as one data set or, with weights, as one for each path. Collective."""
-    if not weights:
-        return read(paths, "data.train")
-    return Mixture([read([path], "data.train") for path in paths])
+    """Read `data.train` as one data set or, with weights, as one for each entry. Collective."""
+    if not data.weights and not data.streaming:
+        return read(data.train, "data.train")
+    entries = [[entry] for entry in data.train] if data.weights else [data.train]
+    parts = [read(entry, "data.train") for entry in entries]
+    if data.streaming:
+        stream: Mixture[Any] = import_module("burnish.data.streaming").Stream(parts)
+        return stream
+    return Mixture(parts)
 
 
 def make_loader(
@@ -286,6 +305,11 @@ def make_loader(
 ) -> Loader:
     """Return what draws samples of `data.train`. `by_epoch`: one take never crosses the end of an epoch."""
     shuffle = data.shuffle
+    if data.streaming:
+        streamed: Loader = import_module("burnish.data.streaming").StreamLoader(
+            dataset, data.weights
+        )
+        return streamed
     if not isinstance(dataset, Mixture):
         hard = dataset.difficulty()
         return Loader(len(dataset), seed, shuffle, by_epoch=by_epoch, difficulty=hard)
@@ -324,7 +348,7 @@ def example_dataset(
 ) -> ExampleDataset:
     """Read the SFT examples in `paths`, or in their `first` rows. `setting` names them in errors. Collective."""
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
-    rows = load_rows(paths, setting, progress).first(first)
+    rows = _rows(foundation, paths, setting, progress).first(first)
     limit = min(data.max_length or budget, budget)
     return ExampleDataset(rows, foundation.tokenizer, data, limit, progress, foundation.layout)
 
@@ -390,11 +414,6 @@ def local_generator(foundation: Foundation) -> Continuable:
     rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
     longest = config.longest_completed if is_limited else config.microbatch_tokens
     module, kind = _ENGINES[rollout.engine]
-    more: dict[str, Any] = {}
-    if config.algorithm.router_replay == "rollout":
-        more["experts"] = True
-    if config.model.adapter_beside is not None:
-        more["lora"] = config.model.adapter_beside
     generator: Continuable = getattr(import_module(module), kind)(
         foundation.hf_config,
         device=foundation.device,
@@ -404,7 +423,6 @@ def local_generator(foundation: Foundation) -> Continuable:
         decode=foundation.tokenizer.decode,
         max_length=longest,
         tensor_parallel=rollout.tensor_parallel,
-        **more,
     )
     return generator
 

@@ -12,6 +12,7 @@ from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
+from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
@@ -39,7 +40,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             examples_of = partial(example_dataset, foundation, progress=session.progress)
-            dataset = train_dataset(examples_of, local.data.train, local.data.weights)
+            dataset = train_dataset(examples_of, local.data)
             bar.advance()
             by_epoch = config.steps is None
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
@@ -47,7 +48,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             engine = make_engine(foundation, config.optim)
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path)
             run = Run(session, {MAIN: Learner(engine, foundation)}, inputs, total)
-            loader.cursor = run.position.cursor
+            loader.state = run.position.cursor
             validate: Validation | None = None
             if local.data.validation:
                 evaluation = import_module("burnish.train.evaluate")
@@ -58,11 +59,11 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
         costs, spans = foundation.costs, session.spans
         with run.training(validate):
             for step in run.steps():
-                with spans("data"):
+                with spans("data"), agree(layout if config.data.streaming else Layout()):
                     examples = [dataset[index] for index in loader.take(size)]
                     batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
                 count = len(batch.microbatches)
                 with spans("update"), session.progress.phase("update", count) as bar:
                     stats = engine.forward_backward(batch, counted(sft_loss, bar))
                     stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
-                run.finish(stats.prefixed("train/"), cursor=loader.cursor, batches=[batch])
+                run.finish(stats.prefixed("train/"), cursor=loader.state, batches=[batch])

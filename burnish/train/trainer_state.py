@@ -42,8 +42,8 @@ class Position:
 
     step: Count = 0
     """Steps finished."""
-    cursor: Count = 0
-    """Samples taken from the data, over all epochs."""
+    cursor: Count | tuple[Count, ...] = 0
+    """Samples taken from the data, over all epochs; where rows are streamed also the next place of each source."""
     tokens: Count = 0
     """Tokens trained on."""
     optimizer_steps: Count = 0

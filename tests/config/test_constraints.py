@@ -359,3 +359,10 @@ def test_the_weights_of_a_mixture_fit_its_entries() -> None:
         [mixed[0], "data.weights=[3000, 1]", "steps=5"],
     ):
         assert "data.weights" in refused("rl", *wrong)
+
+
+def test_what_needs_all_rows_is_refused_where_they_are_streamed() -> None:
+    streamed = ["data.train=[a]", "data.streaming=64"]
+    check(config_of(*streamed, "steps=5"), "rl")
+    for wrong in ([], ["steps=5", "data.curriculum=hard"], ["steps=5", "data.overlong=error"]):
+        assert "data.streaming" in refused("sft", *streamed, *wrong)

@@ -1,0 +1,478 @@
+"""Read rows of `data.train` as training goes on, from files that need not fit on a disk.
+
+The files of an epoch lie end to end, in an order drawn from the seed, and are cut into windows of equally many bytes. A row belongs to the
+window in which it begins; a row group of Parquet does as a whole. So every window can be read without those before it, and the rows
+of one are shuffled among each other. A place is `window << 32 | row`, over all epochs. It is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, islice
+from pathlib import PurePosixPath
+from typing import Any, TypeVar, overload
+
+import pyarrow
+import pyarrow.parquet
+import xxhash
+
+from burnish.data.columns import READERS, Row, is_data
+from burnish.data.loader import PERIOD, Loader, State, order, pattern, require_places
+from burnish.data.sources import Rows, matching_files, parsed
+from burnish.data.splits import split_files
+from burnish.data.tasks import Item, Mixture, RowDataset
+from burnish.distributed.collectives import agree, from_main
+from burnish.distributed.layout import Layout
+from burnish.errors import UsageError
+from burnish.files.cache import select
+from burnish.files.hub import HubPlace
+from burnish.files.remote import Remote
+from burnish.files.urls import Url, is_url
+from burnish.records import Example
+from burnish.records.seeds import derive_seed
+
+T = TypeVar("T")
+Window = list[tuple["StreamedFile", int, Any]]
+"""Rows in order: file, byte of the line or number of the row, and the line or (table, its row in it)."""
+
+_PIECE = 4 << 20
+_ROW = (1 << 32) - 1
+_LOOKED_AT = 128
+"""Rows that must be readable for a run to begin."""
+_MOST_BROKEN = 100
+"""Rows in a row that cannot be read, after which a run stops."""
+_TOLD = 3
+_MOST_ASKED = 256
+"""Samples kept that no loader took: for comparisons, which ask for the same ones again."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedFile:
+    """A file of rows."""
+
+    source: Remote | HubPlace
+    name: str
+    """Below the source."""
+    size: int
+    version: str
+    start: int = 0
+    """Bytes of the shards before it, as they were given."""
+
+    def __str__(self) -> str:
+        return f"{self.source}/{self.name}".removeprefix("file://")
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` to `end`, in pieces that retries may repeat."""
+        pieces: list[bytes | bytearray] = []
+        for at in range(begin, end, _PIECE):
+            size = min(_PIECE, end - at)
+            if isinstance(self.source, HubPlace):
+                pieces.append(self.source.read(self.name, at, size))
+            else:
+                piece = bytearray(size)
+                self.source.read_into(self.name, piece, at)
+                pieces.append(piece)
+        return b"".join(pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedRows(Rows):
+    """The rows of shards, by place. At most two windows are in memory."""
+
+    shards: tuple[StreamedFile, ...] = ()
+    window_bytes: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
+    _read: dict[int, Window] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read as training goes on: they are."""
+        return True
+
+    def __len__(self) -> int:
+        """Return the bytes of an epoch: nobody knows its rows."""
+        return self.shards[-1].start + self.shards[-1].size
+
+    @property
+    def windows(self) -> int:
+        """Windows of an epoch."""
+        return -(-len(self) // self.window_bytes)
+
+    def __getitem__(self, index: int) -> Row:
+        shard, number, content = self.window(index >> 32)[index & _ROW]
+        if isinstance(content, bytes):
+            row: Row = parsed(content, f"{shard}, the line at byte", number)
+            return row
+        table, at = content
+        return dict(table.slice(at, 1).to_pylist()[0])
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the first rows."""
+        first = range(min(_LOOKED_AT, len(self.window(0))))
+        return list(dict.fromkeys(name for index in first for name in self[index]))
+
+    def first(self, count: int | None) -> Rows:
+        """Return all rows: none are read before they are asked for."""
+        return self
+
+    def has(self, name: str) -> bool:
+        """Return whether the first rows have a column; dots go into nested ones."""
+        head, *rest = name.split(".")
+        value = self[0].get(head)
+        for part in rest:
+            value = value.get(part) if isinstance(value, dict) else None
+        return name in self.columns or bool(rest and value is not None)
+
+    def where(self, index: int) -> str:
+        """Name a row for an error message."""
+        shard, number, content = self.window(index >> 32)[index & _ROW]
+        return f"the {'line at byte' if isinstance(content, bytes) else 'row'} {number} of {shard}"
+
+    def number(self, index: int) -> int:
+        """Return where a row begins in all files end to end, in the order in which they were given."""
+        shard, number, _ = self.window(index >> 32)[index & _ROW]
+        return shard.start + number
+
+    def window(self, number: int, *, ahead: bool = False) -> Window:
+        """Return the rows of a window in the order in which they are drawn. `ahead`: begin to fetch the next one as well.
+
+        Raises `BurnishError` for what cannot be read.
+        """
+        with self._lock:
+            if number not in self._read:
+                fetching = self._fetching.pop(number, None)
+                if fetching is None or (fetching.done() and fetching.exception()):
+                    fetching = _begun(partial(self._fetch, number))
+                self._fetching.clear()
+                self._read.clear()
+                self._read[number] = self._rows_in(number, fetching.result())
+            if ahead and number + 1 not in self._fetching:
+                self._fetching[number + 1] = _begun(partial(self._fetch, number + 1))
+            return self._read[number]
+
+    def _parts(self, number: int) -> Iterator[tuple[StreamedFile, int, int]]:
+        """Yield the files of a window, and which bytes of each."""
+        epoch, window = divmod(number, self.windows)
+        shards, at = list(self.shards), 0
+        if self.shuffle:
+            shards = [shards[each] for each in order(self.seed, epoch, len(shards))]
+        begin = window * self.window_bytes
+        for shard in shards:
+            first, last = max(begin - at, 0), min(begin + self.window_bytes - at, shard.size)
+            if first < last:
+                yield shard, first, last
+            at += shard.size
+
+    def _fetch(self, number: int) -> list[bytes]:
+        """Fetch a window's bytes. Runs in a thread that may end with the process, so without Arrow."""
+        return [shard.read(first, last) for shard, first, last in self._parts(number)]
+
+    def _rows_in(self, number: int, fetched: Sequence[bytes]) -> Window:
+        rows: Window = []
+        for (shard, first, _), data in zip(self._parts(number), fetched, strict=True):
+            read = _lines if READERS[PurePosixPath(shard.name).suffix] == "json" else _groups
+            rows += [(shard, *row) for row in read(shard, first, data)]
+        if not self.shuffle:
+            return rows
+        epoch, window = divmod(number, self.windows)
+        mixed = order(derive_seed(self.seed, "window", epoch), window, len(rows))
+        return [rows[each] for each in mixed]
+
+
+def open_rows(
+    paths: Sequence[str],
+    setting: str,
+    window_bytes: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    layout: Layout | None = None,
+) -> StreamedRows:
+    """List the files at `paths`, on this machine or elsewhere, and read the first window. Collective.
+
+    Raises `BurnishError` if there are none, or no row begins in that window.
+    """
+    layout, shards = layout or Layout(), list[StreamedFile]()
+    with agree(layout):
+        if layout.is_main:
+            shards = [each for path in paths for each in _shards(path, setting) if each.size]
+    shards = from_main(shards, layout)
+    starts = accumulate((shard.size for shard in shards), initial=0)
+    shards = [replace(shard, start=at) for shard, at in zip(shards, starts, strict=False)]
+    listed = [(shard.name, shard.size, shard.version) for shard in shards]
+    rows = StreamedRows(
+        None,
+        tuple(map(str, shards)),
+        (),
+        xxhash.xxh3_128_hexdigest(repr(listed).encode()),
+        tuple(shards),
+        window_bytes,
+        seed,
+        shuffle,
+    )
+    with agree(layout):
+        if not shards or not rows.window(0):
+            raise UsageError(
+                f"{setting}: no row begins in the first {window_bytes:,} bytes of {', '.join(paths)}",
+                have=f"{len(shards)} files that are not empty",
+                want="rows that are shorter than a window",
+                do=f"raise data.streaming, or correct {setting}",
+            )
+    return rows
+
+
+class Stream(Mixture[Item]):
+    """Samples of streamed rows, drawn by weight if there are several sources. An index is `place * sources + source`.
+
+    `samples[0]` is the first sample that can be trained on, at that place or after it.
+    """
+
+    def __init__(self, parts: Sequence[RowDataset[Any]]) -> None:
+        """`parts` are made of `StreamedRows`. Raises `UsageError` for a broken row among the first ones."""
+        super().__init__(parts)
+        self._made: dict[int, Item] = {}
+        self._asked: dict[int, Item] = {}
+        self._told: dict[str, set[str]] = {}
+        self._broken = 0
+        for number, part in enumerate(self.parts):
+            for row in islice(range(len(_window(part, 0))), _LOOKED_AT):
+                part.make(row)
+            self._asked[number] = self.at(number, 0)[1]
+
+    def __len__(self) -> int:
+        """Return the bytes of an epoch of all sources."""
+        return sum(len(part.rows) for part in self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            raise TypeError("a stream has no slices")
+        if index in self._made:
+            return self._made.pop(index)
+        if index in self._asked:
+            return self._asked[index]
+        place, number = divmod(index, len(self.parts))
+        item = self.at(number, place)[1]
+        if len(self._asked) < _MOST_ASKED:
+            self._asked[index] = item
+        return item
+
+    def at(self, number: int, place: int, *, ahead: bool = False) -> tuple[int, Item]:
+        """Return the first sample of a source that can be trained on, at a place or after it, and its place.
+
+        Raises `UsageError` if there is none in as many windows as an epoch has, and `BurnishError` for what cannot be read.
+        """
+        part, row = self.parts[number], place & _ROW
+        first = place >> 32
+        for window in range(first, first + _rows(part).windows + 1):
+            for each in range(row, len(_window(part, window, ahead=ahead))):
+                item = self._usable(part, window << 32 | each)
+                if item is not None:
+                    return window << 32 | each, item
+            row = 0
+        raise UsageError(
+            f"no row of {', '.join(part.rows.files[:2])} can be used",
+            want="rows with something to train on that are not over the limit",
+            do="raise data.max_length or data.max_prompt_length, or correct the data",
+        )
+
+    def keep(self, index: int, item: Item) -> None:
+        """Have a sample at hand for the one who asks for this index."""
+        self._made[index] = item
+
+    def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
+        """Return the sample at a place; None for one that is broken, over the limit or without anything to train on."""
+        try:
+            item = part.make(place)
+        except UsageError as error:
+            self._broken += 1
+            if self._broken >= _MOST_BROKEN:
+                raise
+            self._tell("a row that cannot be read is left out: %s", str(error))
+            return None
+        self._broken = 0
+        if part.limit is not None and len(item.token_ids) > part.limit:
+            self._tell("%s is over the limit and left out", part.rows.where(place))
+            return None
+        is_empty = isinstance(item, Example) and not item.loss_mask.any()
+        return None if is_empty else item
+
+    def _tell(self, message: str, about: str) -> None:
+        told = self._told.setdefault(message, set())
+        if len(told) < _TOLD and about not in told:
+            told.add(about)
+            logger.warning(message, about)
+
+
+class StreamLoader(Loader):
+    """Yield indices into a `Stream`: each source in its own order, as often as its weight says.
+
+    Its state is the cursor, and the next place of each source.
+    """
+
+    def __init__(self, stream: Stream[Any], weights: Sequence[float]) -> None:
+        """Without weights there is one source."""
+        super().__init__(len(stream), seed=0, shuffle=False)
+        self._stream = stream
+        self._pattern, _ = pattern(weights or [1.0])
+        self._places = (0,) * len(stream.parts)
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds of it. Assigning it goes on from there."""
+        return (self.cursor, *self._places)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.cursor, *places = require_places(state, len(self._stream.parts))
+        self._places = tuple(places)
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` indices, and read what they name. Raises `BurnishError` for what cannot be read."""
+        taken, places = [], list(self._places)
+        for cursor in range(self.cursor, self.cursor + count):
+            number = int(self._pattern[cursor % PERIOD])
+            place, item = self._stream.at(number, places[number], ahead=True)
+            taken.append(place * len(places) + number)
+            self._stream.keep(taken[-1], item)
+            places[number] = place + 1
+        self.cursor, self._places = self.cursor + count, tuple(places)
+        return taken
+
+
+def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
+    """List the files of an entry of `data.train`."""
+    if hub := HubPlace.of(path, "dataset"):
+        hub = hub.at_commit()
+        for name, size in split_files(hub, setting).items():
+            yield StreamedFile(hub, name, size, hub.revision)
+        return
+    if is_url(path):
+        selected = select(Remote(path), is_data)
+        for file in selected.files:
+            yield StreamedFile(selected.remote, file.name, file.size, file.version)
+        return
+    for local in matching_files(path, setting):
+        remote = Remote(Url("file", "", str(local.parent).strip("/")))
+        if (found := remote.stat(local.name)) is not None:
+            yield StreamedFile(remote, local.name, found.size, found.version)
+
+
+def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that begin in `data`, the bytes of a shard from `begin`, each with its first byte."""
+    if begin == 0 and data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        raise UsageError(
+            f"{shard} is one list, of which no part can be read alone",
+            want="one JSON object on every line",
+            do="convert it to JSON Lines, or set data.streaming=0",
+        )
+    first, end, rest = 0, begin + len(data), [data]
+    if begin and shard.read(begin - 1, begin) != b"\n":
+        first = data.find(b"\n") + 1 or len(data)
+    while first < len(data) and end < shard.size and not rest[-1].endswith(b"\n"):
+        piece = shard.read(end, min(end + _PIECE, shard.size))
+        rest.append(piece[: piece.find(b"\n") + 1 or None])
+        end += len(piece)
+    rest[0] = data[first:]
+    at = begin + first
+    for line in b"".join(rest).split(b"\n"):
+        if line.strip():
+            yield at, line
+        at += len(line) + 1
+
+
+def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of the row groups that begin in `data`, the bytes of a shard from `begin`, each with its number in the file."""
+    try:
+        with pyarrow.parquet.ParquetFile(_Bytes(shard, begin, data)) as file:
+            number = 0
+            for index in range(file.num_row_groups):
+                group = file.metadata.row_group(index)
+                columns = [group.column(each) for each in range(group.num_columns)]
+                starts = [each.data_page_offset for each in columns]
+                starts += [each.dictionary_page_offset or each.data_page_offset for each in columns]
+                if begin <= min(starts, default=0) < begin + len(data):
+                    table = file.read_row_group(index)
+                    yield from ((number + at, (table, at)) for at in range(len(table)))
+                number += group.num_rows
+    except pyarrow.ArrowException as error:
+        raise UsageError(
+            f"{shard} cannot be read as Parquet",
+            have=" ".join(str(error).split())[:300],
+            want="a whole Parquet file",
+            do="write it again, or give it the suffix of what it is",
+        ) from error
+
+
+class _Bytes(io.RawIOBase):
+    """A shard as a file for Arrow, of which `data` from `begin` is there."""
+
+    def __init__(self, shard: StreamedFile, begin: int, data: bytes) -> None:
+        self._shard, self._begin, self._data, self._at = shard, begin, data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._shard.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, min(self._at + len(buffer), self._shard.size)
+        there = self._begin + len(self._data)
+        while self._at < end:
+            if self._begin <= self._at < there:
+                piece = self._data[self._at - self._begin : end - self._begin]
+            else:
+                stop = self._begin if self._at < self._begin < end else end
+                piece = self._shard.read(self._at, stop)
+            buffer[self._at - begin : self._at - begin + len(piece)] = piece
+            self._at += len(piece)
+        return self._at - begin
+
+
+def _rows(part: RowDataset[Any]) -> StreamedRows:
+    if not isinstance(part.rows, StreamedRows):
+        raise TypeError("a stream is made of streamed rows")
+    return part.rows
+
+
+def _window(part: RowDataset[Any], number: int, *, ahead: bool = False) -> Window:
+    return _rows(part).window(number, ahead=ahead)
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
+    """Begin to call `work` in a thread that nobody waits for at the end."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future

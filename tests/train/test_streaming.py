@@ -1,0 +1,75 @@
+"""Runs that read their rows as training goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from training_files import At, burnish, done, metrics, rollouts, write_rows
+
+WORDS = ("data.streaming=1", "steps=4", "evaluation.every=0", "checkpoint.save_every=1")
+
+
+@pytest.fixture(scope="module")
+def streams(work: Path) -> Path:
+    """Two directories of rows, of about two windows and of one."""
+    for name, sign, count, size in (("sums", "+", 27, 60_000), ("products", "*", 5, 10)):
+        (work / name).mkdir()
+        rows = [
+            {"prompt": f"{n}{sign}0=", "completion": "1", "n": "x" * size} for n in range(count)
+        ]
+        write_rows(work / name / "even.jsonl", rows[::2])
+        write_rows(work / name / "odd.jsonl", rows[1::2])
+    return work
+
+
+def is_the_same_when_killed_and_resumed_on_two_ranks(work: Path, kind: str, *more: str) -> Path:
+    words = [kind, f"{kind}.yaml", f"name=streamed_{kind}", *WORDS, *more]
+    again = [*words, f"name=streamed_{kind}_again"]
+    whole = done(work, *words)
+    code, output = burnish(work, *again, at=At("burnish.train.run:Run.finish", 3, signal.SIGKILL))
+    assert code == -signal.SIGKILL, output
+    resumed = done(work, *again, world=2)
+    for one, other in zip(metrics(whole), metrics(resumed), strict=True):
+        assert other.get("train/loss", 0.0) == pytest.approx(one.get("train/loss", 0.0), 1e-4, 1e-5)
+    if kind == "rl":
+        asked = [[row["prompt"] for row in rollouts(whole, step)] for step in (1, 2, 3, 4)]
+        assert asked == [
+            [row["prompt"] for row in rollouts(resumed, step)] for step in (1, 2, 3, 4)
+        ]
+        for step in asked:
+            assert sum("+0=" in prompt for prompt in step[::4]) == 3
+    return whole
+
+
+def test_examples_go_on_with_the_next_row(streams: Path) -> None:
+    whole = is_the_same_when_killed_and_resumed_on_two_ranks(
+        streams, "sft", f"data.train=['file://{streams}/sums']"
+    )
+    state = json.loads((whole / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert state["cursor"][0] == 4 * 8
+
+
+MIXED = ("data.train=[sums, 'products/*.jsonl']", "data.weights=[3, 1]")
+
+
+def test_prompts_of_a_mixture_go_on_with_the_next_rows(streams: Path) -> None:
+    is_the_same_when_killed_and_resumed_on_two_ranks(streams, "rl", *MIXED)
+
+
+@pytest.mark.nightly
+def test_prompts_that_rank_0_draws_ahead_go_on_with_the_next_rows(streams: Path) -> None:
+    is_the_same_when_killed_and_resumed_on_two_ranks(
+        streams, "rl", *MIXED, "rollout.place=child", "rollout.ahead=1"
+    )
+
+
+def test_a_dry_run_reads_the_first_rows(streams: Path) -> None:
+    given = ["sft", "sft.yaml", f"data.train=['file://{streams}/sums']", *WORDS]
+    code, output = burnish(streams, *given, "--dry-run")
+    assert code == 0, output
+    for wrong in ("data.text_column=gone", "steps=null", "data.overlong=error"):
+        code, output = burnish(streams, *given, wrong, "--dry-run")
+        assert code in (2, 5), output
