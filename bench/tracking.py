@@ -139,7 +139,7 @@ def wait_for(held: Any) -> None:
     elif isinstance(held, BackgroundTracker):
         held.sync()
         while held._waiting.total():
-            time.sleep(0.02)
+            time.sleep(0.001)
 
 
 @contextmanager

@@ -9,10 +9,13 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from burnish.boxes.shards import Shard
+from burnish.boxes.shards import Publication, Shard
 from burnish.config.schema import LoraConfig
+from burnish.distributed.layout import Layout
+from burnish.models.lora.adapter import Adapter
+from burnish.models.names import model_shards
 from burnish.records.seeds import derive_seed
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -33,6 +36,18 @@ class RandomAdapter:
         for shard in shards:
             drawn = adapter_tensor(shard.spec.name, shard.spec.shape)
             shard.tensor.copy_(drawn[shard.box.slices])
+
+
+def published_beside(
+    model: PreTrainedModel, lora: LoraConfig, factor: float = 1.0, *, merged: bool = False
+) -> Publication:
+    """A model's weights, and beside them, or `merged`, a random adapter times `factor`; the model gets it."""
+    adapter = Adapter(model, lora)
+    base, weights = (list(model_shards(model, parts=p)) for p in (adapter.base, adapter.weights))
+    RandomAdapter().fill(weights)
+    for shard in weights:
+        shard.tensor.mul_(factor)
+    return Publication(adapter.merged(Layout())) if merged else Publication(weights, base)
 
 
 def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:

@@ -40,6 +40,11 @@ class _Part(NamedTuple):
     """Where a rank's message has them, in bytes."""
 
     @property
+    def bytes(self) -> int:
+        """Return the size of a rank's elements."""
+        return self.box.elements * self.spec.dtype.itemsize
+
+    @property
     def all(self) -> Box:
         """Return the elements of all of `ranks`."""
         if len(self.ranks) < 2:
@@ -73,6 +78,11 @@ class Gather:
         self._have, self._layout = pieces_of(have), layout
         device = accelerator_of(have)
         self._device = meeting_place(gather_objects(device, layout), device)
+        self._machines = layout.machines if self._device.type == "cpu" else ()
+        size = layout.local_world if self._machines else 1
+        order = np.arange(layout.world).reshape(-1, size).T.ravel()
+        self._rows = torch.from_numpy(np.argsort(order))
+        """By rank: its row in the messages. Those with one place on all machines follow each other."""
         tables = gather_pieces(PieceTable.of(self._have), layout)
         self._waves = waves_of(tables, want, layout.rank, wave_bytes)
 
@@ -88,27 +98,59 @@ class Gather:
         for parts, sizes in self._waves:
             room = self._exchanged(have, parts, sizes)
             for part in parts:
-                held = _elements(room, part) if part.ranks else have[part.have[0]].part(part.box)
+                held = (
+                    self._elements(room, part) if part.ranks else have[part.have[0]].part(part.box)
+                )
                 yield Shard(part.spec, part.all, held.reshape(part.all.sizes).to(part.spec.dtype))
 
     @torch.no_grad()
     def _exchanged(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
         """Return the messages [ranks, bytes] of a wave; `sizes` are their lengths."""
         rank, world, longest = self._layout.rank, self._layout.world, int(sizes.max())
+        own = int(self._rows[rank])
         room = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
         for part in parts:
             if rank in part.ranks:
                 number = part.ranks.index(rank)
                 mine = have[part.have[number]].part(part.of(number))
-                _elements(room, part)[number].copy_(mine)
+                into = room[own, part.start : part.start + part.bytes].view(part.spec.dtype)
+                into.view(mine.shape).copy_(mine)
         if not longest:
             return room
         if longest * world <= 2 * int(sizes.sum()):
-            all_gather(room.view(-1), room[rank].clone())
+            self._gather(room, own)
         else:  # few ranks have anything, as the stages of a pipeline
             for sender in np.flatnonzero(sizes).tolist():
-                dist.broadcast(room[sender, : sizes[sender]], sender)
+                self._broadcast(room[int(self._rows[sender]), : sizes[sender]], sender)
         return room
+
+    def _gather(self, room: Tensor, own: int) -> None:
+        """Fill all rows of the messages from this rank's own. Each machine gets others' once."""
+        if not self._machines:
+            all_gather(room.view(-1), room[own].clone())
+            return
+        within, across = self._machines
+        column = room.view(within.size(), across.size(), -1)[within.rank()]
+        all_gather(column.view(-1), room[own].clone(), group=across)
+        all_gather(room.view(-1), column.clone().view(-1), group=within)
+
+    def _broadcast(self, message: Tensor, sender: int) -> None:
+        """Fill a message from its sender's; each machine gets it once."""
+        if not self._machines:
+            dist.broadcast(message, sender)
+            return
+        within, across = self._machines
+        if within.rank() == sender % within.size():
+            dist.broadcast(message, sender, across)
+        dist.broadcast(message, group=within, group_src=sender % within.size())
+
+    def _elements(self, room: Tensor, part: _Part) -> Tensor:
+        """Return the elements of a part in the messages, [ranks, *sizes of its box]; a view, unless machines share them."""
+        ranks = slice(part.ranks.start, part.ranks.stop)
+        rows = room[:, part.start : part.start + part.bytes][
+            self._rows[ranks] if self._machines else ranks
+        ]
+        return rows.view(part.spec.dtype).view(-1, *part.box.sizes)
 
 
 def waves_of(
@@ -129,13 +171,6 @@ def waves_of(
     ]
 
 
-def _elements(room: Tensor, part: _Part) -> Tensor:
-    """Return the elements of a part in the messages, [ranks, *sizes of its box], as a view."""
-    size = part.box.elements * part.spec.dtype.itemsize
-    rows = room[part.ranks.start : part.ranks.stop, part.start : part.start + size]
-    return rows.view(part.spec.dtype).view(-1, *part.box.sizes)
-
-
 def _parts(moves: Moves, everywhere: Ints, world: int) -> tuple[list[_Part], Ints]:
     """Return the parts of a wave, and the bytes of each rank's message.
 
@@ -154,7 +189,7 @@ def _parts(moves: Moves, everywhere: Ints, world: int) -> tuple[list[_Part], Int
     for part in runs:
         rows = slice(part.ranks.start, part.ranks.stop)
         start = int(ends[rows].max(initial=0))
-        ends[rows] = start + -(-part.box.elements * part.spec.dtype.itemsize // ALIGN) * ALIGN
+        ends[rows] = start + -(-part.bytes // ALIGN) * ALIGN
         parts.append(part._replace(start=start))
     return parts, ends
 

@@ -53,6 +53,8 @@ class Publication:
     """What training changes."""
     fixed: Iterable[Shard] = ()
     """What it never changes, and so is taken once."""
+    anew: bool = False
+    """Whether `fixed` has to be taken again. Then it is read before `changing`."""
 
 
 class ShardSource(Protocol):

@@ -101,9 +101,9 @@ _OF_SAMPLING: Sequence[Constraint] = (
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     (
-        "rollout.place=child|servers",
+        "rollout.engine=sglang",
         "model.lora.publish=merged",
-        "other processes get whole weights",
+        "it gets whole weights",
     ),
 )
 _OF_ENDPOINTS: Sequence[Constraint] = (
@@ -135,7 +135,7 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
     ("critic", "algorithm.advantage=gae", "no other has a critic"),
     (
-        "rollout.engine=vllm|sglang",
+        "rollout.engine=sglang",
         "algorithm.router_replay=none|recompute",
         "its experts are not recorded",
     ),

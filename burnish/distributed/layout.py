@@ -49,9 +49,15 @@ class Layout:
     The first dim runs fastest. Empty for few processes, which are one group. Processes that are started do not get them.
     """
 
+    machines: tuple[ProcessGroup, ...] = field(default=(), compare=False, repr=False)
+    """This process's groups of gloo for weights: those of its machine, and those with its place on every machine.
+
+    Empty on one machine, and where machines have unequal numbers of processes.
+    """
+
     def __reduce__(self) -> tuple[type[Self], tuple[int, ...]]:
         """Leave out the groups, which belong to this process."""
-        values = [getattr(self, each.name) for each in fields(self) if each.name != "groups"]
+        values = [getattr(self, each.name) for each in fields(self) if each.compare]
         return type(self), tuple(values)
 
     @property

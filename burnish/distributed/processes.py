@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from burnish.config.schema import DistributedConfig
+from burnish.distributed.collectives import gather_objects
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import Place, place_of
 from burnish.distributed.host_memory import Arena
@@ -109,7 +110,7 @@ def process_group(
         )
         # A rank that left now would break the joining of the others.
         _await_everybody(store, layout, timeout, "joined")
-        yield in_groups(layout, timeout)
+        yield by_machine(in_groups(layout, timeout), timeout)
 
 
 def connect_lazily(layout: Layout) -> None:
@@ -139,6 +140,26 @@ def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int =
         groups.append(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True))
         below *= size
     return replace(layout, groups=tuple(groups))
+
+
+def by_machine(layout: Layout, timeout: timedelta) -> Layout:
+    """Return the layout with its `machines`. Collective.
+
+    gloo's messages know nothing of machines; NCCL's rings pass each machine once by themselves.
+    """
+    if layout.world == layout.local_world:
+        return layout
+    places = gather_objects((layout.local_rank, layout.local_world), layout)
+    size = layout.local_world
+    if size == 1 or places != [(rank % size, size) for rank in range(layout.world)]:
+        return layout
+    first = layout.rank - layout.local_rank
+    within, across = range(first, first + size), range(layout.local_rank, layout.world, size)
+    groups = (
+        dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        for ranks in (within, across)
+    )
+    return replace(layout, machines=tuple(groups))
 
 
 def _destroy_group() -> None:

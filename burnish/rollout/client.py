@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from burnish.boxes.gather import Gather
-from burnish.boxes.shards import Publication, TensorSpec
+from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.data.balance import Bins, share_evenly
-from burnish.distributed.collectives import from_main, gather_objects
+from burnish.distributed.collectives import any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
@@ -74,11 +74,12 @@ class Server:
         """Have it free device memory until the next weights. Raises `ServerLost`."""
         self._message("/release", method="POST")
 
-    def upload(self, version: int, owner: str = "") -> Upload:
-        """Begin to send it weights, for `owner` to ask for completions. Raises `ServerLost`."""
+    def upload(self, version: int, owner: str = "", *, anew: bool = False) -> Upload:
+        """Begin to send it weights, with `anew` fixed ones first, for `owner` to ask for completions. Raises `ServerLost`."""
         with self.losing():
             connection = self._connection()
-            connection.putrequest("PUT", f"/weights?version={version}&owner={owner}")
+            more = "&anew=1" if anew else ""
+            connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{more}")
             connection.putheader("Authorization", f"Bearer {self._token}")
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
@@ -212,17 +213,21 @@ class ServedGenerator:
         specs: Sequence[TensorSpec],
         layout: Layout,
         *,
+        fixed: Sequence[TensorSpec] = (),
         in_flight: bool = False,
         revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers` are the same on all ranks; their models have tensors of `specs`. Collective.
+        """`servers` are the same on all ranks; their models have tensors of `specs`, and `fixed` ones that they get once. Collective.
 
         With `in_flight` they take new weights while they generate. Before weights are loaded each rank calls `revive` if a server is
         lost. `close` calls `end`.
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
-        self._servers, self._specs, self._layout = tuple(servers), tuple(specs), layout
+        self._servers, self._layout = tuple(servers), layout
+        self._specs, self._fixed = tuple(specs), tuple(fixed)
+        self._begun: set[Server] = set()
+        """Those that have the fixed weights."""
         self._lost: dict[str, str] = {}
         self._owner = from_main(secrets.token_hex(8), layout)  # an evaluation may use them, too
         self._gather: Gather | None = None
@@ -333,23 +338,36 @@ class ServedGenerator:
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
         self._revive_lost()
+        new = set(self._fed) - self._begun if self._fixed else set[Server]()
         uploads: dict[Server, Upload] = {}
         with ExitStack() as stack:
             for server in self._fed:
                 with self._losing(server):
-                    uploads[server] = stack.enter_context(
-                        closing(server.upload(version, self._owner))
-                    )
-            for piece in self._gather.run(have):
-                message = messages.encode_shard(piece) if uploads else []
-                for server in uploads.keys() & self._fed:
+                    upload = server.upload(version, self._owner, anew=server in new)
+                    uploads[server] = stack.enter_context(closing(upload))
+            if any_rank(bool(new), self._layout):
+                fixed = list(weights.fixed)
+                pieces = Gather(fixed, self._fixed, self._layout).run(fixed)
+                theirs = {server: uploads[server] for server in uploads.keys() & new}
+                self._send(pieces, theirs)
+                for server in theirs.keys() & self._fed:
                     with self._losing(server):
-                        uploads[server].send(message)
+                        theirs[server].send(messages.LAST)
+            self._send(self._gather.run(have), uploads)
             for server in uploads.keys() & self._fed:
                 with self._losing(server):
                     uploads[server].finish()
+        self._begun |= uploads.keys() & self._fed
         self._tell_of_lost()
         self._version = version
+
+    def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
+        """Send pieces of weights to servers. Collective."""
+        for piece in pieces:
+            message = messages.encode_shard(piece) if uploads else []
+            for server in uploads.keys() & self._fed:
+                with self._losing(server):
+                    uploads[server].send(message)
 
     def _tell_of_lost(self) -> None:
         """Have all ranks know which servers are lost. Collective."""

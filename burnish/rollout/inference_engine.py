@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +19,13 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.errors import IncompatibleError, UsageError, few
-from burnish.models.meta_init import kept_in_fp32
+from burnish.errors import IncompatibleError, MissingError, UsageError, few, install
+from burnish.models.meta_init import kept_in_fp32, longest_sequence
 from burnish.models.names import tensor_specs
-from burnish.records import Completion, Floats, Request, StopReason
-from burnish.rollout.base import Sampling
+from burnish.records import Completion, Experts, Floats, Request, StopReason
+from burnish.rollout.base import Sampling, Underway, Watch, require_valid
 from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
-from burnish.rollout.builtin.stopping import StopRule
+from burnish.rollout.builtin.stopping import Decode, StopRule
 
 _WAVE_BYTES = 64 << 20
 # Of weights that are handed to an engine at a time.
@@ -82,6 +87,8 @@ class Running:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Versions of the weights, each with the first token that it drew."""
     reason: StopReason | None = None
+    experts: Experts | None = None
+    """Once it has ended."""
     first: float = 0.0
     last: float = 0.0
 
@@ -110,7 +117,106 @@ class Running:
             weights_version=self.versions[0][0] if self.versions else 0,
             later_versions=tuple(self.versions[1:]),
             times=(asked, self.first, self.last),
+            experts=self.experts,
         )
+
+
+class EngineGenerator(ABC):
+    """What generators around an engine share: requests on their way, and completions as far as they are."""
+
+    central = False
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        device: torch.device,
+        eos_token_ids: Sequence[int],
+        decode: Decode | None,
+        max_length: int | None,
+    ) -> None:
+        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
+        limits = (max_length, longest_sequence(hf_config))
+        self._max_positions = min(filter(None, limits), default=None)
+        self._sleeps, self._asleep = device.type != "cpu", False
+        self._version: int | None = None
+        self._numbers = count()
+        self._underway: Callable[[], list[Underway]] = list
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and for experts that are not recorded."""
+        if self._version is None:
+            raise UsageError("the generator has no weights", do="call load_weights first")
+        self._require_fitting(sampling)
+        require_valid(requests, sampling, self._max_positions)
+        rule = StopRule(sampling, self._eos_token_ids, self._decode)
+        asked = time.time()
+        groups = [started(request, sampling, self._numbers) for request in requests]
+
+        def so_far() -> list[Underway]:
+            found = [
+                [each.completion(*self._logprobs(each), asked) for each in group]
+                for group in groups
+            ]
+            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
+
+        self._underway = so_far
+        try:
+            self._complete(
+                {each.number: each for group in groups for each in group}, sampling, rule, watch
+            )
+        finally:
+            self._underway = list
+        return [each.completions for each in so_far()]
+
+    def so_far(self) -> list[Underway]:
+        """See `Continuable.so_far`."""
+        return self._underway()
+
+    def release(self) -> None:
+        """See `Generator.release`. A CPU's memory stays. Not run on accelerators."""
+        if self._sleeps and not self._asleep:
+            self._version, self._asleep = None, True
+            self._sleep()
+
+    @abstractmethod
+    def _sleep(self) -> None:
+        """Have the engine free the device's memory."""
+
+    @abstractmethod
+    def _require_fitting(self, sampling: Sampling) -> None:
+        """Raise `UsageError` for what the engine cannot do."""
+
+    @abstractmethod
+    def _complete(
+        self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
+    ) -> None:
+        """Have the engine make all of these completions."""
+
+    @abstractmethod
+    def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
+        """Return sampled and raw log-probs of a completion's own tokens."""
+
+
+def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
+    """Import vLLM or SGLang. Raises `MissingError` without it, and `IncompatibleError` for one that is too old."""
+    name, wanted = title.lower(), f"{title} {'.'.join(map(str, oldest))} or newer"
+    try:
+        engine = import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingError(
+            f"rollouts with {title} need a package that is not installed",
+            have=f"no package {error.name}",
+            want=wanted,
+            do=f"{install(name)}, or rollout with the built-in generator",
+        ) from error
+    found = tuple(map(int, re.findall(r"\d+", engine.__version__)[: len(oldest)]))
+    if found and found < oldest:
+        raise IncompatibleError(
+            f"this {title} is too old", have=engine.__version__, want=wanted, do=install(name)
+        )
+    return engine
 
 
 def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> list[Running]:
@@ -120,16 +226,6 @@ def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> lis
     keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
     begun = prompt[len(prompt) - request.drawn :]
     return [Running(f"{next(numbers):016}", key, prompt, request.drawn, [*begun]) for key in keys]
-
-
-def require_no_experts(sampling: Sampling, engine: str) -> None:
-    """Raise `UsageError` if completions are to record experts."""
-    if sampling.experts:
-        raise UsageError(
-            f"algorithm.router_replay: rollouts with {engine} do not record experts",
-            have="algorithm.router_replay=rollout",
-            do="set algorithm.router_replay=recompute or none, or rollout with the built-in generator",
-        )
 
 
 def held_specs(

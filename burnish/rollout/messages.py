@@ -86,11 +86,10 @@ def encode_shard(shard: Shard) -> Parts:
 
 
 def read_shards(stream: BinaryIO) -> Iterator[Shard]:
-    """Yield the pieces of weights in a body. Raises `NONSENSE` unless the last message says that it is the last."""
+    """Yield pieces of weights up to `LAST`. Raises `NONSENSE` for anything else."""
     while (message := read(stream)) is not None:
         fields = message.fields
         if fields.get("last"):
-            stream.read()
             return
         dtype = getattr(torch, fields["dtype"])
         spec = TensorSpec(fields["name"], tuple(fields["shape"]), dtype)

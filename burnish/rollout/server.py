@@ -1,6 +1,6 @@
 """Serve a generator over HTTP, for training in other processes.
 
-    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`)
+    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); with &anew=1, of fixed ones before them
     POST /completions         requests; answers with progress, then completions
     GET  /completions         those under way, as far as they are: requests, then completions
     POST /release             frees device memory until the next weights
@@ -117,10 +117,12 @@ class GeneratorServer:
         while not self._loads.empty():
             self._loads.get()()
 
-    def load_weights(self, body: BinaryIO, version: int, owner: str) -> None:
+    def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
         """Load the weights that a body holds, for whoever sends them; without all of them there is no version."""
         self._version, self._owner = None, owner
-        self._generator.load_weights(Publication(messages.read_shards(body)), version)
+        fixed = messages.read_shards(body) if anew else ()
+        self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
+        body.read()
         self._version = version
 
     def complete(
@@ -216,14 +218,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         url = urlsplit(self.path)
-        version, owner = (parse_qs(url.query).get(x, [""])[0] for x in ("version", "owner"))
+        query = parse_qs(url.query)
+        version, owner, anew = (query.get(x, [""])[0] for x in ("version", "owner", "anew"))
         if self._refused():
             return
         if url.path != "/weights" or not version.isdecimal():
             self._error(HTTPStatus.NOT_FOUND)
             return
         body = io.BufferedReader(_Body(self))
-        load = partial(self._server.load_weights, body, int(version), owner)
+        load = partial(self._server.load_weights, body, int(version), owner, bool(anew))
         self._answer(_told(self._server.call(load, between_steps=True)))
 
     def do_POST(self) -> None:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,7 +39,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
 from burnish.models.meta_init import build_on_meta
-from burnish.models.names import tensor_specs
+from burnish.models.names import regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.messages import encode_error, error_of
 from burnish.rollout.server import GeneratorServer
@@ -68,17 +70,19 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     Raises `UsageError` if too few servers come, and `BurnishError` if a process does not start.
     """
     config, layout = foundation.config, foundation.layout
-    specs, timeout = _specs(foundation), config.rollout.timeout_seconds
+    (specs, fixed), timeout = _specs(foundation), config.rollout.timeout_seconds
     in_flight = config.rollout.in_flight
+    make = partial(ServedGenerator, specs=specs, layout=layout, fixed=fixed, in_flight=in_flight)
     if config.rollout.place == "servers":
         found: list[tuple[str, str]] = []
-        look = partial(_answering, RunDirectory(config.directory).servers, _fitting(specs))
+        model = _fitting([*specs, *fixed])
+        look = partial(_answering, RunDirectory(config.directory).servers, model)
         with agree(layout):
             if layout.is_main:
                 found = _servers(look, config.rollout.servers)
         servers = [Server(*each, timeout) for each in from_main(found, layout)]
         others = partial(_others, look, layout)
-        return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=others)
+        return make(servers, revive=others)
     own: list[Child] = []
     with ExitStack() as stack:
         with agree(layout):
@@ -94,7 +98,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         return own[0].revive(lost, others) if own else {}
 
     servers = [Server(*each, timeout) for theirs in told for each in theirs]
-    return ServedGenerator(servers, specs, layout, in_flight=in_flight, revive=revive, end=end)
+    return make(servers, revive=revive, end=end)
 
 
 def _leads(layout: Layout, devices: int) -> bool:
@@ -247,7 +251,7 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
     if foundation.device.type == "cpu":
         keep_freed_pages()
     engine = foundation.config.rollout.engine
-    about = {"model": _fitting(_specs(foundation)), "engine": engine}
+    about = {"model": _fitting([*chain(*_specs(foundation))]), "engine": engine}
     try:
         return GeneratorServer(
             local_generator(foundation),
@@ -266,10 +270,15 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
         ) from error
 
 
-def _specs(foundation: Foundation) -> list[TensorSpec]:
-    """Return the tensors that a generator wants."""
+def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Return the tensors that a generator wants each time, and those of a model that it wants once."""
     dtype, model = compute_dtype(foundation.config.engine), build_on_meta(foundation.hf_config)
-    return [spec._replace(dtype=dtype) for spec in tensor_specs(model)]
+    lora, sides = foundation.config.model.adapter_beside, (regions(model), ())
+    if lora is not None:
+        adapter = import_module("burnish.models.lora.adapter").Adapter(model, lora)
+        sides = adapter.weights, adapter.base
+    changing, fixed = ([TensorSpec(r.name, r.shape, dtype) for r in side] for side in sides)
+    return changing, fixed
 
 
 def _fitting(specs: Sequence[TensorSpec]) -> str:

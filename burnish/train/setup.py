@@ -414,6 +414,11 @@ def local_generator(foundation: Foundation) -> Continuable:
     rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
     longest = config.longest_completed if is_limited else config.microbatch_tokens
     module, kind = _ENGINES[rollout.engine]
+    more: dict[str, Any] = {}
+    if config.algorithm.router_replay == "rollout":
+        more["experts"] = True
+    if config.model.adapter_beside is not None:
+        more["lora"] = config.model.adapter_beside
     generator: Continuable = getattr(import_module(module), kind)(
         foundation.hf_config,
         device=foundation.device,
@@ -423,6 +428,7 @@ def local_generator(foundation: Foundation) -> Continuable:
         decode=foundation.tokenizer.decode,
         max_length=longest,
         tensor_parallel=rollout.tensor_parallel,
+        **more,
     )
     return generator
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces_for_tests import BF16, F32, random_layout
@@ -15,9 +22,12 @@ from traffic import Traffic
 from burnish.boxes.box import Box, whole
 from burnish.boxes.gather import Gather, assembled
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import by_machine
 from burnish.errors import IncompatibleError, MissingError
 
+MINUTE = timedelta(seconds=60)
 SHAPES = {"a": (7, 5), "b": (), "d": (300,), "e": (3, 4, 5), "f": (8, 3)}
 
 
@@ -99,6 +109,67 @@ def test_alone_a_piece_is_a_view():
     have = Shard(spec, whole((4, 3)), torch.ones(4, 3))
     [piece] = Gather([have], [spec], Layout()).run([have])
     assert piece.tensor.data_ptr() == have.tensor.data_ptr()
+
+
+def in_machines(layout):
+    """The layout as if every two processes were a machine."""
+    return by_machine(replace(layout, local_world=2, local_rank=layout.rank % 2), MINUTE)
+
+
+def check_machines(layout):
+    return check_many(in_machines(layout))
+
+
+def test_on_several_machines_too():
+    assert run_ranks(check_machines, 4) == [True] * 4
+
+
+def received_bytes():
+    """By this process's and its neighbour's port, what has come over each of its connections."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as held:
+            info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            ports = held.getsockname()[1], held.getpeername()[1]
+            found[ports] = struct.unpack_from("=Q", info, 128)[0]  # tcpi_bytes_received
+    return found
+
+
+def crossing_of(layout):
+    """Bytes between the two machines, by how the pieces are cut and whether machines are known, over the bytes of all tensors."""
+    ratios, shape = [], (1 << 18,)
+    for layout_of in (lambda plain: plain, in_machines):
+        known = layout_of(layout)
+        for of_rank in (slice(layout.rank << 16, (layout.rank + 1) << 16), slice(0, 1 << 18)):
+            box = Box((of_rank.start,), (of_rank.stop - of_rank.start,))
+            is_one = box == whole(shape)
+            have = [Shard(TensorSpec("w", shape, F32), box, torch.ones(box.sizes))]
+            have = [] if is_one and layout.rank != 1 else have
+            gather = Gather(have, [TensorSpec("w", shape, F32)], known)
+            before = received_bytes()
+            for _ in gather.run(have):
+                pass
+            dist.barrier()
+            told = {k: n - before.get(k, 0) for k, n in received_bytes().items()}
+            everybody = gather_objects(told, layout)
+            ranks = {port: rank for rank, theirs in enumerate(everybody) for port, _ in theirs}
+            crossed = sum(
+                count
+                for rank, theirs in enumerate(everybody)
+                for (_, port), count in theirs.items()
+                if ranks.get(port, rank) // 2 != rank // 2
+            )
+            ratios.append(crossed / (4 << 18))
+    return ratios
+
+
+def test_a_machine_gets_everything_once():
+    """Where machines are not known a ring brings each its own pieces back, and a tree of one sender crosses as it likes."""
+    rows, one, rows_by_machine, one_by_machine = run_ranks(crossing_of, 4)[0]
+    assert rows > 1.4
+    assert one > 1.9
+    assert 1 <= rows_by_machine < 1.05
+    assert 1 <= one_by_machine < 1.05
 
 
 def calls_of(layout):

@@ -70,15 +70,17 @@ def chosen(logprobs: Tensor, completion: Completion) -> np.ndarray[Any, Any]:
 
 
 def assert_same(
-    ours: Sequence[Sequence[Completion]], theirs: Sequence[Sequence[Completion]]
+    ours: Sequence[Sequence[Completion]],
+    theirs: Sequence[Sequence[Completion]],
+    atol: float = 1e-5,
 ) -> None:
-    """The same tokens and ends; log-probs to fp32's accuracy."""
+    """The same tokens and ends; log-probs to fp32's accuracy, or `atol`."""
     assert [len(group) for group in ours] == [len(group) for group in theirs]
     for group, other in zip(ours, theirs, strict=True):
         for one, two in zip(group, other, strict=True):
             np.testing.assert_array_equal(one.token_ids, two.token_ids)
-            np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
-            np.testing.assert_allclose(one.sampled_logprobs, two.sampled_logprobs, atol=1e-5)
+            np.testing.assert_allclose(one.logprobs, two.logprobs, atol=atol)
+            np.testing.assert_allclose(one.sampled_logprobs, two.sampled_logprobs, atol=atol)
             assert one.stop_reason == two.stop_reason
 
 

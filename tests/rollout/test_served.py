@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters_for_tests import LORA, published_beside
 from contracts.generator import GeneratorContract, assert_same, make_requests
+from generators_for_tests import make_generator
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_model
+from tiny import tiny_config, tiny_model
 from transformers import PreTrainedModel
 
 from burnish.boxes.box import Box
@@ -38,6 +40,7 @@ from burnish.rollout.server import GeneratorServer
 
 TOKEN, CPU = "secret", torch.device("cpu")
 SAMPLING = Sampling(6, seed=3)
+BESIDE = LORA.model_copy(update={"publish": "adapter"})
 
 
 def own(model: PreTrainedModel, slots: int = 4, eos: Sequence[int] = ()) -> BuiltinGenerator:
@@ -358,6 +361,46 @@ def test_a_lost_server_is_revived_before_the_next_weights() -> None:
         assert third.about()["version"] == 3
         assert_same(generator.generate(requests, SAMPLING), alone(requests))
     assert asked == [((liar.url,), (second.url,))]
+
+
+def test_an_adapter_travels_alone_after_the_weights_that_it_is_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that is new gets both; what is drawn is what a generator inside draws."""
+    requests, sent, plain_send = make_requests(), [0], Upload.send
+
+    def send(upload: Upload, message: messages.Parts) -> None:
+        sent[-1] += sum(map(len, message))
+        plain_send(upload, message)
+
+    monkeypatch.setattr(Upload, "send", send)
+    published = [published_beside(tiny_model(), LORA, factor) for factor in (1.0, -1.0, 2.0)]
+    changing, fixed = ([shard.spec for shard in side] for side in vars_of(published[0]))
+    held = [make_generator(tiny_config(), Layout(), lora=BESIDE) for _ in range(3)]
+    oracle = make_generator(tiny_config(), Layout(), lora=BESIDE)
+    with serving(held[0]) as first, serving(held[1]) as second, serving(held[2]) as third:
+        revived = {first.url: (third.url, TOKEN)}
+        generator = ServedGenerator(
+            [first, second], changing, Layout(), fixed=fixed, revive=lambda lost, others: revived
+        )
+        for version, weights in enumerate(published):
+            generator.load_weights(weights, version)
+            oracle.load_weights(weights, version)
+            found = generator.generate(requests, SAMPLING)
+            assert_same(found, oracle.generate(requests, SAMPLING))
+            if version == 1:
+                generator._lose(first.url, "by this test")
+            sent.append(0)
+    adapter, model = (sum(shard.tensor.nbytes for shard in s) for s in vars_of(published[0]))
+    headers = 200 * (len(changing) + len(fixed))
+    for bytes_sent, wanted in zip(
+        sent, (2 * (model + adapter), 2 * adapter, model + 2 * adapter), strict=False
+    ):
+        assert wanted < bytes_sent < wanted + 2 * headers
+
+
+def vars_of(weights: Publication) -> tuple[list[Shard], list[Shard]]:
+    return list(weights.changing), list(weights.fixed)
 
 
 @dataclass

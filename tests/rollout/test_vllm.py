@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters_for_tests import EXPERTS, published_beside
 from contracts.generator import (
     GeneratorContract,
     assert_same,
@@ -18,12 +19,14 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
-from generators_for_tests import builtin
+from generators_for_tests import builtin, make_generator
 from tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.config.schema import LoraConfig
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Request
@@ -67,16 +70,15 @@ def vllm(
     """vLLM with the model's weights."""
     key = model.config.to_json_string(), slots, tuple(eos), decode
     if key not in engines:
-        engines[key] = VllmGenerator(
-            model.config,
-            device=CPU,
-            dtype=torch.float32,
-            slots=slots,
-            eos_token_ids=eos,
-            decode=decode,
-        )
+        engines[key] = started(model, slots=slots, eos_token_ids=eos, decode=decode)
     engines[key].load_weights(Publication(model_shards(model)), version)
     return engines[key]
+
+
+def started(model: Any, **options: Any) -> VllmGenerator:
+    """vLLM without weights."""
+    given = {"slots": 8, "eos_token_ids": (), "decode": None, **options}
+    return VllmGenerator(model.config, device=CPU, dtype=torch.float32, **given)
 
 
 class TestContract(GeneratorContract):
@@ -262,6 +264,53 @@ class TestWeights:
 ONE = torch.ones(1)
 
 
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("qwen3", LoraConfig(rank=4, alpha=8.0)),
+        ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True, targets=["v_proj", "o_proj"])),
+    ],
+    ids=["all layers", "some layers"],
+)
+def test_an_adapter_beside_the_model(
+    engines: dict[Any, VllmGenerator], family: str, lora: LoraConfig
+) -> None:
+    """As the built-in generator computes with it, and as the merged model does; the model's own weights are read once."""
+    lora = lora.model_copy(update={"publish": "adapter"})
+    config, requests = made(family).config, make_requests((40, 3, 70), samples=2)
+    engines[family, "lora"] = ours = started(made(family), lora=lora)
+    oracle = make_generator(config, Layout(), lora=lora)
+    for version, factor in enumerate((1.0, -2.0)):
+        weights = published_beside(made(family), lora, factor)
+        oracle.load_weights(weights, version)
+        fixed = weights.fixed if version == 0 else ()
+        ours.load_weights(Publication(weights.changing, fixed), version)
+        merged = make_generator(config, Layout())
+        merged.load_weights(published_beside(made(family), lora, factor, merged=True), version)
+        for sampling in SAMPLINGS:
+            found = ours.generate(requests, sampling)
+            for each in (oracle, merged):
+                assert_same(found, each.generate(requests, sampling), atol=1e-4)
+        wanted = {shard.spec.name: shard.checksum() for shard in oracle._model.shards()}
+        told = {spec.name: digest for spec, digest in ours.checksums()}
+        exact = lora.alpha == 8.0
+        assert wanted.items() >= told.items()
+        assert {n for n in wanted if "lora_A" in n or (exact and "lora_B" in n)} <= told.keys()
+    again = Publication(weights.changing, published_beside(made(family, 1), lora).fixed, anew=True)
+    ours.load_weights(again, 2)
+    oracle.load_weights(again, 2)
+    found, other = (each.generate(requests, SAMPLINGS[0]) for each in (ours, oracle))
+    assert_same(found, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, ["q_proj"]])
+def test_an_adapter_that_vllm_does_not_compute_is_refused(targets: list[str]) -> None:
+    """Of experts, and on a CPU beside them."""
+    lora = LoraConfig(rank=4, targets=targets, publish="adapter")
+    with pytest.raises(IncompatibleError, match=r"model\.lora\.publish"):
+        started(made("qwen3_moe"), lora=lora)
+
+
 def packed_layers(model: Any, new: Sequence[Any] = ()) -> list[Any]:
     """What two of vLLM's layers multiply with; `new` takes its place."""
     layers = [model.lm_head, model.model.layers[1].mlp.down_proj]
@@ -279,18 +328,51 @@ def halves(model: PreTrainedModel) -> Iterator[Shard]:
             yield Shard(shard.spec, Box(offsets, tuple(rows.shape)), rows)
 
 
-def test_experts_are_refused(engines: dict[Any, VllmGenerator]) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_those_of_the_built_in_generator(
+    engines: dict[Any, VllmGenerator], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prefixes that others have read too, with few slots, where memory drops completions, and with new weights."""
+    requests, token = make_requests((40, 70, 20), samples=3), 2 * 2 * 2 * 32 * 4
+    monkeypatch.setattr(
+        "burnish.rollout.vllm.vllm_generator.free_memory", lambda _: 16 * 32 * token / 0.4
+    )
+    changes = {"sliding_window": None} if family == "mixtral" else {}
+    ours = engines[family, "routed"] = started(made(family, **changes), experts=True)
+    for seed in (0, 1):
+        model = made(family, seed, **changes)
+        ours.load_weights(Publication(model_shards(model)), seed)
+        for sampling in (Sampling(50, seed=5, experts=True), Sampling(30, experts=True)):
+            found, oracle = (
+                each.generate(requests, sampling) for each in (ours, builtin(model, slots=16))
+            )
+            assert_same(found, oracle)
+            for one, other in zip(chain(*found), chain(*oracle), strict=True):
+                assert one.experts is not None
+                assert one.experts.dtype == np.uint8
+                np.testing.assert_array_equal(one.experts, other.experts)
+        assert ours.generate(requests, Sampling(2))[0][0].experts is None
+
+
+def test_experts_that_nobody_records_are_refused(engines: dict[Any, VllmGenerator]) -> None:
     ours = vllm(engines, made("qwen3_moe"))
-    with pytest.raises(UsageError, match=r"algorithm\.router_replay"):
+    with pytest.raises(UsageError, match="experts"):
         ours.generate(make_requests(), Sampling(4, experts=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_a_model_that_does_not_tell_its_experts_is_refused(
+    engines: dict[Any, VllmGenerator], family: str
+) -> None:
+    """It has none, or tokens leave its window."""
+    with pytest.raises(IncompatibleError, match="experts"):
+        started(made(family), experts=True)
 
 
 def test_a_model_that_vllm_does_not_know_is_refused() -> None:
     config = AutoConfig.for_model("xglm", vocab_size=97, d_model=32, num_layers=1, ffn_dim=32)
     with pytest.raises(IncompatibleError, match="xglm"):
-        VllmGenerator(
-            config, device=CPU, dtype=torch.float32, slots=4, eos_token_ids=(), decode=None
-        )
+        started(SimpleNamespace(config=config))
 
 
 def test_the_processor_for_runner_v2_draws_the_same() -> None:
@@ -325,21 +407,16 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
 
 def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> None:
     """With tensor parallelism, before and after new weights."""
-    requests, sampling = make_requests((40, 3)), Sampling(12, top_p=0.9)
-    engines["two"] = ours = VllmGenerator(
-        made("qwen3_moe").config,
-        device=CPU,
-        dtype=torch.float32,
-        slots=8,
-        eos_token_ids=(),
-        decode=None,
-        max_length=60,
-        tensor_parallel=2,
-    )
+    requests, sampling = make_requests((40, 3)), Sampling(12, top_p=0.9, experts=True)
+    model, options = made("qwen3_moe"), {"max_length": 60, "tensor_parallel": 2, "experts": True}
+    engines["two"] = ours = started(model, **options)
     for seed in (0, 1):
         ours.load_weights(Publication(model_shards(made("qwen3_moe", seed))), seed)
         oracle = builtin(made("qwen3_moe", seed), slots=16)
-        assert_same(ours.generate(requests, sampling), oracle.generate(requests, sampling))
+        found, wanted = (each.generate(requests, sampling) for each in (ours, oracle))
+        assert_same(found, wanted)
+        for one, other in zip(chain(*found), chain(*wanted), strict=True):
+            np.testing.assert_array_equal(one.experts, other.experts)
         held = [(shard.spec.name, shard.checksum()) for shard in oracle._model.shards()]
         assert sorted((spec.name, digest) for spec, digest in ours.checksums()) == sorted(held)
     with pytest.raises(UsageError, match="60"):

@@ -112,6 +112,17 @@ def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, publish):
     require_same_when_interrupted(lora, argv, publish, peace)
 
 
+@pytest.mark.nightly
+def test_beside_the_model_in_another_process_it_draws_the_same(lora):
+    """The guard compares every version, tensor by tensor where log-probs differ."""
+    argv = ["rl", "rl-lora.yaml", "model.lora.publish=adapter", "rollout.check_every=1"]
+    inside = done(lora, *argv, "name=beside_inside")
+    outside = done(lora, *argv, "name=beside_outside", "rollout.place=child", world=2)
+    inside_on_two = done(lora, *argv, "name=beside_inside_2", world=2)
+    assert outcome(outside) == outcome(inside_on_two)
+    assert outcome(inside).keys() == outcome(outside).keys()
+
+
 def require_same_when_interrupted(lora, argv, name, uninterrupted):
     peace = outcome(uninterrupted)
     done(lora, *argv, f"name={name}_war", "steps=3")

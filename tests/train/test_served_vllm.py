@@ -13,7 +13,7 @@ import pytest
 from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
 from tiny import save_base
-from training_files import FRESH, RL, Command, burnish, done, rollouts
+from training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
 
 from burnish.checkpoint.steps import committed
 
@@ -36,6 +36,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ranks": (2, "child", {"model": {**RL["model"], "fresh": WIDE}}),
     "shared": (2, "child", {"model": {**RL["model"], "fresh": WIDE}}),
     "mixture": (1, "child", {"model": {**RL["model"], "fresh": MIXTURE}}),
+    "replay": (
+        2,
+        "servers",
+        {"model": {**RL["model"], "fresh": MIXTURE}, "algorithm": {"router_replay": "rollout"}},
+    ),
     "merged": (1, "child", {"model": {"path": "wide", "lora": {"rank": 4}}}),
 }
 """Processes, who generates, and settings."""
@@ -64,6 +69,18 @@ def test_vllm_draws_what_the_built_in_generator_draws(work: Path, case: str) -> 
             run = done(work, "rl", str(config), f"name={name}", world=world)
         found.append(([rollouts(run, step) for step in range(1, 4)], digest(run)))
     assert found[0] == found[1]
+
+
+def test_an_adapter_beside_the_model_is_drawn_with_as_a_merged_one(work: Path) -> None:
+    """The guard finds no difference at any version, and what the generator says is what the engine says."""
+    save_base(work / "wide", 0, **WIDE)
+    model = {"path": "wide", "lora": {"rank": 4, "publish": "adapter"}}
+    more = {"engine": "vllm", "place": "child", "check_every": 1, "max_disagreement": 1e-4}
+    settings = {"model": model, "steps": 3, "evaluation": {"before": False, "every": 0}}
+    config = written(work, "beside", {**settings, "optim": {"lr": 1e-2}}, **more)
+    rows = [row for row in metrics(done(work, "rl", config, "name=beside")) if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["rollout/mismatch_kl"] < 1e-6 for row in rows)
 
 
 @pytest.mark.parametrize(

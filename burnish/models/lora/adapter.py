@@ -88,7 +88,8 @@ class Adapter:
         _inject(model, config)
         self._model, self._rank = model, config.rank
         self._layers = _computing_layers(model)
-        self._scale = float(self._layers[0].scaling[ADAPTER_NAME])
+        self.scale = float(self._layers[0].scaling[ADAPTER_NAME])
+        """s."""
         names = plain_names(model)
         now = {before: name for name, (before, factor) in names.items() if not factor}
         self.base = tuple(replace(r, parameter=now.get(r.parameter, r.parameter)) for r in plain)
@@ -134,7 +135,7 @@ class Adapter:
         try:
             yield
         finally:
-            self._set_scale(self._scale)
+            self._set_scale(self.scale)
 
     def _set_scale(self, scale: float) -> None:
         for layer in self._layers:
@@ -155,7 +156,7 @@ class Adapter:
         for piece, pair in zip(base, factors, strict=True):
             if pair:
                 a, b = pair[0].tensor, pair[1].tensor[:, :, 0]
-                yield MergedShard(piece.spec, piece.box, piece.tensor, a, b, self._scale)
+                yield MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
             else:
                 yield piece
 

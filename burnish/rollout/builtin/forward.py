@@ -112,7 +112,7 @@ class InferenceModel:
         for storage, size in self._released:
             storage.resize_(size)
         self._released = []
-        if not self._loaded and self._fixed:
+        if self._fixed and (weights.anew or not self._loaded):
             self._gathered(weights.fixed, self._fixed, layout, None)
         self._gather = self._gathered(weights.changing, self._changing, layout, self._gather)
         for product in self._products:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -30,20 +29,18 @@ from burnish.config.schema import MOST_SLOTS
 from burnish.errors import (
     BurnishError,
     IncompatibleError,
-    MissingError,
     UsageError,
-    install,
     refusing,
 )
-from burnish.models.meta_init import build_on_meta, longest_sequence
-from burnish.records import Completion, Request
-from burnish.rollout.base import Sampling, Underway, Watch, require_valid
+from burnish.models.meta_init import build_on_meta
+from burnish.records import Floats
+from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
+    EngineGenerator,
     Running,
     held_specs,
-    require_no_experts,
-    started,
+    import_engine,
     waves,
     whole_tensors,
     with_architectures,
@@ -57,13 +54,12 @@ _CHUNK = 16
 # Tokens of a completion that SGLang sends together where no text can end it.
 
 
-class SglangGenerator:
+class SglangGenerator(EngineGenerator):
     """Sample with SGLang's engine what the built-in generator samples; a `Continuable`.
 
-    The arguments are `VllmGenerator`'s. Experts are not recorded.
+    The arguments are `VllmGenerator`'s. Experts are not recorded. `so_far` tells some tokens late, and at which token new weights
+    begin only once a completion has ended.
     """
-
-    central = False
 
     def __init__(  # noqa: PLR0913
         self,
@@ -78,15 +74,10 @@ class SglangGenerator:
         tensor_parallel: int = 1,
     ) -> None:
         """Start SGLang, without weights. Raises `MissingError` without SGLang, `IncompatibleError` for one that is too old or does not start."""
+        super().__init__(hf_config, device, eos_token_ids, decode, max_length)
         self._specs = held_specs(build_on_meta(hf_config), hf_config, dtype)
-        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
-        self._sleeps, self._asleep = device.type != "cpu", False
-        self._version: int | None = None
-        self._underway: Callable[[], list[Underway]] = list
-        self._numbers, self._tensor_parallel = count(), tensor_parallel
+        self._tensor_parallel = tensor_parallel
         self._vocabulary: int = hf_config.get_text_config().vocab_size
-        limits = (max_length, longest_sequence(hf_config))
-        self._max_positions = min(filter(None, limits), default=None)
         longest = self._max_positions and self._max_positions + _RESERVED
         sglang = _imported()
         self._messages: Any = import_module("sglang.srt.managers.io_struct")
@@ -122,41 +113,33 @@ class SglangGenerator:
             )
         self._manager = self._engine.tokenizer_manager
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[list[Completion]]:
-        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and if experts are asked for."""
-        if self._version is None:
-            raise UsageError("the generator has no weights", do="call load_weights first")
-        require_no_experts(sampling, "SGLang")
-        require_valid(requests, sampling, self._max_positions)
-        rule = StopRule(sampling, self._eos_token_ids, self._decode)
-        asked = time.time()
-        groups = [started(request, sampling, self._numbers) for request in requests]
-        running = {each.number: each for group in groups for each in group}
+    def _require_fitting(self, sampling: Sampling) -> None:
+        if sampling.experts:
+            raise UsageError(
+                "algorithm.router_replay: rollouts with SGLang do not record experts",
+                have="algorithm.router_replay=rollout",
+                do="set algorithm.router_replay=recompute or none, or rollout with another generator",
+            )
 
-        def so_far() -> list[Underway]:
-            found = [[self._finished(each, asked) for each in group] for group in groups]
-            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
-
-        self._underway = so_far
-        stream = self._stream(list(running.values()), sampling) if running else iter(())
+    def _complete(
+        self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
+    ) -> None:
+        if not running:
+            return
+        stream = self._stream(list(running.values()), sampling)
         try:
             for output in stream:
                 ended = self._take(output, running, rule)
                 if watch is not None:
                     watch(ended)
         finally:
-            self._underway = list
-            if running:
-                self._call(self._manager.abort_request, abort_all=True)
-                for _ in stream:  # until SGLang has let go of all
-                    pass
-        return [[self._finished(each, asked) for each in group] for group in groups]
+            self._call(self._manager.abort_request, abort_all=True)
+            for _ in stream:  # until SGLang has let go of all
+                pass
 
-    def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`. New weights begin at the right token only when a completion has ended, and some tokens late before."""
-        return self._underway()
+    def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
+        found: tuple[Floats, Floats] = self._draws.read(each.reported, each.own, self._vocabulary)
+        return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load a model's tensors, of which every call must bring all, whole or in pieces.
@@ -205,11 +188,8 @@ class SglangGenerator:
         finally:
             self._taken(self._engine.end_weight_update())
 
-    def release(self) -> None:
-        """See `Generator.release`. A CPU's memory stays."""
-        if self._sleeps and not self._asleep:
-            self._version, self._asleep = None, True
-            self._engine.release_memory_occupation()
+    def _sleep(self) -> None:
+        self._engine.release_memory_occupation()
 
     def close(self) -> None:
         """End SGLang's processes. The generator cannot be used afterwards."""
@@ -263,10 +243,6 @@ class SglangGenerator:
             self._call(self._manager.abort_request, each.number)
         return int(ended)
 
-    def _finished(self, each: Running, asked: float) -> Completion:
-        sampled, raw = self._draws.read(each.reported, each.own, self._vocabulary)
-        return each.completion(sampled, raw, asked)
-
     def _update(self, tensors: Sequence[tuple[str, Tensor]], **how: str) -> None:
         """Hand tensors to every worker."""
         serialize = import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
@@ -307,25 +283,7 @@ def _imported() -> Any:
     """Import SGLang; refuse one that is too old."""
     # Its limit counts two tokens that no sequence gets, so it is above the model's.
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    wanted = ".".join(map(str, _OLDEST))
-    try:
-        sglang = import_module("sglang")
-    except ModuleNotFoundError as error:
-        raise MissingError(
-            "rollouts with SGLang need a package that is not installed",
-            have=f"no package {error.name}",
-            want=f"SGLang {wanted} or newer",
-            do=f"{install('sglang')}, or rollout with the built-in generator",
-        ) from error
-    found = tuple(map(int, re.findall(r"\d+", sglang.__version__)[:3]))
-    if found < _OLDEST:
-        raise IncompatibleError(
-            "this SGLang is too old",
-            have=sglang.__version__,
-            want=f"{wanted} or newer",
-            do=install("sglang"),
-        )
-    return sglang
+    return import_engine("SGLang", _OLDEST)
 
 
 def _launched(engine: Any, **options: Any) -> Any:

@@ -6,46 +6,46 @@ vLLM opens a process group, so keep RANK, WORLD_SIZE and MASTER_ADDR out of the 
 
 from __future__ import annotations
 
+import math
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import chain, count
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
-from burnish.config.schema import MOST_SLOTS
+from burnish.config.schema import MOST_SLOTS, LoraConfig
 from burnish.distributed.device import free_memory, total_memory
 from burnish.errors import (
     BurnishError,
     IncompatibleError,
-    MissingError,
     UsageError,
-    install,
     refusing,
 )
-from burnish.models.meta_init import build_on_meta, longest_sequence, model_sizes
+from burnish.families import layers_with_experts
+from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import tied_names
-from burnish.records import Completion, Request
-from burnish.rollout.base import Sampling, Underway, Watch, require_valid
+from burnish.records import Experts, Floats
+from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
+    EngineGenerator,
     Running,
     held_specs,
-    require_no_experts,
-    started,
+    import_engine,
     waves,
     whole_tensors,
     with_architectures,
 )
 
-_OLDEST = "0.28"
+_OLDEST = (0, 28)
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -55,19 +55,19 @@ _ENVIRONMENT = {
 # What the caller's environment leaves open. vLLM reads the first two later, the others when it is imported.
 _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
 # Of free memory: what keys and values may take on a CPU, and what vLLM may take on an accelerator.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# What vLLM takes for the rank of an adapter.
 _CPU_BLOCK = 32
 # Tokens of a block of keys and values, the fewest that vLLM's kernels allow: completions share their prompt's whole blocks.
 
 
-class VllmGenerator:
+class VllmGenerator(EngineGenerator):
     """Sample with vLLM's engine what the built-in generator samples; a `Continuable`.
 
     `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text. A sequence has at most
     `max_length` tokens, or as many as the model has positions. vLLM runs at most `slots` completions at once, as far as its
-    cache has room. Experts are not recorded.
+    cache has room. With `experts` it can record those of tokens. `lora` is an adapter beside the model, or None.
     """
-
-    central = False
 
     def __init__(  # noqa: PLR0913
         self,
@@ -80,24 +80,38 @@ class VllmGenerator:
         decode: Decode | None,
         max_length: int | None = None,
         tensor_parallel: int = 1,
+        experts: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Start vLLM, without weights. Raises `MissingError` without vLLM, `IncompatibleError` for one that is too old or lacks model or device."""
+        super().__init__(hf_config, device, eos_token_ids, decode, max_length)
         model = build_on_meta(hf_config)
         self._specs = held_specs(model, hf_config, dtype)
         self._tied_head = next(iter(tied_names(model).values()), None)
-        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
-        self._sleeps, self._asleep = device.type != "cpu", False
-        self._version: int | None = None
-        self._numbers = count()
-        self._underway: Callable[[], list[Underway]] = list
         self._is_clean = True
         """Whether no NaN came out of vLLM since its cache was empty."""
-        limits = (max_length, longest_sequence(hf_config))
-        self._max_positions = min(filter(None, limits), default=None)
         slots = MOST_SLOTS if slots == "auto" else slots
         vllm = _imported(device)
+        self._described: dict[str, Any] | None = None
+        """PEFT's configuration of an adapter beside the model."""
+        self._factors, self._scale = dict[str, TensorSpec](), 1.0
+        self._has_model = False
+        """Whether it has the weights that an adapter is beside."""
+        if lora is not None:
+            adapter = import_module("burnish.models.lora.adapter")
+            targets = adapter.kinds_of(adapter.target_weights(model, lora))
+            mixture = any(".experts." in name for name in self._specs)
+            _require_adaptable(targets, device, has_experts=mixture)
+            self._described = adapter.peft_config(lora, targets).to_dict()
+            made = adapter.Adapter(model, lora)
+            specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
+            self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
         self._draws: Any = import_module("burnish.rollout.vllm.draws")
         self._weights: Any = import_module("burnish.rollout.vllm.weights")
+        self._experts: Any = None
+        if experts:
+            self._experts = import_module("burnish.rollout.vllm.routed_experts")
+            self._layers = layers_with_experts(hf_config.get_text_config().to_dict())
         with TemporaryDirectory(prefix="burnish-vllm-") as directory:
             _write_config(hf_config, vllm, directory)
             options: dict[str, Any] = {
@@ -120,6 +134,10 @@ class VllmGenerator:
             else:
                 share = _DEVICE_SHARE * free_memory(device) / total_memory(device)
                 options["gpu_memory_utilization"] = round(share, 3)
+                options["enable_return_routed_experts"] = experts
+            if lora is not None:
+                options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
+                options["max_lora_rank"] = next((r for r in _RANKS if r >= lora.rank), lora.rank)
             with refusing(
                 f"vLLM {vllm.__version__} does not start with this model",
                 IncompatibleError,
@@ -130,47 +148,37 @@ class VllmGenerator:
                 processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
                 config.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
                 self._engine: Any = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+                if experts and device.type == "cpu":
+                    self._call(self._experts.begin_recording)
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[list[Completion]]:
-        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and if experts are asked for."""
-        if self._version is None:
-            raise UsageError("the generator has no weights", do="call load_weights first")
-        require_no_experts(sampling, "vLLM")
-        require_valid(requests, sampling, self._max_positions)
-        rule = StopRule(sampling, self._eos_token_ids, self._decode)
-        asked = time.time()
-        groups = [started(request, sampling, self._numbers) for request in requests]
-        running = {each.number: each for group in groups for each in group}
+    def _require_fitting(self, sampling: Sampling) -> None:
+        if sampling.experts and self._experts is None:
+            raise UsageError("experts are asked for", do="start the generator with experts=True")
 
-        def so_far() -> list[Underway]:
-            found = [[self._finished(each, asked) for each in group] for group in groups]
-            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
-
-        self._underway = so_far
+    def _complete(
+        self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
+    ) -> None:
+        lora = self._weights.ADAPTER if self._described else None
         try:
             for each in running.values():
                 params = self._draws.request_params(sampling, each.key, each.drawn)
-                self._engine.add_request(each.number, {"prompt_token_ids": each.prompt}, params)
+                prompt = {"prompt_token_ids": each.prompt}
+                self._engine.add_request(each.number, prompt, params, lora_request=lora)
             while running:
-                ended = self._step(running, rule)
+                ended = self._step(running, rule, sampling.experts)
                 if watch is not None:
                     watch(ended)
         finally:
             self._engine.abort_request(list(running))
-            self._underway = list
+
+    def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
         self._is_clean = False
-        found = [each.completions for each in so_far()]
+        found: tuple[Floats, Floats] = self._draws.read(each.reported, len(each.own))
         self._is_clean = True
         return found
 
-    def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`."""
-        return self._underway()
-
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Load a model's tensors, of which every call must bring all, whole or in pieces.
+        """Load a model's tensors, or those of its adapter, of which every call must bring all, whole or in pieces.
 
         vLLM holds no more of them a second time than the tensors of layers that are not complete, so bring them by layer. It
         reads completions that run again. Raises `IncompatibleError` for a tensor that is missing, unknown or of another shape;
@@ -179,50 +187,64 @@ class VllmGenerator:
         self._version = None
         if self._asleep:
             self._engine.wake_up(["weights"])
-        shards = chain(weights.fixed, weights.changing)
-        wanted, filled = self._load("begin_load"), set[str]()
+        if self._described is None:
+            self._load_model(chain(weights.fixed, weights.changing))
+        else:
+            if weights.anew or not self._has_model:
+                self._has_model = False
+                self._load_model(weights.fixed)
+                self._has_model = True
+            factors = dict(whole_tensors(weights.changing, self._factors))
+            self._load(self._weights.load_adapter, factors, self._described)
+        if self._asleep:
+            self._engine.wake_up(["kv_cache"])
+            self._asleep = False
+        if not self._is_clean:
+            self._call(self._weights.clear_cache)
+            self._is_clean = True
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise BurnishError("vLLM keeps keys and values of the previous weights in its cache")
+        self._version = version
+
+    def _load_model(self, shards: Iterable[Shard]) -> None:
+        wanted, filled = self._load(self._weights.begin_load), set[str]()
         try:
             for wave in waves(whole_tensors(shards, self._specs)):
-                filled |= self._load("load_some", wave)
+                filled |= self._load(self._weights.load_some, wave)
         finally:
-            self._load("end_load")
+            self._load(self._weights.end_load)
         if left := sorted(wanted - filled):
             raise IncompatibleError(
                 f"vLLM got no values for {left[0]}",
                 have=f"{len(left)} of its parameters without values",
                 want="values for every parameter",
             )
-        if self._asleep:
-            self._engine.wake_up(["kv_cache"])
-            self._asleep = False
-        if not self._is_clean:
-            self._call("clear_cache")
-            self._is_clean = True
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise BurnishError("vLLM keeps keys and values of the previous weights in its cache")
-        self._version = version
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of tensors read back from vLLM, which may have joined or packed them.
 
         On a CPU that is the product of a packed layer and the identity, so a stale or dropped tensor shows; only −0 reads as 0.
-        Left out are tensors that vLLM stores under other names, experts on accelerators in another order than Triton's, and with
+        Left out are tensors that vLLM stores under other names, B of an adapter whose scale is no power of two, experts on accelerators in another order than Triton's, and with
         tensor parallelism key heads that ranks share and what a checkpoint has joined.
         """
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
         for name, is_head in [*((name, False) for name in shapes), *((n, True) for n in heads)]:
-            parts = self._call("read_tensor", name, shapes, is_head)
+            parts = self._call(self._weights.read_tensor, name, shapes, is_head)
             tensor = self._weights.join_parts(parts, shapes[name])
             if tensor is not None:
                 spec = self._specs[name]
                 yield spec, Shard(spec, whole(spec.shape), tensor.to(spec.dtype)).checksum()
+        is_exact = math.frexp(self._scale)[0] == 0.5
+        for name, spec in self._factors.items():
+            if is_exact or ".lora_A." in name:
+                parts = self._call(self._weights.read_factor, name, self._scale)
+                rows, *columns = (slice(size) for size in spec.shape)
+                tensor = self._weights.join_parts(parts, spec.shape)[rows, *columns].contiguous()
+                yield spec, Shard(spec, whole(spec.shape), tensor).checksum()
 
-    def release(self) -> None:
-        """See `Generator.release`. A CPU's memory stays. Not run on accelerators."""
-        if self._sleeps and not self._asleep:
-            self._version, self._asleep = None, True
-            self._engine.sleep(level=2)
+    def _sleep(self) -> None:
+        self._engine.sleep(level=1 if self._described else 2)
 
     def close(self) -> None:
         """Stop vLLM and close its process groups. The generator cannot be used afterwards."""
@@ -231,9 +253,9 @@ class VllmGenerator:
         del self._engine
         import_module("vllm.distributed").cleanup_dist_env_and_memory()
 
-    def _step(self, running: dict[str, Running], rule: StopRule) -> int:
+    def _step(self, running: dict[str, Running], rule: StopRule, experts: bool) -> int:
         """Make a token of each completion that vLLM runs; take those that end from `running` and count them."""
-        ended = []
+        ended: dict[str, Any] = {}
         outputs, version = self._engine.step(), self._version or 0
         now = time.time()
         for output in outputs:
@@ -242,23 +264,42 @@ class VllmGenerator:
             if not each.versions or each.versions[-1][0] != version:
                 each.versions.append((version, len(each.own)))
             if each.take(made.token_ids[len(each.own) :], rule, now):
-                ended.append(each.number)
-        self._engine.abort_request(ended)
+                ended[each.number] = made
+        if ended and experts:
+            self._note_experts(ended, running)
+        self._engine.abort_request(list(ended))
         for number in ended:
             del running[number]
         return len(ended)
 
-    def _finished(self, each: Running, asked: float) -> Completion:
-        sampled, raw = self._draws.read(each.reported, len(each.own))
-        return each.completion(sampled, raw, asked)
+    def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, Running]) -> None:
+        """Note the experts of completions that vLLM's last step has ended, given its outputs. Not run on accelerators."""
+        ends = [running[name] for name in ended]
+        if not self._sleeps:
+            counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
+            rows = self._call(self._experts.read_experts, counts)[0]
+        else:
+            rows = [self._routed(*each)[:, self._layers] for each in ended.items()]
+        for each, experts in zip(ends, rows, strict=True):
+            each.experts = experts
 
-    def _load(self, function: str, *arguments: Any) -> Any:
+    def _routed(self, name: str, made: Any) -> Experts:
+        """Return what vLLM itself says of a request: at its end, if it is one for vLLM, or else bit by bit."""
+        found: Any = made.routed_experts
+        if found is None:
+            processor = self._engine.output_processor
+            [inside] = processor.external_req_ids[name]
+            found = np.concatenate(processor.request_states[inside].routed_experts_chunks)
+        experts: Experts = found.astype(np.int16) if found.dtype == np.uint16 else found
+        return experts
+
+    def _load(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with refusing("vLLM does not take the weights", IncompatibleError, do="report this model"):
             return self._call(function, *arguments)[0]
 
-    def _call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of `weights.py` in each of vLLM's workers."""
-        return self._engine.collective_rpc(getattr(self._weights, function), args=arguments)
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in each of vLLM's workers."""
+        return self._engine.collective_rpc(function, args=arguments)
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
         """Return the bytes for keys and values of all slots, or the half of that and so on, for which memory has room."""
@@ -270,27 +311,22 @@ class VllmGenerator:
         return size
 
 
+def _require_adaptable(targets: Sequence[str], device: torch.device, *, has_experts: bool) -> None:
+    """Raise `IncompatibleError` for an adapter of experts, and on a CPU, where vLLM lacks a kernel, beside experts."""
+    if any("." in each for each in targets) or (has_experts and device.type == "cpu"):
+        raise IncompatibleError(
+            "vLLM does not compute this adapter beside the model",
+            have=f"model.lora.targets: {', '.join(targets)}",
+            want="linear layers, and on a CPU a model without experts",
+            do="set model.lora.publish=merged",
+        )
+
+
 def _imported(device: torch.device) -> Any:
     """Import vLLM with the environment that it needs here; refuse one that does not fit."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        vllm = import_module("vllm")
-    except ModuleNotFoundError as error:
-        raise MissingError(
-            "rollouts with vLLM need a package that is not installed",
-            have=f"no package {error.name}",
-            want=f"vLLM {_OLDEST} or newer",
-            do=f"{install('vllm')}, or rollout with the built-in generator",
-        ) from error
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if found and int(found[1]) == 0 and int(found[2]) < int(_OLDEST.partition(".")[2]):
-        raise IncompatibleError(
-            "this vLLM is too old",
-            have=vllm.__version__,
-            want=f"{_OLDEST} or newer",
-            do=install("vllm"),
-        )
+    vllm = import_engine("vLLM", _OLDEST)
     platform = import_module("vllm.platforms").current_platform.device_type
     if platform != device.type:
         raise IncompatibleError(

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -23,11 +26,14 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
+from burnish.files.safetensors import ADAPTER_PREFIX
 from burnish.rollout.inference_engine import JOINED
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 # What families call two of an expert's three matrices. vLLM joins the first, gate_proj or w1, and the second.
+ADAPTER = LoRARequest("burnish", 1, "memory")
+"""What requests name; vLLM reads no file for an adapter that it has."""
 _ROWS = 256
 # Rows of the identity that are multiplied at a time.
 
@@ -35,7 +41,7 @@ _ROWS = 256
 def begin_load(worker: Any) -> frozenset[str]:
     """Prepare for new weights; return vLLM's names of all that have to come."""
     model = worker.get_model()
-    names = frozenset(name for name, _ in model.named_parameters())
+    names = _plain(name for name, _ in model.named_parameters())
     for module in model.modules() if current_platform.is_cpu() else ():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None  # vLLM packs experts only when it makes this
@@ -47,7 +53,57 @@ def begin_load(worker: Any) -> frozenset[str]:
 def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
     """Hand tensors to the model; return vLLM's names of what they fill. vLLM keeps them until their layer is complete."""
     with set_current_vllm_config(worker.vllm_config):
-        return frozenset(worker.get_model().load_weights(tensors))
+        return _plain(worker.get_model().load_weights(tensors))
+
+
+def _plain(names: Iterable[str]) -> frozenset[str]:
+    """Return names of parameters without the wrappers that vLLM puts around layers with an adapter."""
+    return frozenset(name.replace(".base_layer.", ".") for name in names)
+
+
+def _joined(model: Any, modules: Mapping[str, Any], layer: str) -> tuple[str, list[str]]:
+    """Return the layer of vLLM's that has a layer of the checkpoint, and the names of those that it joins; else the same, and none."""
+    parent, _, last = layer.rpartition(".")
+    for one, parts in {**JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
+        if layer not in modules and last in parts:
+            return f"{parent}.{one}", [f"{parent}.{part}" for part in parts]
+    return layer, []
+
+
+def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str, Any]) -> None:
+    """Put an adapter's tensors, named as PEFT does, in the place of those before. `described` is PEFT's configuration."""
+    manager, model = worker.model_runner.lora_manager, worker.get_model()
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER.lora_int_id,
+        dict(tensors),
+        PEFTHelper.from_dict(described),
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    for name in tensors:
+        if not hasattr(_adapted(model, name)[0], "lora_a_stacked"):
+            raise ValueError(f"vLLM has no place for {name}")
+    manager.remove_adapter(adapter.id)
+    manager._adapter_manager.add_adapter(adapter)
+    manager._adapter_manager.activate_adapter(adapter.id)
+
+
+def read_factor(worker: Any, name: str, scale: float) -> Tensor:
+    """Return this rank's part of A or B as it is computed with, B divided by `scale`."""
+    module, part = _adapted(worker.get_model(), name)
+    is_a = ".lora_A." in name
+    held: Tensor = (module.lora_a_stacked if is_a else module.lora_b_stacked)[part][0, 0]
+    return held if is_a else held / scale
+
+
+def _adapted(model: Any, name: str) -> tuple[Any, int]:
+    """Return the wrapper that has A or B of an adapter, and which of its parts."""
+    modules, layer = dict(model.named_modules()), name.removeprefix(ADAPTER_PREFIX)
+    layer = layer.partition(".lora_")[0]
+    owner, parts = _joined(model, modules, layer)
+    return modules.get(owner), parts.index(layer) if parts else 0
 
 
 def end_load(worker: Any) -> None:
@@ -74,7 +130,8 @@ def read_tensor(
     None where this cannot be told. `shapes` are those of all tensors of the checkpoint.
     """
     model, ranks = worker.get_model(), worker.parallel_config.tensor_parallel_size
-    modules: dict[str, Any] = dict(model.named_modules())
+    # Of a layer with an adapter the one inside, which comes after its wrapper.
+    modules = {n.replace(".base_layer", ""): each for n, each in model.named_modules()}
     owner, _, kind = name.rpartition(".")
     before, rows = [], []
     if head:
@@ -83,14 +140,11 @@ def read_tensor(
         inside = modules[expert[1]].modules() if expert[1] in modules else ()
         experts = next((each for each in inside if hasattr(each, "w13_weight")), None)
         return experts and _expert(experts, int(expert[2]), expert[3], shapes[name], ranks)
-    elif owner not in modules:
-        parent, _, last = owner.rpartition(".")
-        joined = {**JOINED, **getattr(model, "packed_modules_mapping", {})}
-        for one, parts in joined.items():
-            if last in parts:
-                owner = f"{parent}.{one}"
-                rows = [shapes[f"{parent}.{part}.{kind}"][0] // ranks for part in parts]
-                before = rows[: parts.index(last)]
+    else:
+        layer = owner
+        owner, parts = _joined(model, modules, layer)
+        rows = [shapes[f"{part}.{kind}"][0] // ranks for part in parts]
+        before = rows[: parts.index(layer)] if parts else []
     module = modules.get(owner)
     if not hasattr(module, kind) or (ranks > 1 and not rows and hasattr(module, "output_sizes")):
         return None  # of joined parts each rank has a part of each
