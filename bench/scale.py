@@ -8,6 +8,8 @@ the files for all ranks, and takes its own share of the others.
 `publish`: one process does all but the sending of what each rank does to publish those weights.
 `step`: gloo passes messages round in rings, so a step takes hops × the time of a hop, measured between two processes on this machine
 and to be scaled by the network's latency; and the time to read all ranks' small objects.
+`rollouts`: what a rank receives of a step's rollouts, 16 for each rank, of 400 new tokens on average: the numbers of all, and the
+tokens that it trains on; and the time to read the numbers and to divide the sequences among the ranks.
 
 `start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
 ranks do. They share this machine's cores; on a cluster only store and relay share one.
@@ -44,12 +46,17 @@ from burnish.boxes.rounds import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WritePlan
+from burnish.data import batching
 from burnish.distributed import failure_watch, processes
 from burnish.distributed.collectives import any_rank
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
+from burnish.models.flops import ModelFlops
+from burnish.records import Completion, Example, ExampleOutline, Prompt, Rollout
+from burnish.train.owners import heard as hear
+from burnish.train.owners import tell
 
 CPU = torch.device("cpu")
 RANKS = 16_000
@@ -57,6 +64,8 @@ LAYERS, SOME = 80, 5
 """Of the model; that are published here, because the rest does the same."""
 FLAGS, GATHERS = 8, 2
 """Of a step of GRPO without a save: whether a rank was told to stop, has failed, or has other statistics; and its rollouts."""
+SAMPLES = 16
+"""Rollouts that a rank makes in a step."""
 PER_PROCESS = 4_000
 """Fake ranks that share a process."""
 PATIENCE = timedelta(minutes=20)
@@ -349,6 +358,59 @@ def step(ranks: int) -> list[Result]:
     ]
 
 
+def rollouts(ranks: int) -> list[Result]:
+    """What a rank receives and does to know of a step's rollouts and to divide them, in a process of its own."""
+    with beside(exchange, ranks) as pipe:
+        numbers, tokens, everything, heard, divided = pipe.recv()
+    print(f"{everything / 1e6:.0f} million tokens", flush=True)
+    return [
+        within("rollouts/numbers of all", numbers / 1e6, "MB"),
+        within("rollouts/tokens of its own", tokens / 1e6, "MB"),
+        within("rollouts/hearing of all", heard, "s"),
+        within("rollouts/dividing", divided, "s"),
+    ]
+
+
+def exchange(pipe: Connection, ranks: int) -> None:
+    """Hear the numbers of every rank's rollouts, divide all, and pack those that go to one rank."""
+    rng, begin, limit = np.random.default_rng(0), 100, 800
+    sizes, prompt = rng.integers(1, limit, (ranks, SAMPLES)), np.arange(begin)
+    owners, outlines, numbers, heard = list[int](), list[ExampleOutline](), 0, 0.0
+    task = Prompt(0, prompt, "", None, None, "", {})
+    for rank, row in enumerate(sizes.tolist()):
+        group = [
+            Rollout(task, n, completion(size), "", n / SAMPLES, {"score": n / SAMPLES})
+            for n, size in enumerate(row)
+        ]
+        told = pickle.dumps((None, tell([group]), {"generate": 1.5, "score": 0.5}))
+        numbers, begun = numbers + len(told), process_time()
+        (known,) = hear(pickle.loads(told)[1], rank)  # noqa: S301 - our own
+        heard += process_time() - begun
+        owners += [each.owner or 0 for each in known]
+        beginning = str(rank).encode()
+        columns: dict[str, tuple[int, ...]] = {"sampled_logprobs": ()}
+        outlines += [ExampleOutline(begin + size, begin, size, beginning, columns) for size in row]
+    lengths, begun = np.array([each.length for each in outlines]), process_time()
+    flops = ModelFlops(per_token=1e5, attention={None: 1})
+    shares = batching._assign(outlines, lengths, ranks, 16 * limit, flops)
+    divided = process_time() - begun
+    tokens = 0
+    for each in shares.microbatches[0]:
+        mask = [np.arange(length) >= begin for length in lengths[each].tolist()]
+        mine = [
+            Example(np.zeros(len(m), np.int64), m, sampled_logprobs=np.zeros(len(m), np.float32))
+            for m in mask
+        ]
+        tokens += len(pickle.dumps(batching._packet(mine, list(range(len(mine))))))
+    pipe.send((numbers, tokens, int(lengths.sum()), heard, divided))
+
+
+def completion(size: int) -> Completion:
+    """So many tokens."""
+    numbers = np.zeros(size, np.float32)
+    return Completion(np.zeros(size, np.int64), numbers, numbers, "stop", 7)
+
+
 def pass_on(pipe: Connection, rank: int, count: int, port: int) -> None:
     """One of two real processes, which tell each other flags over gloo."""
     pipe.send("ready")
@@ -376,6 +438,7 @@ CASES: dict[str, Callable[[int], list[Result]]] = {
     "save": save,
     "publish": publish,
     "step": step,
+    "rollouts": rollouts,
 }
 
 

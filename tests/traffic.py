@@ -1,4 +1,4 @@
-"""What this rank sends to others, counted where torch dispatches the collectives that it starts."""
+"""What this rank sends to others and receives from them, counted where torch dispatches the collectives that it starts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,23 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.layout = layout
         self.sent: list[tuple[str, int]] = []
+        self.received = 0
+        """Bytes, by exchanges and gatherings over gloo."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func._schema.name
         if name == EXCHANGE:
-            _, given, _, _, sizes, *_ = args
-            self.sent.append((name, given.nbytes - sizes[self.layout.rank] * given.itemsize))
+            got, given, _, came, sizes, *_ = args
+            even = len(given) // self.layout.world
+            own = sizes[self.layout.rank] if sizes else even
+            self.sent.append((name, given.nbytes - own * given.itemsize))
+            self.received += got.nbytes - (came[self.layout.rank] if came else even) * got.itemsize
         elif name.startswith("c10d::"):
             # The last list of tensors, or tensor, is what this rank puts in.
             given = [each for each in args if isinstance(each, Tensor | list)][-1]
-            self.sent.append((name, sum(t.nbytes for t in tree_leaves(given))))
+            size = sum(t.nbytes for t in tree_leaves(given))
+            self.sent.append((name, size))
+            self.received += size * (self.layout.world - 1) if "allgather" in name else 0
         return func(*args, **kwargs or {})

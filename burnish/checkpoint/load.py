@@ -29,7 +29,7 @@ from burnish.checkpoint.layout import (
     set_of,
 )
 from burnish.checkpoint.steps import Committed, checked_header, read_blocks, read_file
-from burnish.distributed.collectives import agree, from_main, gather_objects
+from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError, table
@@ -184,17 +184,13 @@ class CheckpointSource:
         return other
 
     def files(self, below: str) -> dict[str, bytes]:
-        """Return the content of all files below a directory ("ahead/"), by path, checked. Collective, errors included.
-
-        Rank 0 reads them.
-        """
+        """Return the content of all files below a directory ("ahead/"), by path, checked, to rank 0. Collective, errors included."""
         step, found = self._step, dict[str, bytes]()
         names = [name for name in step.manifest.files if name.startswith(below)]
         if names:
             with agree(self._layout), naming_failures(f"{step.path} cannot be read"):
                 if self._layout.is_main:
                     found = {name: read_file(step, name, self._storage) for name in names}
-            found = from_main(found, self._layout)
         return found
 
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:

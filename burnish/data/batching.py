@@ -1,12 +1,13 @@
 """Pack examples into this rank's micro-batches.
 
-All ranks hold all examples and compute the same assignment; each makes tensors of its own share.
+All ranks know the outlines of all examples and compute the same assignment; each makes tensors of its own share.
 Token and sequence counts are global, so the cut does not change a loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from burnish.data.balance import Integers, Shares, share_out
+from burnish.distributed.collectives import Parcel, deliver
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
-from burnish.records import Batch, Example, MicroBatch
+from burnish.records import Batch, Example, ExampleOutline, MicroBatch
+from burnish.records.samples import digest_of
 
 _OPTIONAL: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
@@ -36,11 +39,12 @@ _UNITS_PER_RANK = 8
 
 
 def make_batch(
-    examples: Sequence[Example],
+    examples: Sequence[Example | ExampleOutline],
     layout: Layout,
     tokens_per_device: int,
     flops: ModelFlops,
     temperature: float = 1.0,
+    owners: Sequence[int] | None = None,
 ) -> Batch:
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's.
 
@@ -49,24 +53,31 @@ def make_batch(
     engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
     are on the CPU.
 
+    With `owners`, the rank that has each example, other ranks give its outline. They get what they
+    train on: collective.
+
     Raises `UsageError` for no examples and for one over the budget. Also for arrays of another
     length than the tokens, and for advantages or log-probs on some examples only.
     """
     if not examples:
         raise UsageError("a batch of no examples", want="at least one example")
-    lengths = np.fromiter((len(e.token_ids) for e in examples), np.int64, len(examples))
+    outlines = [
+        each if isinstance(each, ExampleOutline) else outline_of(each, f"example {number}")
+        for number, each in enumerate(examples)
+    ]
+    lengths = np.array([each.length for each in outlines])
     _check_lengths(lengths, tokens_per_device)
-    optional = [name for name in _OPTIONAL if _present(examples, name)]
-    _check_aligned(examples, lengths, ["loss_mask", *optional])
-    trained = _trained_tokens(examples, lengths)
-    shares = _assign(examples, lengths, layout.data_size, tokens_per_device, flops)
+    columns = _columns(outlines)
+    trained = np.array([each.trained for each in outlines])
+    shares = _assign(outlines, lengths, layout.data_size, tokens_per_device, flops)
     mine = shares.microbatches[layout.data_rank]
     whole: dict[str, Any] = {
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),
     }
-    filler = _filler(examples[0], optional)
-    packed = (_pack([examples[i] for i in items] or [filler], optional) for items in mine)
+    here = _brought(examples, lengths, shares, layout, owners)
+    filler = _filler(columns)
+    packed = (_pack([here[i] for i in items.tolist()] or [filler], columns) for items in mine)
     return Batch(
         microbatches=tuple(MicroBatch(**p, **whole, temperature=temperature) for p in packed),
         examples=tuple(tuple(items.tolist()) or (-1,) for items in mine),
@@ -76,37 +87,106 @@ def make_batch(
     )
 
 
+def outline_of(example: Example, name: str = "an example") -> ExampleOutline:
+    """Return what other ranks know of an example.
+
+    Raises `UsageError` for arrays of another length than the tokens, and if the first token is trained on.
+    """
+    mask, length = example.loss_mask, len(example.token_ids)
+    found = {column: getattr(example, column) for column in _OPTIONAL}
+    arrays = {column: array for column, array in found.items() if array is not None}
+    for column, array in {"loss_mask": mask, **arrays}.items():
+        if len(array) != length:
+            raise UsageError(
+                f"{name}: {column} does not fit its tokens",
+                have=f"{len(array)} entries for {length} tokens",
+                want="one entry per token",
+            )
+    if mask[:1].any():
+        raise UsageError(
+            f"{name} trains on its first token",
+            want="loss_mask[0] = False: nothing predicts the first token",
+        )
+    trained = int(mask.sum())
+    start = int(mask.argmax()) if trained else 0
+    columns = {column: array.shape[1:] for column, array in arrays.items()}
+    return ExampleOutline(length, start, trained, digest_of(example.token_ids[:start]), columns)
+
+
+def _brought(
+    examples: Sequence[Example | ExampleOutline],
+    lengths: Integers,
+    shares: Shares,
+    layout: Layout,
+    owners: Sequence[int] | None,
+) -> dict[int, Any]:
+    """Return the examples of this rank's micro-batches; owners send them to the ranks that train on them."""
+    wanted = [np.concatenate(each).tolist() for each in shares.microbatches]
+    own = wanted[layout.data_rank]
+    if owners is None:
+        return {i: examples[i] for i in own}
+    here = set(np.flatnonzero(np.asarray(owners) == layout.rank).tolist())
+    parcels: list[Parcel] = []
+    for data_rank, numbers in enumerate(wanted):
+        leaving = [i for i in numbers if i in here]
+        receivers = layout.peers(data_rank) if leaving else []
+        if receivers not in ([], [layout.rank]):
+            others = [rank for rank in receivers if rank != layout.rank]
+            parcels.append((others, pickle.dumps(_packet(examples, leaving))))
+    found = {i: examples[i] for i in own if i in here}
+    for data in deliver(parcels, layout):
+        found |= _unpacked(lengths, *pickle.loads(data))  # noqa: S301 - of this run
+    return found
+
+
+def _packet(examples: Sequence[Any], numbers: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """Return examples' arrays end to end, in few bytes."""
+    names = ["token_ids", "loss_mask", *outline_of(examples[numbers[0]]).columns]
+    joined = {name: np.concatenate([getattr(examples[i], name) for i in numbers]) for name in names}
+    joined["token_ids"] = joined["token_ids"].astype(np.int32)
+    joined["loss_mask"] = np.packbits(joined["loss_mask"])
+    return numbers, joined
+
+
+def _unpacked(
+    lengths: Integers, numbers: list[int], joined: dict[str, Any]
+) -> Iterator[tuple[int, Example]]:
+    """Yield the examples of a packet by their numbers."""
+    ends = np.cumsum(lengths[numbers])
+    joined["token_ids"] = joined["token_ids"].astype(np.int64)
+    joined["loss_mask"] = np.unpackbits(joined["loss_mask"], count=ends[-1]).astype(np.bool_)
+    parts = {name: np.split(array, ends[:-1]) for name, array in joined.items()}
+    for number, *arrays in zip(numbers, *parts.values(), strict=True):
+        yield number, Example(**dict(zip(parts, arrays, strict=True)))
+
+
 def _assign(
-    examples: Sequence[Example], lengths: Integers, ranks: int, budget: int, flops: ModelFlops
+    outlines: Sequence[ExampleOutline],
+    lengths: Integers,
+    ranks: int,
+    budget: int,
+    flops: ModelFlops,
 ) -> Shares:
     """Assign examples to ranks. One that follows others with its prompt costs only its own tokens."""
-    prompts = np.array([e.loss_mask.argmax() if e.loss_mask.any() else 0 for e in examples])
+    prompts = np.array([each.start for each in outlines])
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
-    groups = _groups(examples, prompts, lengths, min(fair, budget))
+    groups = _groups(outlines, min(fair, budget))
     follows = np.diff(groups, prepend=-1) == 0
     costs = np.array(flops.each(lengths)) - flops.per_token * np.where(follows, prompts, 0)
     return share_out(lengths, costs, ranks, budget, groups=groups)
 
 
-def _groups(
-    examples: Sequence[Example], prompts: Integers, lengths: Integers, limit: int
-) -> Integers:
+def _groups(outlines: Sequence[ExampleOutline], limit: int) -> Integers:
     """Number runs of neighbours with one prompt, each of at most `limit` tokens."""
-    groups = np.zeros(len(examples), dtype=np.int64)
-    first, total = 0, int(lengths[0])
-    for index in range(1, len(examples)):
-        prompt, length = int(prompts[index]), int(lengths[index])
-        total += length
-        alike = (
-            total <= limit
-            and prompt == prompts[first]
-            and np.array_equal(
-                examples[index].token_ids[:prompt], examples[first].token_ids[:prompt]
-            )
-        )
-        if not alike:
-            first, total = index, length
-        groups[index] = groups[index - 1] + (not alike)
+    groups = np.zeros(len(outlines), dtype=np.int64)
+    number = total = 0
+    first = outlines[0]
+    for index, each in enumerate(outlines):
+        total += each.length
+        alike = each.start == first.start and each.beginning == first.beginning
+        if index and not (alike and total <= limit):
+            number, first, total = number + 1, each, each.length
+        groups[index] = number
     return groups
 
 
@@ -125,49 +205,26 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
         raise UsageError(f"example {int(np.argmin(lengths))} has no tokens", want="at least one")
 
 
-def _present(examples: Sequence[Example], name: str) -> bool:
-    """Return whether all examples have this array, or raise if only some do."""
-    have = [getattr(example, name) is not None for example in examples]
-    if any(have) and not all(have):
-        raise UsageError(
-            f"{name} on some examples only",
-            have=f"{sum(have)} of {len(have)} have it; example {have.index(False)} has not",
-            want="all or none",
-        )
-    return have[0]
-
-
-def _check_aligned(examples: Sequence[Example], lengths: Integers, names: Sequence[str]) -> None:
-    for name in names:
-        sizes = np.fromiter((len(getattr(e, name)) for e in examples), np.int64, len(examples))
-        if (sizes != lengths).any():
-            bad = int(np.flatnonzero(sizes != lengths)[0])
+def _columns(outlines: Sequence[ExampleOutline]) -> Mapping[str, tuple[int, ...]]:
+    """Return the arrays that all examples have, or raise if only some do."""
+    for index, each in enumerate(outlines):
+        if odd := each.columns.keys() ^ outlines[0].columns.keys():
             raise UsageError(
-                f"example {bad}: {name} does not fit its tokens",
-                have=f"{sizes[bad]} entries for {lengths[bad]} tokens",
-                want="one entry per token",
+                f"{', '.join(sorted(odd))} on some examples only",
+                have=f"{', '.join(each.columns) or 'none'} of example {index}, {', '.join(outlines[0].columns) or 'none'} of the first",
+                want="all or none",
             )
+    return outlines[0].columns
 
 
-def _trained_tokens(examples: Sequence[Example], lengths: Integers) -> Integers:
-    masks = np.concatenate([example.loss_mask for example in examples])
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    if masks[starts].any():
-        raise UsageError(
-            f"example {int(np.flatnonzero(masks[starts])[0])} trains on its first token",
-            want="loss_mask[0] = False: nothing predicts the first token",
-        )
-    return np.add.reduceat(masks, starts, dtype=np.int64)
-
-
-def _pack(packed: Sequence[Example], optional: Sequence[str]) -> dict[str, Any]:
+def _pack(packed: Sequence[Example], columns: Mapping[str, Any]) -> dict[str, Any]:
     lengths = np.fromiter((len(e.token_ids) for e in packed), np.int64, len(packed))
     ends = np.cumsum(lengths)
     return {
         "input_ids": _joined(packed, "token_ids", np.int64),
         "cu_seqlens": torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         "loss_mask": _joined(packed, "loss_mask", np.bool_),
-        **{name: _joined(packed, name, _OPTIONAL[name]) for name in optional},
+        **{name: _joined(packed, name, _OPTIONAL[name]) for name in columns},
     }
 
 
@@ -176,10 +233,10 @@ def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Ten
     return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
 
 
-def _filler(like: Example, optional: Sequence[str]) -> Example:
+def _filler(columns: Mapping[str, tuple[int, ...]]) -> Example:
     arrays: dict[str, Any] = {
-        name: np.zeros((_FILLER_TOKENS, *getattr(like, name).shape[1:]), dtype=_OPTIONAL[name])
-        for name in optional
+        name: np.zeros((_FILLER_TOKENS, *shape), dtype=_OPTIONAL[name])
+        for name, shape in columns.items()
     }
     if "experts" in arrays:  # a token goes to several, never twice to one
         arrays["experts"] += np.arange(arrays["experts"].shape[-1], dtype=_OPTIONAL["experts"])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
@@ -45,6 +46,46 @@ def gather_within(value: T, groups: Sequence[ProcessGroup | None]) -> list[T]:
         dist.all_gather_object(told, values, group)
         values = [each for part in told for each in part]
     return values
+
+
+Parcel = tuple[Sequence[int], bytes]
+"""Ranks, and what each of them is to get."""
+
+
+def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
+    """Send parcels to their receivers; return what other ranks and this one sent to this rank. Collective.
+
+    Where ranks are a grid, parcels pass its dims one after the other. The slowest dim is first, so one copy goes to neighbours.
+    """
+    held, below = list(parcels), layout.world
+    if layout.world == 1:
+        return [data for receivers, data in held for _ in receivers]
+    for group in reversed(layout.groups or (None,)):
+        size = dist.get_world_size(group)
+        below //= size
+        sacks: list[list[Parcel]] = [[] for _ in range(size)]
+        for receivers, data in held:
+            behind: dict[int, list[int]] = {}
+            for rank in receivers:
+                behind.setdefault(rank // below % size, []).append(rank)
+            for place, ranks in behind.items():
+                sacks[place].append((ranks, data))
+        held = [parcel for sack in _swapped(sacks, group) for parcel in sack]
+    return [data for _, data in held]
+
+
+def _swapped(values: Sequence[T], group: ProcessGroup | None) -> list[T]:
+    """Send a value to each rank of a group, and return what each sent to this one."""
+    packed = [pickle.dumps(each) for each in values]
+    leaving = torch.tensor([len(each) for each in packed])
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    sent = torch.frombuffer(bytearray().join(packed), dtype=torch.uint8)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    sizes, ends = coming.tolist(), coming.cumsum(0).tolist()
+    dist.all_to_all_single(received, sent, sizes, leaving.tolist(), group=group)
+    data = received.numpy().data
+    return [pickle.loads(data[n - size : n]) for n, size in zip(ends, sizes, strict=True)]  # noqa: S301
 
 
 def from_main(value: T, layout: Layout) -> T:

@@ -75,6 +75,12 @@ class Layout:
         """The number of shares of the batch."""
         return self.world // self.sharing
 
+    def peers(self, data_rank: int) -> list[int]:
+        """Return the ranks that run this share of the batch."""
+        inner = self.sequence * self.tensor
+        stages = range(0, self.world, self.data_size * inner)
+        return [stage + data_rank * inner + k for stage in stages for k in range(inner)]
+
     @property
     def is_main(self) -> bool:
         """Whether this process writes the run's logs."""

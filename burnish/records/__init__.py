@@ -4,6 +4,7 @@ from burnish.records.batches import Batch, MicroBatch, TokenOutputs
 from burnish.records.samples import (
     Completion,
     Example,
+    ExampleOutline,
     Experts,
     Floats,
     Mask,
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "Completion",
     "Example",
+    "ExampleOutline",
     "Experts",
     "Floats",
     "Mask",

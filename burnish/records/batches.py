@@ -6,10 +6,11 @@ they do not depend on the cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,6 +158,21 @@ class Batch:
     def without_experts(self) -> Batch:
         """Drop the experts, for another model."""
         return self._of(replace(micro, experts=None) for micro in self.microbatches)
+
+    def with_columns(self, columns: Mapping[str, Sequence[Floats]]) -> Batch:
+        """Add fields from an fp32 array per example of the global list. One that is shorter than its example is of its end; 0 before."""
+        filled = []
+        for micro, numbers in zip(self.microbatches, self.examples, strict=True):
+            sizes = micro.cu_seqlens.diff().tolist()
+            given: dict[str, Any] = {}
+            for name, arrays in columns.items():
+                whole = np.zeros(sum(sizes), dtype=np.float32)
+                for number, end in zip(numbers, np.cumsum(sizes).tolist(), strict=True):
+                    if number >= 0:
+                        whole[end - len(arrays[number]) : end] = arrays[number]
+                given[name] = torch.from_numpy(whole)
+            filled.append(replace(micro, **given))
+        return self._of(filled)
 
     def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
         filled = []

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 TokenIds = npt.NDArray[np.int64]
 """Token ids, shape [T]."""
@@ -43,6 +44,8 @@ class Prompt:
     """The data set's name for where it came from (verl's `data_source`); "" when absent."""
     columns: Mapping[str, Any]
     """Every column of the row, for reward functions."""
+    digest: bytes | None = None
+    """Names its tokens where this rank has only their number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +133,8 @@ class Rollout:
     """The text of the exception or time-out that kept a reward function from answering; None when all answered."""
     calls: tuple[RewardCall, ...] = ()
     """What was called for its reward: functions, then models."""
+    owner: int | None = None
+    """The rank that has its tokens and texts; others have arrays of their shapes with -1 and NaN. None: all ranks have them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,3 +162,24 @@ class Example:
     """RL with a critic: what it said of that state before the update."""
     experts: Experts | None = None
     """RL: the experts that each token goes to; those that its routers choose where None."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleOutline:
+    """What every rank knows of an example that one rank has: enough to divide a batch."""
+
+    length: int
+    """Tokens."""
+    start: int
+    """The first token that is trained on; 0 if none is."""
+    trained: int
+    """Tokens that are trained on."""
+    beginning: bytes
+    """Names the tokens before `start`."""
+    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The per-token arrays that it has, with the shape of a token's entry."""
+
+
+def digest_of(token_ids: TokenIds) -> bytes:
+    """Return 16 bytes that name these tokens."""
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(token_ids, dtype=np.int64).data)

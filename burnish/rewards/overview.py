@@ -73,7 +73,7 @@ def _no_rewards(rollout: Rollout, when: str) -> BurnishError:
 
 def message_hint(rollout: Rollout) -> str:
     """Return how to read a completion, where an error is about a list and the prompt is a conversation."""
-    if not rollout.prompt.messages or "list" not in str(rollout.reward_error):
+    if rollout.prompt.messages is None or "list" not in str(rollout.reward_error):
         return ""
     return (
         ": completions are lists of messages here, because prompts are conversations. "

@@ -91,6 +91,18 @@ class Tracker(Protocol):
         """Write out held numbers and free resources. A second call does nothing."""
 
 
+def writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
+    """Return whether the rollouts of a step of `total`, or of a validation after it, are written."""
+    every = settings.rollouts_every
+    return every > 0 and (validation or step % every == 0 or step in (1, total))
+
+
+def wants_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
+    """Return whether rank 0 does anything with them."""
+    traced = settings.traces.local or settings.traces.endpoint
+    return bool(traced) or writes_rollouts(settings, step, total, validation)
+
+
 class Observers:
     """A run's trackers, rollout files and report, imported as its settings ask for them."""
 
@@ -147,10 +159,8 @@ class Observers:
 
         Without `advantages`, they are a validation's. `by_token` has arrays by rollout.
         """
-        every, ends = self._settings.rollouts_every, (1, self._total_steps)
-        written = every > 0 and (advantages is None or step % every == 0 or step in ends)
         kept: Mapping[int, Mapping[str, Any]] = {}
-        if written:
+        if writes_rollouts(self._settings, step, self._total_steps, advantages is None):
             directory = self._directory.rollouts
             kept = self._rollouts.write_rollouts(
                 directory, step, rollouts, advantages, self._token_texts, by_token

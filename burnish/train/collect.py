@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts. Every rank generates and scores its share; all ranks get all rollouts.
+"""From prompts to scored rollouts. Every rank generates and scores its share, and tells the others lengths and rewards.
 
 Which weights draw a step's batch follows from `rollout.ahead` alone, never from time.
 """
@@ -33,6 +33,7 @@ from burnish.rollout.base import Continuable, Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
+from burnish.train.owners import Groups, Told, heard, on_main, owned, tell
 from burnish.train.signals import Stopper, StopRequested
 
 T = TypeVar("T")
@@ -40,8 +41,6 @@ Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 """Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
 Judge = Callable[[Sequence[Rollout]], list[Rollout]]
 """Adds to the rewards of rollouts, which all ranks have alike. Collective."""
-Groups = list[list[Rollout]]
-"""Rollouts by prompt."""
 _POLL_SECONDS, _BEAT_SECONDS = 0.1, 1.0
 
 
@@ -79,18 +78,22 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
     ) -> Groups:
-        """Return `samples` scored rollouts of each prompt, in the order of the prompts, the same on every rank. Collective.
+        """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
+        Every rank knows the numbers of all, and has the tokens and texts of those that it generated (`burnish.train.owners`).
         Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
         if reward functions fail for all rollouts, round after round.
         """
         if self.generator.central and self.layout.world > 1:
+            own: Groups = []
 
-            def made(beat: Callable[[], None]) -> Groups:
+            def made(beat: Callable[[], None]) -> Told:
                 main = replace(self.on_main, stopper=_BeatingStopper(self.stopper.check, beat))
-                return main.collect(prompts, first_key, samples, sampling)
+                own.extend(owned(main.collect(prompts, first_key, samples, sampling), 0))
+                return tell(own)
 
-            return self.judged(_from_main(made, self.layout))
+            told = _from_main(made, self.layout)
+            return self.judged(own if self.layout.is_main else heard(told, 0))
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
         )
@@ -108,15 +111,15 @@ class Collector:
         except StopRequested as request:
             stopped = request.signal_number
         took = {"generate": generated - began, "score": time.monotonic() - generated}
-        shares = gather_objects((stopped, groups, took), self.layout)
+        shares = gather_objects((stopped, tell(groups), took), self.layout)
         for signal_number, _, _ in shares:
             if signal_number is not None:
                 raise StopRequested(signal_number)
-        by_prompt = {
-            number: group
-            for numbers, (_, theirs, _) in zip(shared, shares, strict=True)
-            for number, group in zip(numbers, theirs, strict=True)
-        }
+        by_prompt: dict[int, list[Rollout]] = {}
+        for rank, (numbers, (_, told, _)) in enumerate(zip(shared, shares, strict=True)):
+            is_own = rank == self.layout.rank
+            theirs = owned(groups, rank) if is_own else heard(told, rank)
+            by_prompt |= zip(numbers, theirs, strict=True)
         ordered = [rollout for number in range(len(prompts)) for rollout in by_prompt[number]]
         self.complaints.hear(ordered)
         if self.stragglers is not None:
@@ -164,7 +167,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnBatch:
-    """The scored groups of a step, drawn and not yet trained on. The same on every rank."""
+    """The scored groups of a step, drawn and not yet trained on. Every rank knows their numbers, and has some of them."""
 
     step: int
     """The step that trains on it, 0-based."""
@@ -181,6 +184,29 @@ class DrawnBatch:
     def generated(self) -> list[Rollout]:
         """Return all rollouts, those left out first."""
         return [rollout for group in self.left_out for rollout in group] + self.rollouts
+
+    def on_main(self, layout: Layout) -> DrawnBatch:
+        """Return it whole on rank 0. Collective."""
+        rollouts = iter(on_main([each for group in self._all for each in group], layout))
+        whole = [[next(rollouts) for _ in group] for group in self._all]
+        kept = len(self.groups)
+        return replace(self, groups=whole[:kept], left_out=whole[kept:])
+
+    @property
+    def _all(self) -> Groups:
+        return self.groups + self.left_out
+
+    def told(self) -> tuple[int, Told, Told]:
+        """Return what all ranks are to know of it."""
+        return self.step, tell(self.groups), tell(self.left_out)
+
+    @classmethod
+    def from_main(cls, mine: DrawnBatch | None, told: tuple[int, Told, Told]) -> DrawnBatch:
+        """Return a batch that rank 0 has: there `mine`, elsewhere what it told."""
+        if mine is not None:
+            return replace(mine, groups=owned(mine.groups, 0), left_out=owned(mine.left_out, 0))
+        step, groups, left_out = told
+        return cls(step, heard(groups, 0), heard(left_out, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,14 +324,19 @@ class RolloutQueue:
         if drawing is None or count == 0:
             return
 
-        def taken(beat: Callable[[], None]) -> list[tuple[DrawnBatch, State]]:
+        mine: list[DrawnBatch] = []
+
+        def taken(beat: Callable[[], None]) -> list[tuple[Any, State]]:
             meanwhile = _BeatingStopper(check, beat).check
-            return [drawing.next(meanwhile) for _ in range(count)]
+            drawn = [drawing.next(meanwhile) for _ in range(count)]
+            mine.extend(batch for batch, _ in drawn)
+            return [(batch.told(), state) for batch, state in drawn]
 
         drawn = _from_main(taken, collector.layout)
         drawing.left -= count
         self._waited += time.monotonic() - began
-        for batch, self._sampler.loader.state in drawn:
+        for number, (told, self._sampler.loader.state) in enumerate(drawn):
+            batch = DrawnBatch.from_main(mine[number] if mine else None, told)
             groups, left_out = (collector.judged(each) for each in (batch.groups, batch.left_out))
             self._pending.append(DrawnBatch(batch.step, groups, left_out))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
@@ -24,7 +25,12 @@ from burnish.checkpoint.steps import Committed, check_small_files, newest
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
-from burnish.distributed.collectives import agree, reduce_stats, same_on_all_ranks
+from burnish.distributed.collectives import (
+    agree,
+    gather_objects,
+    reduce_stats,
+    same_on_all_ranks,
+)
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import MissingError, StoppedError
@@ -76,34 +82,52 @@ def prompt_validation(
         before()
         with collector.parked():
             groups = collector.collect(prompts, 0, config.evaluation.n, how)
-        numbers = _by_source(groups, judged_by, config.evaluation.solved)
+        answers = _answers(groups, collector.layout)
+        numbers = _by_source(groups, answers, judged_by, config.evaluation.solved)
         return numbers, [rollout for group in groups for rollout in group]
 
     return validate
 
 
+Answers = Sequence[Sequence[Any]]
+"""What completions answer, by prompt."""
+
+
+def _answers(groups: Sequence[Sequence[Rollout]], layout: Layout) -> Answers:
+    """Return a digest of each completion's answer, by whoever has its text; nothing where votes are not counted. Collective."""
+    rollouts = [rollout for group in groups for rollout in group]
+    if len(rollouts) == len(groups):
+        return [[None] for _ in groups]
+    texts = (each.text for each in rollouts if each.owner in (None, layout.rank))
+    answers = (extract_answer(text) for text in texts)
+    mine = [a and xxhash.xxh3_128_digest(a.encode("utf-8", "surrogatepass")) for a in answers]
+    shares = [iter(theirs) for theirs in gather_objects(mine, layout)]
+    found = iter([next(shares[each.owner or 0]) for each in rollouts])
+    return [[next(found) for _ in group] for group in groups]
+
+
 def _by_source(
-    groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
+    groups: Sequence[Sequence[Rollout]], answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
     """Return `val/NAME` of all prompts, and `val/SOURCE/NAME` of each named source."""
-    sources: defaultdict[str, list[Sequence[Rollout]]] = defaultdict(list)
-    for group in groups:
-        sources[group[0].prompt.source].append(group)
+    sources: defaultdict[str, list[int]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        sources[group[0].prompt.source].append(number)
     sources.pop("", None)
-    found = {f"val/{name}": x for name, x in _numbers(groups, judged_by, solved).items()}
+    found = {f"val/{name}": x for name, x in _numbers(groups, answers, judged_by, solved).items()}
     for source, theirs in sorted(sources.items()):
-        numbers = _numbers(theirs, judged_by, solved)
+        some = [groups[i] for i in theirs], [answers[i] for i in theirs]
+        numbers = _numbers(*some, judged_by, solved)
         found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
     return found
 
 
 def _numbers(
-    groups: Sequence[Sequence[Rollout]], judged_by: str, solved: float
+    groups: Sequence[Sequence[Rollout]], answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
     """Return scores by the part `judged_by`, the reward with its parts, and lengths."""
     # Where the first function says by None that it does not apply, no other one stands in for it.
     scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
-    answers = [[extract_answer(rollout.text) for rollout in group] for group in groups]
     worth = evaluation_stats(scores, answers, solved).values_by_name()
     all_of_it = rollout_stats([r for group in groups for r in group]).values_by_name()
     parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}

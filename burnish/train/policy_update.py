@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -25,9 +25,10 @@ from burnish.distributed.collectives import gather_objects
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
-from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
+from burnish.records import Batch, Example, ExampleOutline, Experts, Floats, Rollout, TokenOutputs
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
+from burnish.train.owners import owners_of
 
 Groups = Sequence[Sequence[Rollout]]
 """The rollouts of a step, by prompt."""
@@ -119,27 +120,26 @@ class PolicyUpdate:
         return Credit(found_advantages, logprobs=logprobs, kl=measured)
 
     def minibatches(self, groups: Groups, credit: Credit) -> list[Batch]:
-        """Return the batches of the step's updates, with whole groups divided evenly among them.
+        """Return the batches of the step's updates, with whole groups divided evenly among them. Collective.
 
         Rollouts without a trained token are left out, and so is a mini-batch of nothing else.
         """
-        arrays = credit.by_name()
-        completions = [rollout.completion for group in groups for rollout in group]
-        if self.config.algorithm.old_logprobs == "rollout":
-            arrays["old_logprobs"] = [each.logprobs for each in completions]
-        else:
-            arrays["sampled_logprobs"] = [each.sampled_logprobs for each in completions]
-            updates = self.config.batch.minibatches * self.config.batch.epochs
-            if credit.logprobs is not None and updates > 1:
-                arrays["old_logprobs"] = credit.logprobs
-        rows = iter(zip(*arrays.values(), strict=True))
-        examples = [
-            [self._example(each, dict(zip(arrays, next(rows), strict=True))) for each in group]
-            for group in groups
-        ]
-        parts = np.array_split(np.arange(len(groups)), self.config.batch.minibatches)
-        chosen = [[e for i in part for e in examples[i] if e.loss_mask.any()] for part in parts]
-        return [self._batch(each) for each in chosen if each]
+        columns = credit.by_name()
+        updates = self.config.batch.minibatches * self.config.batch.epochs
+        recomputed = self.config.algorithm.old_logprobs == "recompute"
+        if recomputed and credit.logprobs is not None and updates > 1:
+            columns["old_logprobs"] = credit.logprobs
+        rollouts = [rollout for group in groups for rollout in group]
+        ends = np.cumsum([0, *map(len, groups)])
+        batches = []
+        for part in np.array_split(np.arange(len(groups)), self.config.batch.minibatches):
+            numbers = [n for i in part for n in range(ends[i], ends[i + 1])]
+            numbers = [n for n in numbers if self._is_trained(rollouts[n])]
+            if numbers:
+                batch = self._batch([rollouts[n] for n in numbers], logprobs=True)
+                own = {name: [each[n] for n in numbers] for name, each in columns.items()}
+                batches.append(batch.with_columns(own))
+        return batches
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """Add the log-probs that the policy's updates are measured against. Collective.
@@ -209,27 +209,41 @@ class PolicyUpdate:
             microbatches.append(replace(micro, selected=selected))
         return replace(batch, microbatches=tuple(microbatches))
 
-    def _example(self, rollout: Rollout, arrays: Mapping[str, Floats]) -> Example:
-        """Return a rollout's sequence with `arrays`, which have one entry per completion token."""
-        zeros = np.zeros(len(rollout.prompt.token_ids), dtype=np.float32)
-        whole: dict[str, Any] = {name: np.concatenate([zeros, a]) for name, a in arrays.items()}
-        example = replace(self._to_example(rollout), **whole)
-        if self.config.algorithm.mask_truncated and rollout.completion.stop_reason == "length":
-            return replace(example, loss_mask=np.zeros_like(example.loss_mask))
-        return example
+    def _is_trained(self, rollout: Rollout) -> bool:
+        made, masked = rollout.completion, self.config.algorithm.mask_truncated
+        return len(made.token_ids) > 0 and not (masked and made.stop_reason == "length")
 
-    def _to_example(self, rollout: Rollout) -> Example:
-        """Return a rollout's sequence, whose completion is trained on.
-
-        Raises `BurnishError` if routers are to be replayed and the generator did not record experts.
-        """
-        replayed = self.config.algorithm.router_replay == "rollout"
-        prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
+    def _example(self, rollout: Rollout, logprobs: bool) -> Example:
+        """Return a rollout's sequence, whose completion is trained on; with `logprobs` those that the generator gave."""
+        prompt, made = rollout.prompt.token_ids, rollout.completion
+        kept = self.config.algorithm.old_logprobs == "rollout"
+        name, values = ("old_", made.logprobs) if kept else ("sampled_", made.sampled_logprobs)
+        zeros = np.zeros(len(prompt), dtype=np.float32)
+        arrays: dict[str, Any] = {f"{name}logprobs": np.concatenate([zeros, values])}
         return Example(
-            token_ids=np.concatenate([prompt, completion]),
-            loss_mask=np.arange(len(prompt) + len(completion)) >= len(prompt),
-            experts=_experts(rollout) if replayed and len(completion) else None,
+            token_ids=np.concatenate([prompt, made.token_ids]),
+            loss_mask=np.arange(len(prompt) + len(made.token_ids)) >= len(prompt),
+            experts=_to_the_end(_experts(rollout)) if self._replayed else None,
+            **(arrays if logprobs else {}),
         )
+
+    def _outline(self, rollout: Rollout, logprobs: bool) -> ExampleOutline:
+        """Return what is known of another rank's `_example`."""
+        start, trained = len(rollout.prompt.token_ids), len(rollout.completion.token_ids)
+        columns: dict[str, tuple[int, ...]] = {}
+        if logprobs:
+            kept = self.config.algorithm.old_logprobs == "rollout"
+            columns["old_logprobs" if kept else "sampled_logprobs"] = ()
+        if self._replayed:
+            columns["experts"] = _experts(rollout).shape[1:]
+        return ExampleOutline(
+            start + trained, start, trained, rollout.prompt.digest or b"", columns
+        )
+
+    @property
+    def _replayed(self) -> bool:
+        """Return whether routers send tokens where the generator sent them."""
+        return self.config.algorithm.router_replay == "rollout"
 
     def _kl_estimates(self, rollouts: Sequence[Rollout]) -> tuple[list[Floats], list[Floats]]:
         """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
@@ -283,7 +297,7 @@ class PolicyUpdate:
         found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
         if not answered:
             return found
-        batch = self._batch([self._to_example(rollouts[i]) for i in answered])
+        batch = self._batch([rollouts[i] for i in answered])
         mine = batch.by_example(compute(batch))
         for share in gather_objects(mine, self.engine.layout):
             for number, values in share.items():
@@ -291,13 +305,22 @@ class PolicyUpdate:
                 found[answered[number]] = values[len(rollout.prompt.token_ids) :]
         return found
 
-    def _batch(self, examples: Sequence[Example]) -> Batch:
+    def _batch(self, rollouts: Sequence[Rollout], *, logprobs: bool = False) -> Batch:
+        """Return this rank's part of a batch of rollouts that have completions. Collective."""
+        layout = self.engine.layout
+        sequences = [
+            self._example(each, logprobs)
+            if each.owner in (None, layout.rank)
+            else self._outline(each, logprobs)
+            for each in rollouts
+        ]
         return make_batch(
-            examples,
-            self.engine.layout,
+            sequences,
+            layout,
             self.config.microbatch_tokens,
             self.costs,
             temperature=self.config.rollout.temperature,
+            owners=owners_of(rollouts),
         )
 
 
@@ -324,7 +347,7 @@ def policy_stats(learned: Stats) -> Stats:
 
 
 def _experts(rollout: Rollout) -> Experts:
-    """Return the experts of all tokens; the last token, which predicts nothing, repeats those before it."""
+    """Return the experts of all tokens but the last. Raises `BurnishError` if the generator has not said them."""
     experts = rollout.completion.experts
     tokens = len(rollout.prompt.token_ids) + len(rollout.completion.token_ids)
     if experts is None or len(experts) != tokens - 1:
@@ -334,6 +357,11 @@ def _experts(rollout: Rollout) -> Experts:
             want=f"those of all {tokens} tokens but the last",
             do="set algorithm.router_replay=recompute, which asks the engine for them, or none",
         )
+    return experts
+
+
+def _to_the_end(experts: Experts) -> Experts:
+    """Return the experts of all tokens; the last token, which predicts nothing, repeats those before it."""
     whole: Experts = np.concatenate([experts, experts[-1:]])
     return whole
 

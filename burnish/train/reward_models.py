@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.config.schema import ModelConfig, RewardModelConfig
-from burnish.data.batching import make_batch
+from burnish.data.batching import make_batch, outline_of
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects
@@ -32,8 +33,9 @@ from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops, has_value_head
-from burnish.records import Example, RewardCall, Rollout, TokenIds
+from burnish.records import Example, ExampleOutline, RewardCall, Rollout, TokenIds
 from burnish.train.collect import Judge
+from burnish.train.owners import owners_of
 from burnish.train.setup import Foundation, prove
 
 
@@ -52,17 +54,29 @@ class RewardModel:
 
     def values(self, rollouts: Sequence[Rollout], tokens_per_device: int) -> list[float | None]:
         """Return its value of each rollout, None for a text longer than its positions. Collective; the same on every rank."""
+        layout = self.engine.layout
+        owners = owners_of(rollouts)
+        own = [i for i, each in enumerate(rollouts) if each.owner in (None, layout.rank)]
+        texts = [rollouts[i] for i in own]
+        mine = dict(zip(own, _examples(_read(self.encoder, texts), texts), strict=True))
+        examples: dict[int, Example | ExampleOutline] = {}
+        for told in gather_objects({i: outline_of(each) for i, each in mine.items()}, layout):
+            examples |= told
         found: list[float | None] = [None] * len(rollouts)
-        examples = list(_examples(_read(self.encoder, rollouts), rollouts))
-        short = [i for i, each in enumerate(examples) if len(each.token_ids) <= self.positions]
+        sizes = [cast(ExampleOutline, examples[i]).length for i in range(len(rollouts))]
+        short = [i for i, size in enumerate(sizes) if size <= self.positions]
         if not short:
             return found
-        chosen = [examples[i] for i in short]
-        budget = max(tokens_per_device, *(len(each.token_ids) for each in chosen))
-        batch = make_batch(chosen, self.engine.layout, budget, self.flops)
+        batch = make_batch(
+            [mine.get(i, examples[i]) for i in short],
+            layout,
+            max(tokens_per_device, *(sizes[i] for i in short)),
+            self.flops,
+            owners=owners and [owners[i] for i in short],
+        )
         said = [output.values.float().cpu().numpy() for output in self.engine.forward(batch)]
-        mine = {number: float(each[-1]) for number, each in batch.by_example(said).items()}
-        for share in gather_objects(mine, self.engine.layout):
+        values = {number: float(each[-1]) for number, each in batch.by_example(said).items()}
+        for share in gather_objects(values, layout):
             for number, value in share.items():
                 found[short[number]] = value
         return found

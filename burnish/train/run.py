@@ -26,7 +26,7 @@ from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed, step_name
 from burnish.config.resume import digest
 from burnish.data.loader import State
-from burnish.distributed.collectives import agree, any_rank, same_on_all_ranks
+from burnish.distributed.collectives import agree, any_rank, from_main, same_on_all_ranks
 from burnish.distributed.device import peak_flops
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
@@ -37,10 +37,17 @@ from burnish.rollout.partial import SampleKey
 from burnish.tracking.progress import Bar
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.stats import Stats
-from burnish.tracking.trackers import Observers, json_numbers, logged_values, numbers
+from burnish.tracking.trackers import (
+    Observers,
+    json_numbers,
+    logged_values,
+    numbers,
+    wants_rollouts,
+)
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch
 from burnish.train.fingerprints import Inputs
+from burnish.train.owners import on_main
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
@@ -201,8 +208,7 @@ class Run:
         )
         self.pending = pending
         if rollouts is not None:
-            step = self.position.step
-            self._tell(lambda each: each.rollouts_scored(step, rollouts, advantages, by_token))
+            self._write_rollouts(rollouts, advantages, by_token)
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         if self._is_due(self._config.distributed.check_replicas_every):
@@ -255,14 +261,25 @@ class Run:
             with spans("validate"):
                 measured, rollouts = self._validate()
                 if rollouts is not None:
-                    step = self.position.step
-                    self._tell(lambda each: each.rollouts_scored(step, rollouts, None))
+                    self._write_rollouts(rollouts, None)
             require_measured(self._config.checkpoint.keep_best.metric, measured)
             values = spans.added(values) | measured
             self._keep_measured(json_numbers(measured), json_numbers(values))
         if save:
             self._save(background=self._config.checkpoint.background)
         self._log(spans.added(values))
+
+    def _write_rollouts(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float] | None,
+        by_token: Mapping[str, Sequence[Floats]] | None = None,
+    ) -> None:
+        """Have rank 0 write a step's rollouts if due, without `advantages` a validation's. Collective."""
+        step, settings = self.position.step, self._config.tracking
+        if wants_rollouts(settings, step, self._total_steps, advantages is None):
+            whole = on_main(rollouts, self._layout)
+            self._tell(lambda each: each.rollouts_scored(step, whole, advantages, by_token))
 
     def _keep_measured(
         self, measured: Mapping[str, float | str], line: Mapping[str, float | str]
@@ -357,10 +374,11 @@ class Run:
 
     def _contents(self) -> Contents:
         main = self._learners[MAIN]
+        pending = [batch.on_main(self._layout) for batch in self.pending]
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
             state=state_of(self.position, main, self._inputs, self._digest),
-            files=ahead_files(self.pending, self._begun()) if self._layout.is_main else {},
+            files=ahead_files(pending, self._begun()) if self._layout.is_main else {},
             healthy=self._finite_loss,
             check_finite=True,
             split=self._config.checkpoint.model_dtype == "bf16",
@@ -369,7 +387,17 @@ class Run:
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
         """Fill models and position from a committed step, once all of it fits."""
-        pending, partial = read_ahead(step, source.files(AHEAD))
+        pending: Sequence[DrawnBatch] = ()
+        partial: Mapping[SampleKey, Completion] = {}
+        files = source.files(AHEAD)
+        with agree(self._layout):
+            if self._layout.is_main:
+                pending, partial = read_ahead(step, files)
+        told = from_main([batch.told() for batch in pending], self._layout)
+        pending = [
+            DrawnBatch.from_main(pending[i] if self._layout.is_main else None, told[i])
+            for i in range(len(told))
+        ]
         self.position = take_up(
             step,
             source,
