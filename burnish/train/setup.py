@@ -186,6 +186,9 @@ def lay_foundation(
         lora = import_module("burnish.models.lora.adapter")
         adapter = lora.adapter_record(config.model, hf_config, origin)
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
+    if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":
+        vllm = import_module(_ENGINES["vllm"][0])
+        vllm.require_adaptable(adapter["targets"], hf_config, device)
     foundation = Foundation(
         config,
         tokenizer,

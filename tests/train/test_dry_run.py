@@ -32,6 +32,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_files(tmp_path_factory.mktemp("work"))
     save_tiny(root / "model", vocab_size=FRESH["vocab_size"])
     save_char_tokenizer(root / "model")
+    save_tiny(root / "mixture", "mixtral", vocab_size=FRESH["vocab_size"])
     save_tiny(root / "other", vocab_size=FRESH["vocab_size"], intermediate_size=96)
     (root / "other/config.json").write_text((root / "model/config.json").read_text())
     (root / "own.py").write_text(OWN)
@@ -55,6 +56,14 @@ REFUSED: list[tuple[str, int, list[str]]] = [
     ("sft", 4, ["model.fresh.vocab_size=3"]),
     ("sft", 4, ["model.path=other", "model.fresh=null"]),
     ("sft", 4, ["model.path=model", "model.fresh=null", "model.lora={rank: 2, targets: [query]}"]),
+    (
+        "rl",
+        4,
+        [
+            *("model.path=mixture", "model.fresh=null", "rollout.engine=vllm"),
+            *("rollout.place=servers", "model.lora={rank: 2, targets: [q_proj], publish: adapter}"),
+        ],
+    ),
     ("rl", 2, [own("own.py:gone")]),
     ("rl", 5, [own("own.py:needs_level"), "evaluation.every=0", "data.validation=[]"]),
     ("rl", 2, ["algorithm.advantage=own.py:wrong_shape"]),

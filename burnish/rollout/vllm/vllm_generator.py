@@ -100,8 +100,7 @@ class VllmGenerator(EngineGenerator):
         if lora is not None:
             adapter = import_module("burnish.models.lora.adapter")
             targets = adapter.kinds_of(adapter.target_weights(model, lora))
-            mixture = any(".experts." in name for name in self._specs)
-            _require_adaptable(targets, device, has_experts=mixture)
+            require_adaptable(targets, hf_config, device)
             self._described = adapter.peft_config(lora, targets).to_dict()
             made = adapter.Adapter(model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
@@ -311,9 +310,12 @@ class VllmGenerator(EngineGenerator):
         return size
 
 
-def _require_adaptable(targets: Sequence[str], device: torch.device, *, has_experts: bool) -> None:
-    """Raise `IncompatibleError` for an adapter of experts, and on a CPU, where vLLM lacks a kernel, beside experts."""
-    if any("." in each for each in targets) or (has_experts and device.type == "cpu"):
+def require_adaptable(
+    targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device
+) -> None:
+    """Raise `IncompatibleError` for an adapter of experts, and on a CPU, where vLLM lacks a kernel, for one beside experts."""
+    mixture = bool(model_sizes(hf_config).experts)
+    if any("." in each for each in targets) or (mixture and device.type == "cpu"):
         raise IncompatibleError(
             "vLLM does not compute this adapter beside the model",
             have=f"model.lora.targets: {', '.join(targets)}",
