@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 from burnish.tracking.progress import Screen
+from burnish.tracking.trackers import Tracker
 
-_WIDTH = 120
-# Columns of a line in a file.
-_ETA_STEPS = 20
-# The time left is judged by the mean of this many steps.
+_WIDTH = 120  # columns of a line in a file
+_ETA_STEPS = 20  # the time left is judged by their mean
 
 
 def _compact(value: float) -> str:
@@ -75,7 +74,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Print a line for every `every`-th step, the first and the last, in colour on a terminal.
 
     A validation has a line of its own. `total_steps` adds `step/total` and the time left. `stream` is standard output by default;
@@ -90,8 +89,7 @@ class ConsoleTracker:
         stream: TextIO | None = None,
         width: int | None = None,
     ) -> None:
-        self._total, self._every, self._width = total_steps, every, width
-        self._stream = stream
+        self._total, self._every, self._width, self._stream = total_steps, every, width, stream
         self._console = Console(file=cast(TextIO, Screen(stream or sys.stdout)), highlight=False)
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 
@@ -110,12 +108,6 @@ class ConsoleTracker:
             self._print(step, self._parts(step, values))
         if measured:
             self._print(step, measured)
-
-    def sync(self) -> None:
-        """Do nothing: nothing is recorded."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
 
     def _parts(self, step: int, values: Mapping[str, float]) -> dict[str, Text]:
         """Return the numbers of a step's training by label."""

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -28,8 +29,7 @@ from rich.progress import Progress as RichProgress
 _DRAWS_A_SECOND = 5
 _LINE_SECONDS, _FIRST_SECONDS = 30.0, 2.0
 # Between lines of a phase where there is no terminal, and before the first line of the first phase of a name.
-_SPEED_SECONDS = 3600.0
-# The time left is judged by the speed over this time.
+_SPEED_SECONDS = 3600.0  # the time left is judged by the speed over this time
 
 
 def leave_lost_terminal() -> None:
@@ -73,31 +73,23 @@ def _surviving_the_terminal() -> Iterator[None]:
 
 
 class Bar:
-    """One phase under way. `show` gets its count and its age, at most every `seconds`, and not before `first` (by default `seconds`)."""
+    """One phase under way. At each advance `show` gets its count and its age."""
 
     def __init__(
         self,
         show: Callable[[float, float], None],
-        seconds: float,
         clock: Callable[[], float],
-        first: float | None = None,
-        moved: Callable[[], None] = lambda: None,
+        moved: Callable[[], None],
     ) -> None:
-        self._moved = moved
-        self._show, self._seconds, self._clock = show, seconds, clock
-        self._done = 0.0
-        self._began = clock()
-        self._shown_at = self._began if first is None else self._began + first - seconds
+        self._show, self._clock, self._moved = show, clock, moved
+        self._done, self._began = 0.0, clock()
 
     def advance(self, count: float = 1) -> None:
         """Count so many more of the phase's units as done."""
         self._done += count
         if count:
             self._moved()
-        now = self._clock()
-        if now - self._shown_at >= self._seconds:
-            self._shown_at = now
-            self._show(self._done, now - self._began)
+        self._show(self._done, self._clock() - self._began)
 
 
 class Progress:
@@ -140,25 +132,23 @@ class Progress:
         """
         if not self._console.is_terminal or self._console.quiet:
             of_total = "" if total is None else f"/{total:g}"
+            due = _LINE_SECONDS if name in self._begun else _FIRST_SECONDS
+            self._begun.add(name)
 
             def line(counted: float, seconds: float) -> None:
-                if lines:
+                nonlocal due
+                if lines and seconds >= due:
+                    due = seconds + _LINE_SECONDS
                     said = f"{name} {done + counted:g}{of_total} after {seconds:.0f}s"
                     self._console.print(said, soft_wrap=True, highlight=False, markup=False)
 
-            first = None if name in self._begun else _FIRST_SECONDS
-            self._begun.add(name)
-            yield Bar(line, _LINE_SECONDS, self._clock, first, self.moved)
+            yield Bar(line, self._clock, self.moved)
             return
         task = self._bars.add_task(name, total=total, completed=int(done))
         self._bars.start()
         try:
-            yield Bar(
-                lambda counted, _: self._bars.update(task, completed=done + counted),
-                0.0,
-                self._clock,
-                moved=self.moved,
-            )
+            show = partial(self._bars.update, task)
+            yield Bar(lambda counted, _: show(completed=done + counted), self._clock, self.moved)
         finally:
             self._bars.refresh()
             self._bars.remove_task(task)

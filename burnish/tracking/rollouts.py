@@ -35,14 +35,12 @@ BLOCK_BYTES = 1 << 18
 """About the size of the text that is compressed together; a reader of one row reads one block."""
 EXTREMES, RANDOMS = 4, 8
 """How many rollouts of a step are kept longest: so many of the best, of the worst, and random ones."""
-_REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}
-# What every row has, whoever wrote it.
+_REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # whoever wrote the row
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
 _SPARE = 20
 # The share of the most bytes that is freed at once, so that few steps need a look at all files.
-_LEVEL = 4
-# Of compression; 6 takes twice the time for files that are 4 % smaller.
+_LEVEL = 4  # of compression; 6 takes twice the time for files that are 4 % smaller
 
 
 def rollouts_path(directory: Path, step: int, kind: Kind = "step", *, rest: bool = False) -> Path:
@@ -183,12 +181,11 @@ class Thinning:
         paths = [rollouts_path(self._directory, step, kind, rest=rest) for rest in (False, True)]
         self._left -= sum(path.stat().st_size for path in paths if path.exists())
         if self._left < 0:
-            total = thin_rollouts(self._directory, self._keep, self._keep // _SPARE)
-            self._left = self._keep - total
+            self._left = self._keep - thin_rollouts(self._directory, self._keep)
 
 
-def thin_rollouts(directory: Path, keep: int, spare: int = 0) -> int:
-    """Remove the oldest files if all take more than `keep` bytes, until `spare` are free: first those with the rest.
+def thin_rollouts(directory: Path, keep: int) -> int:
+    """Remove the oldest files if all take more than `keep` bytes, and a share more: first those with the rest.
 
     The first step's chosen rollouts and the newest files stay. Returns the bytes of all that stay.
     """
@@ -196,7 +193,7 @@ def thin_rollouts(directory: Path, keep: int, spare: int = 0) -> int:
     files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)
     steps, total = [step for _, step, *_ in files], sum(size for *_, size in files)
     first, newest = min(steps, default=0), max(steps, default=0)
-    most = keep if total <= keep else keep - spare
+    most = keep if total <= keep else keep - keep // _SPARE
     for is_chosen, step, path, size in files:
         if total <= most:
             break

@@ -28,8 +28,7 @@ from burnish.files.strict_json import parse_object
 
 _PACKAGES = ("burnish", "torch", "transformers")
 _GIT_SECONDS = 5.0
-_DIFF_BYTES = 1 << 20
-# Most of a diff that is kept.
+_DIFF_BYTES = 1 << 20  # most of a diff that is kept
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 """The directory of steps, below a run's directory as below its mirror, and the name for the newest of them."""
@@ -46,6 +45,7 @@ class RunDirectory:
         self.root = root
         self.config = root / "config.yaml"
         """The resolved configuration, as run."""
+        self.status = root / STATUS
         self.environment = root / "environment.json"
         """Versions, device, host, git commit and command line of the last start."""
         self.diff = root / "git.diff"
@@ -75,11 +75,11 @@ class RunDirectory:
 
     def write_status(self, steps: int, state: str) -> None:
         """Note the steps of the run in all, and whether it runs or how it ended."""
-        write_atomically(self.root / STATUS, json.dumps({STEPS: steps, STATE: state}) + "\n")
+        write_atomically(self.status, json.dumps({STEPS: steps, STATE: state}) + "\n")
 
     def read_status(self) -> dict[str, Any]:
         """What `write_status` put; empty where there is none. Raises `CorruptError`."""
-        return _read_object(self.root / STATUS)
+        return _read_object(self.status)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:
-    """Return this process's surroundings for `environment.json`.
+    """Return this process's surroundings for `environment.json`: no environment variables, which may hold secrets.
 
-    `device` is the device's name, `world` the number of processes. Versions are those installed, or
-    None. Reads no environment variable, because they may hold secrets.
+    `device` is the device's name, `world` the number of processes. The commit ends in `-dirty` if files differ from it.
     """
+    commit = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -110,7 +110,7 @@ def environment(device: str, world: int = 1) -> dict[str, Any]:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "git_commit": _git_commit(),
+        "git_commit": commit.decode().strip() or None,
         "command": list(sys.orig_argv),
     }
 
@@ -120,12 +120,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _git_commit() -> str | None:
-    """Return the working directory's commit, `-dirty` if files differ."""
-    found = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return found.decode("utf-8", "replace").strip() or None
 
 
 def git_diff() -> bytes:

@@ -12,8 +12,9 @@ import math
 import netrc
 import os
 import re
+import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,15 +23,14 @@ from urllib.parse import urlsplit
 from burnish.config.document import recorded
 from burnish.errors import UsageError
 from burnish.tracking.rundir import RUN, RunDirectory, dotted
-from burnish.tracking.trackers import FileKind, State, sample_table
+from burnish.tracking.trackers import FileKind, State, Tracker, sample_table
 
-_PROJECT = "burnish"
-# Where the service's own variable names none.
+_PROJECT = "burnish"  # where the service's own variable names none
 _QUIET_SECONDS = 30.0
 # How long W&B may take at the end of the process, beside the time that a run gives its trackers.
 
 
-class _Service(ABC):
+class _Service(Tracker):
     """What services share: what they are told of a run, tables, and how the run ended."""
 
     def __init__(self, directory: Path) -> None:
@@ -38,9 +38,16 @@ class _Service(ABC):
         self._environment = run.read_environment()
         self._id, self._name = str(self._environment[RUN]), directory.name
         self._config = recorded(run.config).model_dump(mode="json")
+        self._described = {**self._config, "environment": self._environment}
         files = (run.config, run.environment, run.diff)
         self._files = [path for path in files if path.exists()]
         self._state: State = "finished"
+        self._run: Any = None
+        """The service's own object."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a step's numbers."""
+        self._run.log(dict(values), step=step)
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table of samples."""
@@ -56,32 +63,47 @@ class _Service(ABC):
         """Note how the run ended."""
         self._state = state
 
-    def sync(self) -> None:  # noqa: B027 - a service needs none of its own
-        """Do nothing: the service's own thread or process writes."""
+
+class _WithArtifacts(_Service):
+    """W&B and Trackio, which has the same interface."""
+
+    def _begin(self, module: Any, **settings: Any) -> None:
+        self._module = module
+        self._run = module.init(config=self._described, resume="allow", **settings)
+        origin = module.Artifact(f"run-{self._id}", type="run")
+        for path in self._files:
+            origin.add_file(str(path))
+        self._run.log_artifact(origin)
+
+    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        self._run.log({name: self._module.Table(columns=columns, data=data)}, step=step)
+
+    def log_file(self, path: str, kind: FileKind) -> None:
+        """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
+        artifact = self._module.Artifact(f"{kind}-{self._id}", type=kind, metadata={"place": path})
+        if kind == "report":
+            artifact.add_file(path)
+        elif Path(path).is_dir():
+            artifact.add_reference(Path(path).absolute().as_uri(), checksum=False)
+        self._run.log_artifact(artifact, aliases=["latest", PurePath(path).name])
 
 
-class WandbTracker(_Service):
+class WandbTracker(_WithArtifacts):
     """Log to W&B. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and so on apply; WANDB_MODE=offline writes below the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         import wandb
 
         super().__init__(directory)
-        self._wandb = wandb
-        self._run = wandb.init(
+        self._begin(
+            wandb,
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             id=self._id,
             name=self._name,
             dir=str(directory),
-            config={**self._config, "environment": self._environment},
-            resume="allow",
             # Its output would break progress bars, and what it captures is in the log files.
             settings=wandb.Settings(silent=True, console="off", finish_timeout=_QUIET_SECONDS),
         )
-        origin = wandb.Artifact(f"run-{self._id}", type="run")
-        for path in self._files:
-            origin.add_file(str(path))
-        self._run.log_artifact(origin)
         self.last_step = self._run.starting_step - 1
         """The last step that the service has; it ignores those up to it."""
 
@@ -104,21 +126,7 @@ class WandbTracker(_Service):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log a row of the run's history."""
-        self._run.log(dict(values), step=step, commit=True)
-
-    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
-        table = self._wandb.Table(columns=columns, data=data)
-        self._run.log({name: table}, step=step, commit=False)  # with the step's numbers
-
-    def log_file(self, path: str, kind: FileKind) -> None:
-        """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
-        name, place = PurePath(path).name, {"place": path}
-        artifact = self._wandb.Artifact(f"{kind}-{self._id}", type=kind, metadata=place)
-        if kind == "report":
-            artifact.add_file(path)
-        elif Path(path).is_dir():
-            artifact.add_reference(Path(path).absolute().as_uri(), name=name, checksum=False)
-        self._run.log_artifact(artifact, aliases=["latest", name])
+        self._run.log(dict(values), step=step, commit=True)  # with the tables of the step
 
     def close(self) -> None:
         """Send the rest, and whether the run failed."""
@@ -163,9 +171,9 @@ class MlflowTracker(_Service):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hold a step's metrics until the next request."""
-        now = time.time()
+        now = int(1000 * time.time())
         self._metrics += [
-            self._entities.Metric(_allowed(name), _bounded(value), int(1000 * now), step)
+            self._entities.Metric(re.sub(r"[^\w.\- :/]", "_", name), _bounded(value), now, step)
             for name, value in values.items()
         ]
 
@@ -195,44 +203,26 @@ class MlflowTracker(_Service):
         self._client.set_terminated(self._run, status)
 
 
-class TrackioTracker(_Service):
+class TrackioTracker(_WithArtifacts):
     """Log to Trackio, to the project of TRACKIO_PROJECT in TRACKIO_DIR, or to TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
 
     def __init__(self, directory: Path) -> None:
         import trackio
 
         super().__init__(directory)
-        self._trackio = trackio
-        self._run = trackio.init(
+        self._begin(
+            trackio,
             project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
             name=f"{self._name}-{self._id[:8]}",  # by which Trackio knows a run again
-            config={**self._config, "environment": self._environment, "run": self._id},
-            resume="allow",
             embed=False,
         )
-        origin = trackio.Artifact(f"run-{self._id}", type="run")
-        for path in self._files:
-            origin.add_file(path)
-        self._run.log_artifact(origin)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a row."""
-        self._run.log(dict(values), step=step)
-
-    def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
-        self._run.log({name: self._trackio.Table(columns=columns, data=data)}, step=step)
 
     def log_file(self, path: str, kind: FileKind) -> None:
-        """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
-        if kind == "checkpoint" and not Path(path).is_dir():  # it has no references to a mirror
+        """Log an artifact, and as a text where a checkpoint is that is on a mirror only."""
+        if kind == "report" or Path(path).is_dir():
+            super().log_file(path, kind)
+        else:  # it has no references to a mirror
             self._run.log({"checkpoint": path}, step=_step(path))
-            return
-        artifact = self._trackio.Artifact(f"{kind}-{self._id}", type=kind, metadata={"place": path})
-        if kind == "report":
-            artifact.add_file(path)
-        else:
-            artifact.add_reference(Path(path).absolute().as_uri(), checksum=False)
-        self._run.log_artifact(artifact, aliases=[PurePath(path).stem])
 
     def close(self) -> None:
         """Write the rest."""
@@ -254,7 +244,7 @@ class SwanlabTracker(_Service):
             id=self._id,
             resume="allow",
             log_dir=str(directory / "swanlog"),
-            config={**self._config, "environment": self._environment},
+            config=self._described,
             settings=settings,
         )
         self._root = directory
@@ -273,10 +263,6 @@ class SwanlabTracker(_Service):
                 have="nothing in SWANLAB_API_KEY, and no login",
                 do="run `swanlab login`, or set SWANLAB_MODE=offline",
             )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a step's scalars."""
-        self._run.log(dict(values), step=step)
 
     def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
         texts = [[str(value) for value in row] for row in data]
@@ -307,9 +293,5 @@ def _in_batches(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _allowed(name: str) -> str:
-    return re.sub(r"[^\w.\- :/]", "_", name)
-
-
 def _bounded(value: float) -> float:
-    return math.copysign(1.7976931348623157e308, value) if math.isinf(value) else float(value)
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else float(value)

@@ -1,12 +1,12 @@
 """Merge numbers correctly over ranks and micro-batches.
 
 A mean is kept as (total, count), so a step's mean covers all its tokens or sequences for any cut.
-Values may be 0-d tensors until `Stats.values`, so collecting never waits for the device.
+Values may be 0-d tensors until `Stats.values_by_name`, so collecting never waits for the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -17,68 +17,49 @@ Number = float | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """total / count; merging adds both. NaN when the count is 0."""
+    """total / count. NaN when the count is 0."""
 
     total: Number
     count: Number
 
-    def merge(self, other: Mean) -> Mean:
-        """Both parts together."""
-        return Mean(self.total + other.total, self.count + other.count)
-
     def value(self) -> float:
-        """The mean as a float."""
+        """Return the mean."""
         count = float(self.count)
         return float(self.total) / count if count else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A total; merging adds."""
+    """A total."""
 
     total: Number
 
-    def merge(self, other: Sum) -> Sum:
-        """Both parts together."""
-        return Sum(self.total + other.total)
-
     def value(self) -> float:
-        """The total as a float."""
+        """Return the total."""
         return float(self.total)
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest; merging takes the larger."""
+    """The largest. Unlike all others, it does not merge by adding."""
 
     largest: Number
 
-    def merge(self, other: Max) -> Max:
-        """The larger of both; where it lies, if both lie there."""
-        if isinstance(self.largest, Tensor) and isinstance(other.largest, Tensor):
-            return Max(torch.maximum(self.largest, other.largest))
-        return self if float(self.largest) >= float(other.largest) else other
-
     def value(self) -> float:
-        """The largest as a float."""
+        """Return the largest."""
         return float(self.largest)
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveShare:
-    """Kish's effective sample size of weights as a share of their number, (Σw)² / (n Σw²); merging adds. NaN if all weights are 0."""
+    """Kish's effective sample size of weights as a share of their number, (Σw)² / (n Σw²). NaN if all weights are 0."""
 
     total: Number
     squares: Number
     count: Number
 
-    def merge(self, other: EffectiveShare) -> EffectiveShare:
-        """Both parts together."""
-        squares, count = self.squares + other.squares, self.count + other.count
-        return EffectiveShare(self.total + other.total, squares, count)
-
     def value(self) -> float:
-        """The share as a float."""
+        """Return the share."""
         divisor = float(self.count) * float(self.squares)
         return float(self.total) ** 2 / divisor if divisor else float("nan")
 
@@ -90,17 +71,24 @@ class Stats(dict[str, Metric]):
     """Metrics by name (`actor/pg_loss`). `a | b` joins different names; `a.merge(b)` adds equal ones."""
 
     def merge(self, other: Stats) -> Stats:
-        """Both together: a name in both is merged, any other kept."""
-        merged = Stats(self)
-        for name, metric in other.items():
-            mine = merged.get(name)
-            merged[name] = metric if mine is None else mine.merge(metric)  # type: ignore[arg-type]
-        return merged
+        """Return both together: a name in both is merged, any other kept."""
+        both = {name: _merged(self[name], other[name]) for name in self.keys() & other.keys()}
+        return Stats({**self, **other, **both})
 
     def prefixed(self, prefix: str) -> Stats:
         """Return the same metrics under `prefix` + name (`actor/`, `critic/`)."""
         return Stats({prefix + name: metric for name, metric in self.items()})
 
     def values_by_name(self) -> dict[str, float]:
-        """Plain floats, for sinks."""
+        """Return plain floats, for trackers."""
         return {name: metric.value() for name, metric in self.items()}
+
+
+def _merged(one: Metric, other: Metric) -> Metric:
+    """Return both together. Two tensors stay where they are."""
+    if isinstance(one, Max) and isinstance(other, Max):
+        if isinstance(one.largest, Tensor) and isinstance(other.largest, Tensor):
+            return Max(torch.maximum(one.largest, other.largest))
+        return max(one, other, key=Max.value)
+    names = [field.name for field in fields(one)]
+    return type(one)(*(getattr(one, name) + getattr(other, name) for name in names))

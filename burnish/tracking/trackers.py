@@ -34,8 +34,7 @@ _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
 # Least time between reports, and most of the time that they may take.
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0
 # How long trackers may take to send the rest at the end of a run, and of a run that is told to stop.
-_BURST_SECONDS = 10.0
-# Between two times at which a tracker in the background takes what waits for it.
+_BURST_SECONDS = 10.0  # until a tracker in the background takes what waits for it
 _OF_STEPS = ("log", "log_rollouts", "log_traces")
 _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
 # Calls of each method that may wait for a tracker.
@@ -64,7 +63,7 @@ FileKind = Literal["report", "checkpoint"]
 
 
 class Tracker(Protocol):
-    """Something that takes the numbers of each step.
+    """Something that takes the numbers of each step. What a subclass leaves out does nothing.
 
     It is made with the run's directory. If it takes `resume_step`, it gets the last step to keep (None: a new run), and every later
     step again. Else it gets each step once in the life of the run. It may have three more methods, all without a result:
@@ -169,7 +168,7 @@ class Observers:
             self._thinning.wrote(step, kind)
             # Those that are kept longest: a table of thousands would cost more than the step.
             for tracker in self._others:
-                tracker.log_rollouts(step, kind, [*kept.values()])
+                tracker.tell("log_rollouts", step, kind, [*kept.values()])
         if self._traces is not None:
             self._traces.take(step, rollouts, advantages, kept)
 
@@ -188,7 +187,7 @@ class Observers:
     def checkpoint_committed(self, place: str) -> None:
         """Tell trackers where a step is committed."""
         for tracker in self._others:
-            tracker.log_file(place, "checkpoint")
+            tracker.tell("log_file", place, "checkpoint")
 
     def report(self, state: State) -> None:
         """Write the report of a run that is `running`, `finished`, `stopped` or `failed`, and note how it ended."""
@@ -217,11 +216,11 @@ class Observers:
             seconds = _STOP_SECONDS if self._state == "stopped" else _END_SECONDS
             for other in self._others:
                 if self._settings.report and self._directory.report.exists():
-                    other.log_file(str(self._directory.report), "report")
+                    other.tell("log_file", str(self._directory.report), "report")
                 other.finish(self._state, time.monotonic() + seconds)
 
 
-class BackgroundTracker:
+class BackgroundTracker(Tracker):
     """Feed a tracker from a thread of its own, every ten seconds, so that it never stops or slows training.
 
     Calls that there is no room for, that fail, or that come too late are counted and lost. The log has one warning and, at the end, the count.
@@ -256,19 +255,23 @@ class BackgroundTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hand a step's numbers over."""
-        self._put("log", step, dict(values))
+        self.tell("log", step, dict(values))
 
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hand samples over."""
-        self._put("log_rollouts", step, kind, rows)
-
-    def log_traces(self, step: int, traces: Sequence[Any]) -> None:
-        """Hand traces over."""
-        self._put("log_traces", step, traces)
-
-    def log_file(self, path: str, kind: FileKind) -> None:
-        """Hand a file or a reference over."""
-        self._put("log_file", path, kind)
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have the thread call a method of the tracker, if there is room."""
+        if method not in self._room:
+            return
+        with self._lock:
+            waiting, room = self._waiting[method], self._room[method]
+            if waiting < room:
+                self._waiting[method] += 1
+                self._calls.append((method, arguments))
+            else:
+                self._lost += 1
+        if waiting >= room:
+            self._warn(f"{waiting} calls of {method} are waiting for it")
+        if 2 * waiting >= room:
+            self._wake.set()
 
     def sync(self) -> None:
         """Have the tracker take what waits, and sync; do not wait."""
@@ -296,25 +299,11 @@ class BackgroundTracker:
         if lost:
             log.warning("tracker %s: %d calls are lost", self._name, lost)
 
-    def _put(self, method: str, *arguments: Any) -> None:
-        if method not in self._room:
-            return
-        with self._lock:
-            waiting, room = self._waiting[method], self._room[method]
-            if waiting < room:
-                self._waiting[method] += 1
-                self._calls.append((method, arguments))
-            else:
-                self._lost += 1
-        if waiting >= room:
-            self._warn(f"{waiting} calls of {method} are waiting for it")
-        if 2 * waiting >= room:
-            self._wake.set()
-
-    def _warn(self, problem: str) -> None:
+    def _warn(self, problem: object) -> None:
         if not self._warned:
             self._warned = True
-            said = problem[:_CHARACTERS]
+            kind = f"{type(problem).__name__}: " if isinstance(problem, Exception) else ""
+            said = f"{kind}{problem}"[:_CHARACTERS]
             log.warning("tracker %s: %s. Training goes on without it", self._name, said)
 
     def _serve(self) -> None:
@@ -324,7 +313,7 @@ class BackgroundTracker:
         try:
             self._tracker = self._make(self._directory, **kept)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
-            self._warn(_problem(error))
+            self._warn(error)
         self.is_made = True
         taken = -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
         while self._end is None:
@@ -358,7 +347,7 @@ class BackgroundTracker:
         try:
             getattr(self._tracker, method, lambda *_: None)(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
-            self._warn(_problem(error))
+            self._warn(error)
             return False
         return True
 
@@ -373,10 +362,6 @@ class BackgroundTracker:
             return int(self._taken.read_text())
         except (OSError, ValueError):  # a new run, or a machine that died while it was written
             return -1
-
-
-def _problem(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def load_tracker(name: str) -> Callable[..., Tracker]:
@@ -400,7 +385,7 @@ def load_tracker(name: str) -> Callable[..., Tracker]:
     return found
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Append to `path`, flushed after every step. Resuming first cuts later and half-written lines; None begins an empty file."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -425,7 +410,7 @@ class JsonlTracker:
             self._file.close()
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Write scalars, and samples as texts, to TensorBoard's event files. Resuming tells it to forget later steps; None, all."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
@@ -436,12 +421,9 @@ class TensorBoardTracker:
         purge = 0 if resume_step is None else resume_step + 1
         path = RunDirectory(directory).tensorboard
         self._writer = SummaryWriter(str(path), purge_step=purge)
-        self._closed = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write every value as a scalar of its name, all in one record."""
-        if self._closed:
-            raise ValueError("log after close")
         scalars = [self._summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
         self._writer.file_writer.add_summary(self._summary(value=scalars), step)  # type: ignore[attr-defined]
 
@@ -460,7 +442,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         """Close the event file."""
-        self._closed = True
         self._writer.close()
 
 

@@ -153,7 +153,7 @@ def example_validation(
     size, budget = config.batch.examples, config.microbatch_tokens
 
     def validate() -> tuple[dict[str, float], None]:
-        loss = Mean(0.0, 0.0)
+        stats = Stats({"val/loss": Mean(0.0, 0.0)})
         for start in range(0, count, size):
             check()
             examples = dataset[start : min(start + size, count)]
@@ -161,8 +161,8 @@ def example_validation(
             for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
                 # Tokens outside the loss mask are not scored, and hold 0.
                 part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
-                loss = loss.merge(part)
-        return reduce_stats(Stats({"val/loss": loss}), layout, device).values_by_name(), None
+                stats = stats.merge(Stats({"val/loss": part}))
+        return reduce_stats(stats, layout, device).values_by_name(), None
 
     return validate
 

@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self, cast
@@ -24,23 +25,31 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import Url
 from burnish.tracking.rollouts import Kind, Row, rollouts_path
-from burnish.tracking.rundir import STATUS, RunDirectory
+from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
-from burnish.view.curves import Curves
+from burnish.view.curves import Curve, Curves
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
 from burnish.view.runs import beside, describe, find_runs, list_steps, settings_of
 
 Answer = dict[str, Any]
-_Phase = tuple[str, float, float]
-# Name, start and seconds.
 
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 # Least time between two searches for runs, how much of its metrics a list reads of each, and how many runs' are held whole.
-_LISTED = ("prompt_index", "sample", "reward", "length", "stop_reason", "source", "advantage")
+_LISTED = (
+    "kind",
+    "step",
+    "prompt_index",
+    "sample",
+    "reward",
+    "length",
+    "stop_reason",
+    "source",
+    "advantage",
+)
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
@@ -105,33 +114,28 @@ class Answers:
         return {"root": self._name, "runs": [*map(self._listed, reversed(self._paths()))]}
 
     def _listed(self, path: Path) -> Answer:
-        run = self._id(path)
-        unknown = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
-        place = {"run": run, "name": run or path.name, "state": "ended", "step": 0, "updated": 0}
-        found: Answer = unknown | place
+        name, run = self._id(path), RunDirectory(path)
+        found: Answer = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
+        found |= {"run": name, "name": name or path.name, "state": "ended", "step": 0, "updated": 0}
         try:
-            facts, curves = self._facts(path)
+            for each in (run.config, run.environment, run.status, run.metrics):
+                self._within(each)
+            curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES)).refresh()
+            facts = describe(run, curves, is_copy=self._url is not None)
         except BurnishError as error:
             return found | {"error": error.problem}
         except OSError as error:
             return found | {"error": f"{error.filename} cannot be read: {error.strerror}"}
         last = {n: json_number(v[-1]) for n in _SHOWN if (v := curves.finite(n))}
-        validation = next((name for name in _VALIDATIONS if name in last), "")
+        validation = next((name for name in _VALIDATIONS if name in last), None)
         return {
             **found,
             **facts,
             "reward": last.get("reward/mean"),
             "loss": last.get("train/loss"),
-            "validation": last.get(validation),
-            "validation_name": validation or None,
+            "validation": validation and last[validation],
+            "validation_name": validation,
         }
-
-    def _facts(self, path: Path) -> tuple[Answer, Curves]:
-        run = RunDirectory(path)
-        for each in (run.config, run.environment, path / STATUS, run.metrics):
-            self._within(each)
-        curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES)).refresh()
-        return describe(run, curves, is_copy=self._url is not None), curves
 
     def metrics(self, query: Query) -> Answer:
         """Return curves, or the names of all, of each run."""
@@ -140,15 +144,11 @@ class Answers:
         found: Answer = {}
         for run, directory in self._named(query).items():
             curves = self._read(directory)
-            there = [name for name in names if name in curves.by_name]
-            found[run] = {name: curves.by_name[name].points(*span) for name in there}
+            known, problem = curves.by_name, curves.problem and curves.problem.problem
+            found[run] = {name: known[name].points(*span) for name in names if name in known}
             if not names:
-                problem = curves.problem and curves.problem.problem
-                found[run] = {
-                    "names": list(curves.by_name),
-                    "last_step": curves.last_step,
-                    "problem": problem,
-                }
+                about = {"last_step": curves.last_step, "problem": problem}
+                found[run] = {"names": list(known), **about}
         return found
 
     def rollouts(self, query: Query) -> Answer:
@@ -164,8 +164,6 @@ class Answers:
         rows = [
             {
                 "id": identity,
-                "kind": row["kind"],
-                "step": row["step"],
                 **{name: row.get(name) for name in _LISTED},
                 "prompt": str(row["prompt"])[:_PREVIEW],
                 "completion": str(row["completion"])[:_PREVIEW],
@@ -181,14 +179,8 @@ class Answers:
         identity, run = query.id, self._one(query)
         row = self._index(run).row(identity)
         kind = cast(Kind, identity.split("-")[0])
-        path = rollouts_path(run.traces, row["step"], kind)
-        return {
-            "tokens": None,
-            **row,
-            "id": identity,
-            "kind": kind,
-            "trace": self._trace(path, row),
-        }
+        trace = self._trace(rollouts_path(run.traces, row["step"], kind), row)
+        return {"tokens": None, **row, "id": identity, "kind": kind, "trace": trace}
 
     def _trace(self, path: Path, row: Row) -> Answer | None:
         """Return the spans of a rollout, from the start of its trace on; None if it has no trace."""
@@ -209,41 +201,23 @@ class Answers:
         """Return the phases of a step: each rank's, if it was profiled, else from the seconds that each took, one after another."""
         run, step = self._one(query), query.step or 0
         curves = dict(self._read(run).by_name)  # another thread may find more meanwhile
-        timed = {
-            name.removeprefix(_TIMING): c for name, c in curves.items() if name.startswith(_TIMING)
-        }
-        total, ends = timed.pop("step", None), dict[str, float]()
-        phases: dict[int, list[_Phase]] = {0: []}
-        for name in sorted(timed, key=lambda name: name.count("/")):
-            parent, seconds = name.rpartition("/")[0], timed[name].at(step)
-            if seconds is not None:
-                start = ends.get(parent, 0.0)
-                phases[0].append((name, start, seconds))
-                ends[parent], ends[name] = start + seconds, start
-        phases = self._profiled(run.profiles, step) or phases
-        first = min((start for each in phases.values() for _, start, _ in each), default=0.0)
-        ranks = [
-            {
-                "rank": rank,
-                "spans": [
-                    {"name": name, "start": start - first, "seconds": s, "depth": name.count("/")}
-                    for name, start, s in each
-                ],
-            }
-            for rank, each in sorted(phases.items())
-            if each
-        ]
-        return {"steps": list(total.steps) if total else [], "ranks": ranks}
+        total = curves.pop(f"{_TIMING}step", None)
+        ranks = self._profiled(run.profiles, step) or {0: _one_after_another(curves, step)}
+        first = min((span["start"] for spans in ranks.values() for span in spans), default=0.0)
+        for span in (span for spans in ranks.values() for span in spans):
+            span["start"] -= first
+        found = [{"rank": rank, "spans": spans} for rank, spans in sorted(ranks.items()) if spans]
+        return {"steps": list(total.steps) if total else [], "ranks": found}
 
-    def _profiled(self, directory: Path, step: int) -> dict[int, list[_Phase]]:
-        """Return what the profiles of a step have, by rank. Raises `CorruptError`."""
+    def _profiled(self, directory: Path, step: int) -> dict[int, list[Answer]]:
+        """Return the phases that the profiles of a step have, by rank. Raises `CorruptError`."""
         found = {}
         for path in self._within(directory).glob(f"step-{step:08d}.rank-*.json.gz"):
             if match := _PROFILE.fullmatch(path.name):
                 with refusing(f"{path} is no profile", CorruptError, do="remove it"):
                     events = json.loads(gzip.decompress(self._within(path).read_bytes()))
                     found[int(match[1])] = [
-                        (str(each["args"]["path"]), each["ts"] / 1e6, each["dur"] / 1e6)
+                        _phase(str(each["args"]["path"]), each["ts"] / 1e6, each["dur"] / 1e6)
                         for each in events["traceEvents"]
                         if each["ph"] == "X"
                     ]
@@ -294,7 +268,7 @@ class Answers:
     def environment(self, query: Query) -> Answer:
         """Return where a run's last start ran, how it is, and what its code had beyond the commit."""
         run = self._one(query)
-        for path in (run.environment, run.root / STATUS):
+        for path in (run.environment, run.status):
             self._within(path)
         diff = self._text(run.diff) if run.diff.exists() else None
         return {"environment": run.read_environment(), "status": run.read_status(), "diff": diff}
@@ -375,21 +349,39 @@ def _count(wanted: int, most: int) -> int:
     return max(1, min(wanted, most))
 
 
+def _phase(name: str, start: float, seconds: float) -> Answer:
+    return {"name": name, "depth": name.count("/"), "start": start, "seconds": seconds}
+
+
+def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
+    """Return the phases of a step by the seconds of each; those inside another begin with it."""
+    found, ends = [], dict[str, float]()
+    for name in sorted(curves, key=lambda name: name.count("/")):
+        seconds = curves[name].at(step) if name.startswith(_TIMING) else None
+        if seconds is not None:
+            phase = name.removeprefix(_TIMING)
+            parent = phase.rpartition("/")[0]
+            start = ends.get(parent, 0.0)
+            found.append(_phase(phase, start, seconds))
+            ends[parent], ends[phase] = start + seconds, start
+    return found
+
+
 def open_index(rollouts: Path, run: Path) -> RolloutIndex:
     """Return the index beside a run's files, or in the cache where it cannot be. Raises `BurnishError`."""
     cached = cache_root() / "view" / f"{sha256(str(run).encode()).hexdigest()[:24]}.sqlite"
-    refused: Exception | None = None
-    for path in (*([] if _is_on_network(run) else [run / ".index.sqlite"]), cached):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return RolloutIndex(rollouts, path)
-        except (OSError, sqlite3.OperationalError) as error:
-            refused = error
-    raise BurnishError(
-        f"there is no place for the index of {run}",
-        have=f"{cached}: {refused}",
-        do="let BURNISH_CACHE name a directory that can be written",
-    )
+    if not _is_on_network(run):
+        with suppress(OSError, sqlite3.OperationalError):
+            return RolloutIndex(rollouts, run / ".index.sqlite")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        return RolloutIndex(rollouts, cached)
+    except (OSError, sqlite3.OperationalError) as error:
+        raise BurnishError(
+            f"there is no place for the index of {run}",
+            have=f"{cached}: {error}",
+            do="let BURNISH_CACHE name a directory that can be written",
+        ) from error
 
 
 def _is_on_network(path: Path) -> bool:

@@ -19,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -43,6 +43,7 @@ _SEQUENCE_BITS, _STEP_BITS, _LINE_BITS, _BLOCK_BITS = 22, 39, 22, 40
 _SEQUENCES = (1 << _SEQUENCE_BITS) - 1
 LAST_STEP = (1 << _STEP_BITS) - 1
 """The last step that an index can have."""
+_LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # number
 _NAN = math.nextafter(-math.inf, 0.0)
 # In place of a reward that is NaN, which SQLite cannot hold.
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.3, 1.0, 0.15
@@ -182,7 +183,7 @@ class RolloutIndex:
         self, wanted: RolloutFilter, cursor: str | None = None, limit: int = 50
     ) -> RolloutPage:
         """Return up to `limit` rollouts after a cursor, in about a second at most, whatever is indexed."""
-        return self._asked(lambda: self._page(wanted, cursor, limit))
+        return self._asked(partial(self._page, wanted, cursor, limit))
 
     def row(self, identity: str) -> Row:
         """Return one rollout as its file has it. Raises `MissingError`, and `CorruptError` for a damaged file."""
@@ -249,14 +250,10 @@ class RolloutIndex:
     def _work(self) -> None:
         """Index everything, newest first. For the thread."""
         try:
-            while self._pending and not self._is_closed:
-                self._asked(self._index_next)
+            while not self._is_closed and (first := self._next_pending()) is not None:
+                self._asked(partial(self._index, first))
         except BurnishError as error:
             _log.warning("%s", error)
-
-    def _index_next(self) -> None:
-        with suppress(IndexError):  # a request was faster
-            self._index(self._pending[0])
 
     def _index(self, first: int) -> None:
         """Put a step into the index, unless another viewer has."""
@@ -372,7 +369,9 @@ class RolloutIndex:
             self._index(first)
         yield from self._selected(wanted, low, high, _Place(), in_span)
 
-    def _next_pending(self, low: int, high: int, *, from_end: bool = False) -> int | None:
+    def _next_pending(
+        self, low: int = 0, high: int = _LAST, *, from_end: bool = False
+    ) -> int | None:
         """Return the first step with numbers in a range that is not indexed; the last one `from_end`."""
         with self._lock:
             start = bisect_right(self._pending, low - _SEQUENCES - 1)
@@ -404,8 +403,8 @@ class RolloutIndex:
 
     def _matching(self, each: _Place, needle: str) -> tuple[str, Row] | None:
         """Return a rollout and its id, if its text contains `needle`; None also if it is gone."""
-        number, place = each.number or 0, each.place or 0
-        rest_and_start, line = divmod(place, 1 << _LINE_BITS)
+        number = each.number or 0
+        rest_and_start, line = divmod(each.place or 0, 1 << _LINE_BITS)
         is_rest, start = divmod(rest_and_start, 1 << _BLOCK_BITS)
         try:
             name, mark = json.loads(self._listed[number & ~_SEQUENCES])[is_rest]
@@ -415,8 +414,7 @@ class RolloutIndex:
         texts = (str(row["prompt"]), str(row["completion"]))
         if needle and not any(needle in text.casefold() for text in texts):
             return None
-        kind, step = _kind_and_step(number)
-        row |= {"kind": kind, "step": step}
+        row["kind"], row["step"] = _kind_and_step(number)
         return f"{name.removesuffix('.jsonl.gz')}:{start}:{line}", row
 
     def _read_block(self, path: Path, mark: str, start: int) -> list[bytes]:
@@ -504,12 +502,13 @@ class RolloutIndex:
             self._list()
 
     def _open(self) -> None:
-        database, version = self._connection(), -1
+        database = self._connection()
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # no place for one
-                raise
+        except sqlite3.OperationalError:  # no place for one
+            raise
+        except sqlite3.DatabaseError:  # something else than a database
+            version = -1
         if version not in (0, FORMAT):
             database.close()
             self._remove()

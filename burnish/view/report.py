@@ -14,15 +14,14 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
+from burnish.tracking.trackers import State
 from burnish.view.curves import Curve, Curves
 from burnish.view.runs import model_of
 
-RunState = Literal["running", "finished", "stopped", "failed"]
-"""How a run stands when its report is written."""
 MAX_POINTS = 400
 """Points of a line."""
 READ_BYTES = 32_000_000
@@ -36,11 +35,10 @@ _ASSET = re.compile(
     r'|<script type="module" src="static/(?P<module>\S+)"></script>'
 )
 _IMPORT = re.compile(r'^import .* from "\./(\S+)";\n', re.M)
-_ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'
-# Where the answers and the policy stand in the page.
+_ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'  # where these stand in the page
 
 
-def write_report(run_dir: Path, state: RunState | None = None) -> Path:
+def write_report(run_dir: Path, state: State | None = None) -> Path:
     """Write `report.html` for a run's directory, atomically, and return its path.
 
     Leaves out missing files. Raises `CorruptError` for a broken file.
@@ -52,20 +50,12 @@ def write_report(run_dir: Path, state: RunState | None = None) -> Path:
     name = run_dir.resolve().name
     config = run.config.read_text("utf-8", "replace") if run.config.exists() else ""
     environment, status = run.read_environment(), run.read_status()
-    facts = {
-        "run": name,
-        "name": name,
-        "kind": environment.get(TRAINER),
-        "state": state,
-        "step": curves.last_step,
-        "of": status.get(STEPS),
-        "model": model_of(run),
-    }
-    examples = choose_examples(run.rollouts)
+    facts = {"run": name, "name": name, "kind": environment.get(TRAINER), "model": model_of(run)}
+    facts |= {"state": state, "step": curves.last_step, "of": status.get(STEPS)}
     answers = {
         "runs": {"runs": [facts]},
         "metrics": {name: {key: _points(curve) for key, curve in curves.by_name.items()}},
-        "rollouts": examples or {"rows": []},
+        "rollouts": choose_examples(run.rollouts) or {"rows": []},
         "config": {"text": {name: config}, "settings": [], "different": []},
         "environment": {"environment": environment, "status": status},
     }

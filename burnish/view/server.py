@@ -81,7 +81,7 @@ def make_app(answers: Answers, token: str | None = None) -> ASGIApp:
             (HTTPException, BurnishError, OSError, Exception), _failed
         ),
     )
-    return _Guard(app, token)
+    return _guarded(app, token)
 
 
 def _failed(request: Request, error: Exception) -> Response:
@@ -135,39 +135,38 @@ async def _events(answers: Answers) -> AsyncIterator[str]:
         known = now
 
 
-class _Guard:
-    """Turns away who does not know the token, or without one, who calls this machine by another name than its own."""
+def _guarded(app: ASGIApp, token: str | None) -> ASGIApp:
+    """Return the application with headers that forbid a browser what the page does not need, for those who may ask."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def asked(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        app = self._turned_away(Request(scope)) or self._app
-        await app(scope, receive, send_guarded)
+        refusal = _refusal(Request(scope), token)
+        await (refusal or app)(scope, receive, send_guarded)
 
-    def _turned_away(self, request: Request) -> Response | None:
-        if request.method not in ("GET", "HEAD"):
-            return _error(405, BurnishError("only GET and HEAD are answered"))
-        if self._token is None:
-            # A page elsewhere may let its own name point here. It cannot choose the name that a browser sends.
-            is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
-            do = "call it localhost, or start burnish view with --host"
-            return None if is_own else _error(403, BurnishError("no name of this machine", do=do))
-        cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
-        if self._knows(request.query_params.get("token")):
-            found = RedirectResponse(request.url.path, 303)
-            found.set_cookie(cookie, self._token, httponly=True, samesite="strict")
-            return found
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._knows(bearer) or self._knows(request.cookies.get(cookie)):
-            return None
-        do = "open the address that burnish view printed"
-        return _error(401, BurnishError("the token is missing or wrong", do=do))
+    return asked
 
-    def _knows(self, given: str | None) -> bool:
-        return hmac.compare_digest((given or "").encode(), (self._token or "").encode())
+
+def _refusal(request: Request, token: str | None) -> Response | None:
+    """Return what others get than those who know the token, or without one, call this machine by its own name."""
+    if request.method not in ("GET", "HEAD"):
+        return _error(405, BurnishError("only GET and HEAD are answered"))
+    if token is None:
+        # A page elsewhere may let its own name point here. It cannot choose the name that a browser sends.
+        is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
+        do = "call it localhost, or start burnish view with --host"
+        return None if is_own else _error(403, BurnishError("no name of this machine", do=do))
+    cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
+    asked = request.query_params.get("token", "")
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    kept = request.cookies.get(cookie, "")
+    knows = [hmac.compare_digest(each.encode(), token.encode()) for each in (asked, bearer, kept)]
+    if knows[0]:
+        found = RedirectResponse(request.url.path, 303)
+        found.set_cookie(cookie, token, httponly=True, samesite="strict")
+        return found
+    do = "open the address that burnish view printed"
+    return None if any(knows) else _error(401, BurnishError("the token is missing or wrong", do=do))

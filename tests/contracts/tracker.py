@@ -160,10 +160,10 @@ class ServiceContract(TrackerContract):
         step = tmp_path / "checkpoints" / "step-00000001"
         step.mkdir(parents=True)
         (step / "weights").write_text("x" * 1000)
-        tracker.log_rollouts(1, "step", ROWS)
+        tracker.tell("log_rollouts", 1, "step", ROWS)
         tracker.log(1, STEPS[1])
-        tracker.log_file(str(step), "checkpoint")
-        tracker.log_file(str(tmp_path / "report.html"), "report")
+        tracker.tell("log_file", str(step), "checkpoint")
+        tracker.tell("log_file", str(tmp_path / "report.html"), "report")
         tracker.finish("finished", time.monotonic() + 60)
         tracker.close()
         assert same_sample(self.sample(tmp_path))

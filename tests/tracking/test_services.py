@@ -348,7 +348,7 @@ class TestTrackio(ServiceContract):
 
     def test_a_checkpoint_on_a_mirror_is_noted(self, tmp_path: Path) -> None:
         tracker = self.open(tmp_path)
-        tracker.log_file("s3://bucket/run/checkpoints/step-00000007", "checkpoint")
+        tracker.tell("log_file", "s3://bucket/run/checkpoints/step-00000007", "checkpoint")
         tracker.close()
         (row,) = self.rows(tmp_path)
         assert (row["step"], row["checkpoint"]) == (7, "s3://bucket/run/checkpoints/step-00000007")

@@ -29,12 +29,11 @@ def test_merged_parts_give_what_the_whole_gives(values: list[float], cut: int) -
 
 
 def test_tensors_are_numbers_too() -> None:
-    mean = Mean(torch.tensor(6.0), torch.tensor(4)).merge(Mean(2.0, 4))
-    assert mean.value() == 1.0
-    assert Max(torch.tensor(2.0)).merge(Max(3.0)).value() == 3.0
-    both = Max(torch.tensor(2.0)).merge(Max(torch.tensor(3.0)))
-    assert isinstance(both.largest, torch.Tensor)  # nothing waited for the device
-    assert both.value() == 3.0
+    two, three = torch.tensor(2.0), torch.tensor(3.0)
+    one = Stats(mean=Mean(torch.tensor(6.0), torch.tensor(4)), mixed=Max(two), max=Max(two))
+    both = one.merge(Stats(mean=Mean(2.0, 4), mixed=Max(3.0), max=Max(three)))
+    assert isinstance(both["max"].largest, torch.Tensor)  # nothing waited for the device
+    assert both.values_by_name() == {"mean": 1.0, "mixed": 3.0, "max": 3.0}
 
 
 def test_the_mean_of_nothing_is_not_a_number() -> None:
