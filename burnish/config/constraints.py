@@ -85,6 +85,8 @@ _OF_ACTIVATIONS: Sequence[Constraint] = (
 )
 _OF_TRAINING: Sequence[Constraint] = (
     ("data.weights", "steps", "a mixture has no epochs"),
+    ("data.curriculum=measured", "steps", "its epochs leave rows out"),
+    ("data.curriculum=measured", "data.weights=[]", "a mixture draws by its weights alone"),
     ("data.streaming", "steps", "nobody counts streamed rows, so epochs have no known end"),
     ("data.streaming", "data.curriculum=null", "rows that are not all read cannot be sorted"),
     ("data.streaming", "data.overlong=drop", "a long row is found when it is drawn"),
@@ -437,6 +439,13 @@ def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
 
 def _of_sft(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     yield from _of_examples(config, shares)
+    if config.data.curriculum == "measured":
+        yield UsageError(
+            "data.curriculum measured is for reinforcement learning: examples have no rewards",
+            have="data.curriculum: measured",
+            want="a column of numbers",
+            do="name a column in data.curriculum, or remove it",
+        )
     if config.engine.park:
         yield UsageError(
             "engine.park is for reinforcement learning: nothing is generated here",
@@ -486,7 +495,15 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
             want=f"one of {', '.join(names)}",
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
         )
+    if config.data.curriculum == "measured" and config.rollout.n == 1:
+        yield UsageError(
+            "data.curriculum measured compares the completions of a prompt, and there is one",
+            have=_have(config, "data.curriculum", "rollout.n"),
+            want="2 or more",
+            do="raise rollout.n, or remove data.curriculum",
+        )
     redraws = {
+        "data.curriculum": config.data.curriculum == "measured",
         "algorithm.dynamic_sampling.enabled": config.algorithm.dynamic_sampling.enabled,
         "algorithm.advantage": config.algorithm.advantage == "remax",
     }

@@ -220,7 +220,7 @@ class DataConfig(Section):
     weights: list[Annotated[float, Field(gt=0)]] = []
     """How often each entry of `train` is drawn, relative to the others: [3, 1] draws three rows of the first for one of the second. Needs `steps`. Default: every row once an epoch."""
     curriculum: str | None = None
-    """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. Default: no such order."""
+    """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. measured, RL: leave prompts out more and more often while all their completions are worth the same, as this run measures; needs `steps`. Default: no such order."""
     streaming: int = Field(0, ge=0)
     """Read `train` as training goes on, in windows of this many megabytes, and keep nothing of it on the disk: for what fits no disk, or takes too long to tokenize first. Each process holds two windows. The rows of a window are shuffled among each other, and files among each other. Needs `steps`. 0: tokenize all rows before the first step."""
     validation: MayChange[list[str]] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +18,9 @@ Indices = npt.NDArray[np.int64]
 Difficulty = npt.NDArray[np.float64]
 """A number for each sample, shape [N]; those of small numbers come first."""
 
+MEASURED = "measured"
+"""The value of `data.curriculum` that names no column."""
+_LONGEST = 3
 PERIOD = 10_000
 """Samples after which the pattern of a mixture repeats."""
 
@@ -33,8 +38,8 @@ def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None
     return np.lexsort(keys).astype(np.int64, copy=False)
 
 
-State = int | tuple[int, ...]
-"""All that a loader must remember: `cursor`, and where rows are streamed the place in each stream."""
+State = int | tuple[int | str, ...]
+"""All that a loader must remember: `cursor`, then the place in each stream, or what was measured."""
 
 
 class Loader:
@@ -73,7 +78,12 @@ class Loader:
 
     @state.setter
     def state(self, state: State) -> None:
-        self.cursor = require_places(state, 0)[0]
+        if not isinstance(state, int):
+            raise unfit(state)
+        self.cursor = state
+
+    def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
+        """Hear of samples taken whether all completions of each were worth the same."""
 
     def takes(self, count: int, epochs: int) -> int:
         """Return how many calls of `take(count)` make up the first `epochs` epochs."""
@@ -105,17 +115,13 @@ class Loader:
         return self._epoch[1]
 
 
-def require_places(state: State, count: int) -> tuple[int, ...]:
-    """Return the cursor of a state and its `count` places; all are 0 at the beginning. Raises `IncompatibleError` for other states."""
-    found = (0,) * (count + 1) if state == 0 else (state,) if isinstance(state, int) else state
-    if len(found) != count + 1:
-        raise IncompatibleError(
-            "the position in the data is of another kind",
-            have=f"{len(found) - 1} places in streams",
-            want=str(count),
-            do="resume with the version of Burnish that wrote it",
-        )
-    return found
+def unfit(state: State) -> IncompatibleError:
+    """Return the error for the state of another loader."""
+    return IncompatibleError(
+        "the position in the data is of another kind",
+        have="a number" if isinstance(state, int) else f"{len(state)} parts",
+        do="resume with the version of Burnish that wrote it",
+    )
 
 
 def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
@@ -125,6 +131,67 @@ def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
     places = [(np.arange(count) + 0.5) / count for count in counts if count]
     sources = np.repeat(np.arange(len(counts)), counts)
     return sources[np.argsort(np.concatenate(places), kind="stable")], counts
+
+
+class MeasuredLoader(Loader):
+    """Yield prompts less often while all their completions are worth the same, because these teach nothing.
+
+    Each epoch asks for every prompt that is new or was worth different rewards the last time. It asks for another with probability
+    1/2, 1/4 and then 1/8, the longer it has been so. `cursor` counts those left out as well. State is the cursor, and a byte of each prompt.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool) -> None:
+        super().__init__(size, seed, shuffle)
+        self._alike = bytes(size)  # groups in a row; replaced and never changed, as copies share it
+        self._draws: tuple[int, npt.NDArray[np.uint64]] | None = None
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds of it. Assigning it goes on from there."""
+        return self.cursor, base64.b64encode(zlib.compress(self._alike, 1)).decode()
+
+    @state.setter
+    def state(self, state: State) -> None:
+        match state:
+            case 0:
+                self.cursor, self._alike = 0, bytes(self.size)
+            case (int(cursor), str(text)):
+                try:
+                    alike = zlib.decompress(base64.b64decode(text, validate=True))
+                except (ValueError, zlib.error) as error:
+                    raise unfit(state) from error
+                if len(alike) != self.size:
+                    raise unfit(state)
+                self.cursor, self._alike = cursor, alike
+            case _:
+                raise unfit(state)
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` indices, across epochs."""
+        taken: list[int] = []
+        while len(taken) < count:
+            epoch, at = divmod(self.cursor, self.size)
+            index = int(self._order(epoch)[at])
+            self.cursor += 1
+            if self._is_due(epoch, index):
+                taken.append(index)
+        return taken
+
+    def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
+        """Hear of samples taken whether all completions of each were worth the same."""
+        alike = bytearray(self._alike)
+        for index, is_alike in zip(indices, are_alike, strict=True):
+            alike[index] = min(alike[index] + 1, _LONGEST) if is_alike else 0
+        self._alike = bytes(alike)
+
+    def _is_due(self, epoch: int, index: int) -> bool:
+        times = self._alike[index]
+        if times == 0:
+            return True
+        if self._draws is None or self._draws[0] != epoch:
+            key = derive_seed(self._seed, "measured", epoch)
+            self._draws = epoch, np.random.Philox(key=key).random_raw(self.size)
+        return int(self._draws[1][index]) >> (64 - times) == 0
 
 
 class MixedLoader(Loader):

@@ -23,7 +23,7 @@ import pyarrow.parquet
 import xxhash
 
 from burnish.data.columns import READERS, Row, is_data
-from burnish.data.loader import PERIOD, Loader, State, order, pattern, require_places
+from burnish.data.loader import PERIOD, Loader, State, order, pattern, unfit
 from burnish.data.sources import Rows, matching_files, parsed
 from burnish.data.splits import split_files
 from burnish.data.tasks import Item, Mixture, RowDataset
@@ -341,7 +341,10 @@ class StreamLoader(Loader):
 
     @state.setter
     def state(self, state: State) -> None:
-        self.cursor, *places = require_places(state, len(self._stream.parts))
+        found = (0,) * (len(self._places) + 1) if state == 0 else state
+        if isinstance(found, int) or len(found) != len(self._places) + 1:
+            raise unfit(state)
+        self.cursor, *places = map(int, found)
         self._places = tuple(places)
 
     def take(self, count: int) -> list[int]:

@@ -37,7 +37,7 @@ from burnish.data.columns import (
     tools_of,
     value_at,
 )
-from burnish.data.loader import Difficulty
+from burnish.data.loader import MEASURED, Difficulty
 from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
@@ -229,10 +229,11 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
 
     def difficulty(self) -> Difficulty | None:
         """Return the numbers in the column of `data.curriculum`; None without it. Raises `UsageError` for what is no number."""
-        if self._data.curriculum is None:
+        if self._data.curriculum in (None, MEASURED):
             return None
-        name = self._data.curriculum.removeprefix("-")
-        sign = 1.0 if name == self._data.curriculum else -1.0
+        named = str(self._data.curriculum)
+        name = named.removeprefix("-")
+        sign = 1.0 if name == named else -1.0
         if name not in self.rows.columns:
             raise self.rows.missing([name], "data.curriculum")
         try:

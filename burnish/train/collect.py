@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from burnish.algorithms.dapo import overlong_penalty, select_groups
+from burnish.algorithms.dapo import has_variance, overlong_penalty, select_groups
 from burnish.boxes.shards import Publication
 from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
@@ -236,7 +236,8 @@ class GroupSampler:
         wanted, refills = config.batch.prompts, 0
         while True:
             first_key = self.loader.cursor
-            prompts = [self.dataset[index] for index in self.loader.take(wanted)]
+            taken = self.loader.take(wanted)
+            prompts = [self.dataset[index] for index in taken]
             collected = collect(prompts, first_key, config.rollout.n, how)
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
@@ -244,6 +245,7 @@ class GroupSampler:
                 collected = _with_greedy_rewards(collected, baselines)
             groups += collected
             rewards = compared(groups, dynamic.part, config.reward.part_names)
+            self.loader.hear(taken, [not has_variance(each) for each in rewards[-len(taken) :]])
             selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
             if selection.refill == 0:
                 break

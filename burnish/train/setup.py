@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
 from burnish.config.schema import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
-from burnish.data.loader import Loader, MixedLoader
+from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.data.tokenizer import eos_token_ids, load_tokenizer
@@ -313,6 +313,8 @@ def make_loader(
             dataset, data.weights
         )
         return streamed
+    if data.curriculum == MEASURED:
+        return MeasuredLoader(len(dataset), seed, shuffle)
     if not isinstance(dataset, Mixture):
         hard = dataset.difficulty()
         return Loader(len(dataset), seed, shuffle, by_epoch=by_epoch, difficulty=hard)

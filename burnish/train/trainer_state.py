@@ -42,8 +42,8 @@ class Position:
 
     step: Count = 0
     """Steps finished."""
-    cursor: Count | tuple[Count, ...] = 0
-    """Samples taken from the data, over all epochs; where rows are streamed also the next place of each source."""
+    cursor: Count | tuple[Count | Annotated[str, Strict()], ...] = 0
+    """Samples taken from the data, over all epochs, and what else the loader must remember (`burnish.data.loader`)."""
     tokens: Count = 0
     """Tokens trained on."""
     optimizer_steps: Count = 0

@@ -366,3 +366,17 @@ def test_what_needs_all_rows_is_refused_where_they_are_streamed() -> None:
     check(config_of(*streamed, "steps=5"), "rl")
     for wrong in ([], ["steps=5", "data.curriculum=hard"], ["steps=5", "data.overlong=error"]):
         assert "data.streaming" in refused("sft", *streamed, *wrong)
+
+
+def test_a_measured_curriculum_needs_rewards_to_compare() -> None:
+    measured = ["data.train=[a]", "data.curriculum=measured"]
+    check(config_of(*measured, "steps=5"), "rl")
+    models = ["reward.models=[{path: m}]", "rollout.place=child"]
+    for wrong in (
+        [],
+        ["steps=5", "data.weights=[1]"],
+        ["steps=5", "rollout.n=1"],
+        ["steps=5", *models],
+    ):
+        assert "data.curriculum" in refused("rl", *measured, *wrong)
+    assert "data.curriculum" in refused("sft", *measured, "steps=5")

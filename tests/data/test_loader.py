@@ -1,12 +1,15 @@
 import hashlib
+import json
+from copy import copy
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.data.loader import Loader, MixedLoader, order
-from burnish.errors import UsageError
+from burnish.data.loader import Loader, MeasuredLoader, MixedLoader, order
+from burnish.errors import IncompatibleError, UsageError
+from burnish.records.seeds import derive_seed
 
 
 @given(st.integers(0, 2**64), st.integers(0, 100), st.integers(1, 200))
@@ -135,3 +138,66 @@ def test_a_curriculum_goes_from_easy_to_hard_in_every_epoch(difficulty, shuffle)
 def test_equally_hard_samples_are_shuffled():
     loader = Loader(50, 1, shuffle=True, difficulty=np.zeros(50))
     assert loader.take(50) != loader.take(50)
+
+
+def by_a_plain_list(size, shuffle, counts, alike):
+    """What a measured curriculum takes, and which prompts it thinks are alike, by lists alone."""
+    times, slot, visits, taken = [0] * size, 0, [0] * size, []
+    for count in counts:
+        part = []
+        while len(part) < count:
+            epoch, at = divmod(slot, size)
+            index = order(5, epoch, size).tolist()[at] if shuffle else at
+            key = derive_seed(5, "measured", epoch)
+            draw = np.random.Philox(key=key).random_raw(size).tolist()[index] / 2**64
+            slot += 1
+            if draw < 0.5 ** times[index]:
+                part.append(index)
+        for index in part:
+            times[index] = min(times[index] + 1, 3) if alike(index, visits[index]) else 0
+            visits[index] += 1
+        taken.append(part)
+    return taken
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.booleans(), st.lists(st.integers(1, 6), max_size=12), st.integers())
+def test_a_measured_curriculum_is_a_function_of_its_state(size, shuffle, counts, salt):
+    """Each batch is drawn and heard of by another loader, from what a checkpoint holds."""
+
+    def alike(index, visit):
+        return derive_seed(salt, index, visit) % 3 > 0
+
+    state, visits, taken = 0, [0] * size, []
+    for count in counts:
+        loader = MeasuredLoader(size, 5, shuffle)
+        loader.state = state
+        part = loader.take(count)
+        said = []
+        for index in part:
+            said.append(alike(index, visits[index]))
+            visits[index] += 1
+        before, shared = loader.state, copy(loader)  # another thread's
+        loader.hear(part, said)
+        assert shared.state == before
+        cursor, text = json.loads(json.dumps(loader.state))
+        state = (cursor, text)
+        taken.append(part)
+    assert taken == by_a_plain_list(size, shuffle, counts, alike)
+
+
+def test_prompts_that_teach_nothing_are_asked_less_often():
+    loader, asked = MeasuredLoader(400, 5, shuffle=True), np.zeros(400)
+    while loader.cursor < 400 * 40:
+        taken = loader.take(10)
+        np.add.at(asked, taken, 1)
+        loader.hear(taken, [index < 200 for index in taken])
+    assert abs(asked[200:] - 40).max() <= 1
+    assert 40 / 8 < asked[:200].mean() < 40 / 8 + 4
+    assert asked[:200].min() >= 1
+
+
+@pytest.mark.parametrize("state", [3, (3,), (3, 4), (3, "x"), (3, ""), (3, "eJwDAAAAAAE=")])
+def test_a_state_of_another_loader_is_refused(state):
+    with pytest.raises(IncompatibleError):
+        MeasuredLoader(4, 5, shuffle=True).state = state

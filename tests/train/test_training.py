@@ -319,3 +319,36 @@ def test_a_mixture_with_a_curriculum_goes_on_where_it_was(work, kind):
         assert [row["prompt"] for step in (1, 4) for row in rollouts(again, step)] == [
             row["prompt"] for step in (1, 4) for row in rollouts(whole, step)
         ]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["rollout.ahead=1"],
+        pytest.param(["rollout.ahead=1", "rollout.place=child"], marks=pytest.mark.nightly),
+        pytest.param(["algorithm.dynamic_sampling.enabled=true"], marks=pytest.mark.nightly),
+    ],
+)
+def test_prompts_are_asked_by_what_the_run_measured(work, extra):
+    """Prompts with a 0 always get equal rewards; the run is killed, and resumed on two ranks."""
+    (work / "measured.py").write_text(
+        "def some(completions, prompts, **columns):\n"
+        "    return [0.0 if '0' in p else float(i % 2) for i, p in enumerate(prompts)]\n"
+    )
+    write_rows(work / "measured.jsonl", [{"prompt": f"{n}+{n % 2}="} for n in range(8)])
+    words = [
+        "rl", "rl.yaml", "data.train=[measured.jsonl]", "data.curriculum=measured", "steps=10",
+        "reward.functions=[{function: 'measured.py:some'}]", "evaluation.every=0", "checkpoint.save_every=1",
+        *extra,
+    ]  # fmt: skip
+    name = f"measured_{len(''.join(extra))}"
+    whole = done(work, *words, f"name={name}")
+    words.append(f"name={name}_again")
+    code, output = burnish(work, *words, at=At("burnish.train.run:Run.finish", 7, signal.SIGKILL))
+    assert code == -signal.SIGKILL, output
+    again = done(work, *words, world=2)
+    asked = [[row["prompt"] for row in rollouts(whole, step)] for step in range(1, 11)]
+    assert asked == [[row["prompt"] for row in rollouts(again, step)] for step in range(1, 11)]
+    prompts = [prompt for step in asked for prompt in step[::4]]
+    later = ["0" in prompt for prompt in prompts[8:]]
+    assert sum(later) < len(later) / 3
