@@ -10,11 +10,13 @@ from __future__ import annotations
 import io
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, overload
 
@@ -30,7 +32,7 @@ from burnish.data.tasks import Item, Mixture, RowDataset
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
-from burnish.files.cache import select
+from burnish.files.cache import cache_root, made_once, select
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
 from burnish.files.urls import Url, is_url
@@ -41,13 +43,15 @@ T = TypeVar("T")
 Window = list[tuple["StreamedFile", int, Any]]
 """Rows in order: file, byte of the line or number of the row, and the line or (table, its row in it)."""
 
-_PIECE = 4 << 20
+_PIECE, _TAIL = 16 << 20, 1 << 16
 _ROW = (1 << 32) - 1
 _LOOKED_AT = 128
 """Rows that must be readable for a run to begin."""
 _MOST_BROKEN = 100
 """Rows in a row that cannot be read, after which a run stops."""
 _TOLD = 3
+_SHARED = "streams"
+_DAY = 86_400.0
 _MOST_ASKED = 256
 """Samples kept that no loader took: for comparisons, which ask for the same ones again."""
 
@@ -91,6 +95,8 @@ class StreamedRows(Rows):
     window_bytes: int = 0
     seed: int = 0
     shuffle: bool = True
+    shared: str = ""
+    """Name of the files in the cache by which a machine's processes share what one of them fetches; "" for none."""
     _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
     _read: dict[int, Window] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -177,7 +183,16 @@ class StreamedRows(Rows):
 
     def _fetch(self, number: int) -> list[bytes]:
         """Fetch a window's bytes. Runs in a thread that may end with the process, so without Arrow."""
-        return [shard.read(first, last) for shard, first, last in self._parts(number)]
+        parts = list(self._parts(number))
+
+        def fetch() -> bytes:
+            return b"".join(file.read(first, last) for file, first, last in parts)
+
+        data = made_once(f"{_SHARED}/{self.shared}-{number}", fetch) if self.shared else fetch()
+        if self.shared:
+            _remove_from_cache(f"{self.shared}-", range(number - 1, number + 2))
+        ends = accumulate((last - first for _, first, last in parts), initial=0)
+        return [data[begin:end] for begin, end in pairwise(ends)]
 
     def _rows_in(self, number: int, fetched: Sequence[bytes]) -> Window:
         rows: Window = []
@@ -212,6 +227,8 @@ def open_rows(
     starts = accumulate((shard.size for shard in shards), initial=0)
     shards = [replace(shard, start=at) for shard, at in zip(shards, starts, strict=False)]
     listed = [(shard.name, shard.size, shard.version) for shard in shards]
+    is_far = any(not str(each.source).startswith("file://") for each in shards)
+    key = xxhash.xxh3_64_hexdigest(repr((listed, window_bytes, seed, shuffle)).encode())
     rows = StreamedRows(
         None,
         tuple(map(str, shards)),
@@ -221,6 +238,7 @@ def open_rows(
         window_bytes,
         seed,
         shuffle,
+        key if is_far and layout.local_world > 1 else "",
     )
     with agree(layout):
         if not shards or not rows.window(0):
@@ -389,10 +407,11 @@ def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, 
     first, end, rest = 0, begin + len(data), [data]
     if begin and shard.read(begin - 1, begin) != b"\n":
         first = data.find(b"\n") + 1 or len(data)
+    size = _TAIL
     while first < len(data) and end < shard.size and not rest[-1].endswith(b"\n"):
-        piece = shard.read(end, min(end + _PIECE, shard.size))
+        piece = shard.read(end, min(end + size, shard.size))
         rest.append(piece[: piece.find(b"\n") + 1 or None])
-        end += len(piece)
+        end, size = end + len(piece), 2 * size
     rest[0] = data[first:]
     at = begin + first
     for line in b"".join(rest).split(b"\n"):
@@ -465,6 +484,16 @@ def _rows(part: RowDataset[Any]) -> StreamedRows:
 
 def _window(part: RowDataset[Any], number: int, *, ahead: bool = False) -> Window:
     return _rows(part).window(number, ahead=ahead)
+
+
+def _remove_from_cache(name: str, kept: range) -> None:
+    """Remove the windows of a stream that nobody reads any more, and those that runs of other days have left."""
+    for path in (cache_root() / _SHARED).glob("*"):
+        number = path.name.removeprefix(name).removesuffix(".lock")
+        is_mine = path.name.startswith(name) and number.isdigit() and int(number) not in kept
+        with suppress(OSError):
+            if is_mine or time.time() - path.stat().st_mtime > _DAY:
+                path.unlink()
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:

@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from multiprocessing.pool import ThreadPool
@@ -152,6 +152,37 @@ def cache_root() -> Path:
     """Return the directory of Burnish's cache."""
     above = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("BURNISH_CACHE") or Path(above, "burnish")).expanduser()
+
+
+def made_once(name: str, make: Callable[[], bytes]) -> bytes:
+    """Return what `make` returns in the first process that asks for a name; others find it in the cache, under the name.
+
+    A file that is not whole is made again. Where the cache cannot be written, each process makes its own.
+    """
+    path = cache_root() / name
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return make()
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(OSError):
+            digest, _, content = path.read_bytes().partition(b"\n")
+            if xxhash.xxh3_128_hexdigest(content).encode() == digest:
+                return content
+        made = make()
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(xxhash.xxh3_128_hexdigest(made).encode() + b"\n" + made)
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+        return made
+    finally:
+        os.close(descriptor)
 
 
 class _Copy:

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -18,7 +20,7 @@ from tokenizers_for_tests import char_tokenizer
 
 from burnish.config.schema import DataConfig
 from burnish.data.loader import order
-from burnish.data.streaming import Stream, StreamLoader, open_rows
+from burnish.data.streaming import Stream, StreamedFile, StreamLoader, open_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import IncompatibleError, MissingError, UsageError
 from burnish.records.seeds import derive_seed
@@ -226,6 +228,39 @@ def test_memory_and_disk_hold_a_part_of_what_is_streamed(tmp_path, monkeypatch):
     assert lengths == [9_960] * 4000
     assert most < 12_000_000
     assert not (tmp_path / "cache").exists()
+
+
+def test_processes_of_a_machine_share_what_one_has_fetched(tmp_path, monkeypatch):
+    """The cache holds three windows at most, and what it holds is not fetched again."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    paths = written(data, [[30] * 8] * 5)
+    first, second, third = (
+        replace(streamed(paths, 500), shared="mine", _fetching={}, _read={}) for _ in range(3)
+    )
+    (tmp_path / "cache" / "streams").mkdir(parents=True)
+    old = tmp_path / "cache" / "streams" / "others-7"
+    old.touch()
+    os.utime(old, (0, 0))
+    for number in range(first.windows):
+        first.window(number)
+        second.window(number)
+    left = {path.name for path in old.parent.glob("mine-*") if path.suffix != ".lock"}
+    assert left == {f"mine-{first.windows - 1}", f"mine-{first.windows - 2}"}
+    assert not old.exists()
+    last, reads, read = first.windows - 1, set(), StreamedFile.read
+    spans = {(file.name, *span) for file, *span in first._parts(last)}
+
+    def noting(file, begin, end):
+        reads.add((file.name, begin, end))
+        return read(file, begin, end)
+
+    monkeypatch.setattr(StreamedFile, "read", noting)
+    assert len(third.window(last)) == len(first.window(last)) > 0
+    assert not reads & spans
+    streamed(paths, 500).window(last)
+    assert spans <= reads
 
 
 @pytest.fixture

@@ -19,11 +19,13 @@ import pytest
 from contracts.remote import NAMES, QUICK
 from fault_proxy import Fault
 from hdfs_server import HdfsServer
+from ranks import run_ranks
 from s3_server import S3Server
 
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files import cache as module
-from burnish.files.cache import Selected, copied, select
+from burnish.files.cache import Selected, copied, made_once, select
 from burnish.files.remote import Remote, RemoteFile, RetryPolicy
 
 PIECE = 4 << 20
@@ -368,3 +370,35 @@ def test_hdfs_restarted_in_the_middle_of_a_copy(hdfs_server: HdfsServer) -> None
     hdfs_server.kill("datanode")
     hdfs_server.start_later("datanode")
     assert (copied(selection) / "file").read_bytes() == content
+
+
+def _makes(layout: Layout, root: Path) -> bytes:
+    os.environ["BURNISH_CACHE"] = str(root)
+
+    def make() -> bytes:
+        with (root / "calls").open("a") as calls:
+            calls.write(f"{layout.rank}\n")
+        time.sleep(0.2)
+        return b"what one of them fetched"
+
+    return made_once("below/window", make)
+
+
+def test_one_process_of_a_machine_makes_what_all_get(cache: Path) -> None:
+    cache.mkdir()
+    assert run_ranks(_makes, 3, cache) == [b"what one of them fetched"] * 3
+    assert len((cache / "calls").read_text().split()) == 1
+
+
+def test_what_is_not_whole_is_made_again(cache: Path) -> None:
+    assert made_once("window", lambda: b"one") == b"one"
+    assert made_once("window", lambda: b"two") == b"one"
+    (cache / "window").write_bytes((cache / "window").read_bytes()[:-1])
+    assert made_once("window", lambda: b"two") == b"two"
+    assert sorted(path.name for path in cache.iterdir()) == ["window", "window.lock"]
+
+
+def test_without_a_cache_each_makes_its_own(cache: Path) -> None:
+    cache.write_text("a file")
+    assert made_once("window", lambda: b"one") == b"one"
+    assert made_once("window", lambda: b"two") == b"two"
