@@ -41,7 +41,7 @@ from torch.distributed.distributed_c10d import Store
 
 from bench.machine import Result, command_line, report
 from burnish.boxes.gather import waves_of
-from burnish.boxes.pieces import PieceTable
+from burnish.boxes.pieces import PieceTable, alike_tensors
 from burnish.boxes.rounds import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
@@ -60,8 +60,8 @@ from burnish.train.owners import tell
 
 CPU = torch.device("cpu")
 RANKS = 16_000
-LAYERS, SOME = 80, 5
-"""Of the model; that are published here, because the rest does the same."""
+LAYERS = 80
+"""Of the model."""
 FLAGS, GATHERS = 8, 2
 """Of a step of GRPO without a save: whether a rank was told to stop, has failed, or has other statistics; and its rollouts."""
 SAMPLES = 16
@@ -288,12 +288,14 @@ def stored_tensors(layers: int = LAYERS) -> tuple[TensorSpec, ...]:
     )
 
 
-def pieces(tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int) -> list[tuple[Ints, ...]]:
-    """Every rank's pieces of some tensors, cut by rows as FSDP cuts them."""
+def pieces(
+    tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int, of: range | None = None
+) -> list[tuple[Ints, ...]]:
+    """Every rank's pieces of some tensors, or those `of` some ranks, cut by rows as FSDP cuts them."""
     lengths = np.array([tensors[row].shape[0] for row in rows])
     columns = np.array([(*tensors[row].shape, 1)[1] for row in rows])
     most, found = -(-lengths // ranks), list[tuple[Ints, ...]]()
-    for rank in range(ranks):
+    for rank in range(ranks) if of is None else of:
         first = np.minimum(rank * most, lengths)
         size = np.minimum(most, lengths - first)
         offsets = np.stack([first, np.zeros_like(first)], axis=1)
@@ -304,33 +306,45 @@ def pieces(tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int) -> list[tupl
 
 
 def publish(ranks: int) -> list[Result]:
-    """What a rank does to publish a sixteenth of the model's layers, in a process of its own: to plan, and in every step."""
+    """What a rank does to publish the model, in a process of its own: to plan, and in every step."""
     with beside(gather, ranks) as pipe:
-        planned, ran, waves = pipe.recv()
-    print(f"{waves} waves", flush=True)
-    return [
-        within("publish/plan, once", planned * LAYERS / SOME, "s"),
-        within("publish", ran * LAYERS / SOME, "s", 1),
-    ]
+        planned, told, ran, waves = pipe.recv()
+    print(f"{waves} waves; {told / 1e6:.1f} MB of pieces from all ranks", flush=True)
+    return [within("publish/plan, once", planned, "s"), within("publish", ran, "s", 1)]
 
 
 def gather(pipe: Connection, ranks: int) -> None:
-    """Plan the gathering of some layers, and go through its parts as `Gather.run` does, without any elements."""
-    tensors = tuple(each for each in stored_tensors(SOME) if each.name.startswith("model/"))
-    boxes = pieces(tensors, np.arange(len(tensors)), ranks)
-    have = [PieceTable(tensors, BoxTable(*three), index) for index, *three in boxes]
+    """Plan the gathering of a model, and go through its parts as `Gather.run` does, without any elements."""
+    tensors = tuple(each for each in stored_tensors() if each.name.startswith("model/"))
+    rows = np.arange(len(tensors))
+    first, _, offsets, sizes = pieces(tensors, rows, ranks, range(1))[0]
+    boxes = BoxTable(first, offsets, sizes)
+    have = [
+        (tensors[number], boxes.box(row, len(tensors[number].shape)))
+        for row, number in enumerate(first.tolist())
+    ]
     begun = process_time()
-    waves = waves_of(have, tensors, 0, WAVE_BYTES)
-    planned, begun = process_time() - begun, process_time()
+    row_of = {number: [row] for row, number in enumerate(first.tolist())}
+    own = [row_of.get(number, []) for number in range(len(tensors))]
+    alike = alike_tensors([[have[n] for n in each] for each in own], tensors, Layout())
+    looked, some = process_time() - begun, np.array(sorted({*alike}))
+    others = pieces(tensors, some, ranks)
+    message = pickle.dumps(others)
+    begun = process_time()
+    told = pickle.loads(message)  # noqa: S301 - our own
+    tables = [PieceTable(tensors, BoxTable(*three), index) for index, *three in told]
+    tables[0] = PieceTable(tensors, tables[0].boxes, np.arange(len(tables[0].boxes)))
+    waves = waves_of(tables, tensors, alike, own, 0, WAVE_BYTES)
+    planned, begun = process_time() - begun + looked, process_time()
     layout, empty = Layout(0, ranks), torch.empty(0, dtype=torch.uint8)
-    for parts, sizes in waves:
-        int(sizes.max()), int(sizes.sum()), np.flatnonzero(sizes).tolist()
+    for parts, lengths in waves:
+        int(lengths.max()), int(lengths.sum()), np.flatnonzero(lengths).tolist()
         for part in parts:
             if layout.rank in part.ranks:
                 part.of(part.ranks.index(layout.rank))
             empty.view(part.spec.dtype)
             Shard(part.spec, part.all, empty)
-    pipe.send((planned, process_time() - begun, len(waves)))
+    pipe.send((planned, len(message), process_time() - begun, len(waves)))
 
 
 def step(ranks: int) -> list[Result]:

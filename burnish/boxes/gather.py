@@ -1,6 +1,6 @@
 """Bring whole tensors to every rank, a bounded number of bytes at a time.
 
-A plan has a row for each piece that a rank holds, not one for each pair of ranks.
+A plan has a row for each piece that a rank holds, not one for each pair of ranks. Tensors that are cut alike share it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from burnish.boxes.box import Box, whole
-from burnish.boxes.pieces import PieceTable, TensorIndex, gather_pieces
+from burnish.boxes.pieces import PieceTable, TensorIndex, alike_tensors, gather_pieces
 from burnish.boxes.plan import Cover, Moves
 from burnish.boxes.rounds import ALIGN, WAVE_BYTES, cut
 from burnish.boxes.shards import Shard, TensorSpec
@@ -34,8 +34,8 @@ class _Part(NamedTuple):
     """The first rank's elements."""
     ranks: range
     """Empty where every rank has them all."""
-    have: tuple[int, ...]
-    """The piece of each of these ranks, or else this rank's own."""
+    piece: int
+    """This rank's piece that has its elements; -1 if it has none of them."""
     start: int
     """Where a rank's message has them, in bytes."""
 
@@ -83,8 +83,14 @@ class Gather:
         order = np.arange(layout.world).reshape(-1, size).T.ravel()
         self._rows = torch.from_numpy(np.argsort(order))
         """By rank: its row in the messages. Those with one place on all machines follow each other."""
-        tables = gather_pieces(PieceTable.of(self._have), layout)
-        self._waves = waves_of(tables, want, layout.rank, wave_bytes)
+        by_name: dict[str, list[int]] = {}
+        for number, (spec, _) in enumerate(self._have):
+            by_name.setdefault(spec.name, []).append(number)
+        own = [by_name.get(spec.name, []) for spec in want]
+        alike = alike_tensors([[self._have[n] for n in each] for each in own], want, layout)
+        first = [self._have[n] for number in sorted({*alike}) for n in own[number]]
+        tables = gather_pieces(PieceTable.of(first), layout)
+        self._waves = waves_of(tables, want, alike, own, layout.rank, wave_bytes)
 
     def run(self, have: Iterable[Shard]) -> Iterator[Shard]:
         """Yield pieces that make up the wanted tensors, one tensor after the other, in the wanted dtype. Collective.
@@ -98,9 +104,7 @@ class Gather:
         for parts, sizes in self._waves:
             room = self._exchanged(have, parts, sizes)
             for part in parts:
-                held = (
-                    self._elements(room, part) if part.ranks else have[part.have[0]].part(part.box)
-                )
+                held = self._elements(room, part) if part.ranks else have[part.piece].part(part.box)
                 yield Shard(part.spec, part.all, held.reshape(part.all.sizes).to(part.spec.dtype))
 
     @torch.no_grad()
@@ -112,7 +116,7 @@ class Gather:
         for part in parts:
             if rank in part.ranks:
                 number = part.ranks.index(rank)
-                mine = have[part.have[number]].part(part.of(number))
+                mine = have[part.piece].part(part.of(number))
                 into = room[own, part.start : part.start + part.bytes].view(part.spec.dtype)
                 into.view(mine.shape).copy_(mine)
         if not longest:
@@ -154,44 +158,83 @@ class Gather:
 
 
 def waves_of(
-    tables: Sequence[PieceTable], want: Sequence[TensorSpec], rank: int, wave_bytes: int
+    tables: Sequence[PieceTable],
+    want: Sequence[TensorSpec],
+    alike: Sequence[int],
+    own: Sequence[Sequence[int]],
+    rank: int,
+    wave_bytes: int,
 ) -> list[tuple[list[_Part], Ints]]:
-    """Return the parts of each wave and the bytes of each rank's message, given every rank's pieces."""
-    tensors, world = TensorIndex(), len(tables)
-    asked = PieceTable.of((spec, whole(spec.shape)) for spec in want)
+    """Return the parts of each wave and the bytes of each rank's message.
+
+    `alike` has for each wanted tensor the first that is cut as it is, and `own` this rank's pieces of it. Every rank's `tables` have
+    the pieces of those first ones. So the plan of a layer is that of all layers.
+    """
+    tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
+    asked = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
     held, wanted = tensors.merge(tables, [asked])
-    moves, everywhere = Cover.of(held, wanted, tensors).in_turn(rank, world)
-    if not everywhere.all():
-        moves, everywhere = cut(moves, everywhere, wave_bytes)
-    upto = np.cumsum(np.where(everywhere, 0, moves.bytes))
-    wave = np.maximum(upto - 1, 0) // wave_bytes
-    return [
-        _parts(moves.take(wave == number), everywhere[wave == number], world)
-        for number in np.unique(wave)
-    ]
+    cover = Cover.of(held, wanted, tensors)
+    rows = {number: row for row, number in enumerate(first)}
+    places = [place for number in first for place in range(len(own[number]))]
+    by_turn: dict[int, list[list[_Part]]] = {}
+    waves, upto, turns = list[tuple[int, list[_Part]]](), 0, cover.turns
+    for number, spec in enumerate(want):
+        turn = number % turns
+        if turn not in by_turn:
+            by_turn[turn] = _runs(*cover.in_turn(rank, world, turn), rank, len(first), wave_bytes)
+        for run in by_turn[turn][rows[alike[number]]]:
+            piece = own[number][places[run.piece]] if run.piece >= 0 else -1
+            for wave, part in _by_wave(run._replace(spec=spec, piece=piece), upto, wave_bytes):
+                if not waves or waves[-1][0] != wave:
+                    waves.append((wave, []))
+                waves[-1][1].append(part)
+            upto += len(run.ranks) * run.bytes
+    return [_placed(parts, world) for _, parts in waves]
 
 
-def _parts(moves: Moves, everywhere: Ints, world: int) -> tuple[list[_Part], Ints]:
-    """Return the parts of a wave, and the bytes of each rank's message.
+def _runs(
+    moves: Moves, everywhere: Ints, rank: int, rows: int, wave_bytes: int
+) -> list[list[_Part]]:
+    """Return the parts of each wanted row, with `piece` as a row of this rank's table.
 
     Ranks in a row whose pieces are equal and lie one below the other, as FSDP cuts them, send one part.
     """
+    if not everywhere.all():
+        moves, everywhere = cut(moves, everywhere, wave_bytes)
+    found: list[list[_Part]] = [[] for _ in range(rows)]
     begins, boxes = np.flatnonzero(~_joins(moves, everywhere)).tolist(), moves.boxes
-    runs: list[_Part] = []
     for first, stop in pairwise([*begins, len(moves)]):
         number, source = boxes.tensor[first], int(moves.source[first])
         name, shape = moves.tensors.names[number], moves.tensors.shapes[number]
         spec = TensorSpec(name, shape, moves.tensors.dtypes[moves.dtype[first]])
         ranks = range(0) if everywhere[first] else range(source, source + stop - first)
-        have = tuple(moves.have[first:stop].tolist())
-        runs.append(_Part(spec, boxes.box(first, len(shape)), ranks, have, 0))
-    ends, parts = np.zeros(world, np.int64), list[_Part]()
-    for part in runs:
+        has = everywhere[first] or rank in ranks
+        piece = int(moves.have[first + len(ranks[: rank - source])]) if has else -1
+        found[moves.want[first]].append(_Part(spec, boxes.box(first, len(shape)), ranks, piece, 0))
+    return found
+
+
+def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Part]]:
+    """Cut a part where waves end, `upto` bytes after the first began. A rank's elements belong to the wave in which they end."""
+    first, size = 0, part.bytes
+    if not part.ranks:
+        yield max(upto - 1, 0) // wave_bytes, part
+    while first < len(part.ranks):
+        wave = (upto + (first + 1) * size - 1) // wave_bytes
+        stop = min(len(part.ranks), ((wave + 1) * wave_bytes - upto) // size)
+        yield wave, part._replace(box=part.of(first), ranks=part.ranks[first:stop])
+        first = stop
+
+
+def _placed(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
+    """Return a wave's parts with their places in the messages, and the bytes of each rank's message."""
+    ends, found = np.zeros(world, np.int64), list[_Part]()
+    for part in parts:
         rows = slice(part.ranks.start, part.ranks.stop)
         start = int(ends[rows].max(initial=0))
         ends[rows] = start + -(-part.bytes // ALIGN) * ALIGN
-        parts.append(part._replace(start=start))
-    return parts, ends
+        found.append(part._replace(start=start))
+    return found, ends
 
 
 def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:

@@ -13,7 +13,7 @@ import xxhash
 from burnish.boxes.box import Box
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxTable, Columns, Ints, padded
-from burnish.distributed.collectives import gather_objects, gather_within
+from burnish.distributed.collectives import gather_objects, gather_within, total
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError
 
@@ -65,6 +65,21 @@ def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
         names = gather_objects(mine.tensors if is_first else None, layout)
         told = {digests[rank]: theirs for rank, theirs in enumerate(names) if theirs is not None}
     return [told[digest] for digest in digests]
+
+
+def alike_tensors(
+    mine: Sequence[Sequence[Piece]], want: Sequence[TensorSpec], layout: Layout
+) -> list[int]:
+    """Return, for each wanted tensor, the number of the first that is cut as it is on every rank. Collective.
+
+    `mine` has this rank's pieces of each.
+    """
+    own = [repr((layout.rank, [(of.shape, of.dtype, box) for of, box in some])) for some in mine]
+    digests = np.array([xxhash.xxh3_64_intdigest(each.encode()) for each in own], np.uint64)
+    sums = total(torch.from_numpy(digests.view(np.int64)), layout).tolist()
+    first: dict[tuple[object, ...], int] = {}
+    cuts = [(spec.shape, spec.dtype, each) for spec, each in zip(want, sums, strict=True)]
+    return [first.setdefault(each, number) for number, each in enumerate(cuts)]
 
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:

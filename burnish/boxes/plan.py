@@ -152,8 +152,13 @@ class Cover:
             self.wanted.dtype[self.want],
         )
 
-    def in_turn(self, rank: int, world: int) -> tuple[Moves, Ints]:
-        """Read each part once, for all ranks, from holders that take turns by tensor; tell which parts all ranks hold.
+    @property
+    def turns(self) -> int:
+        """Return the number of turns after which holders are again the first."""
+        return int(np.lcm.reduce(np.unique(self._of_cell()[1]), initial=1))
+
+    def in_turn(self, rank: int, world: int, turn: int) -> tuple[Moves, Ints]:
+        """Read each part once, for all ranks, from the holder whose `turn` it is; tell which parts all ranks hold.
 
         Those come from `rank` itself.
         """
@@ -162,7 +167,7 @@ class Cover:
         fresh |= np.diff(self.cell_held, prepend=-1) != 0  # a rank may hold a cell twice
         ranks = np.append(0, np.cumsum(fresh))
         everywhere = (count == world) & (ranks[first + count] - ranks[first] == world)
-        chosen = first + np.where(everywhere, rank, self.want % np.maximum(count, 1))
+        chosen = first + np.where(everywhere, rank, turn % np.maximum(count, 1))
         moves = Moves(
             self.tensors,
             self.held.rank[chosen],

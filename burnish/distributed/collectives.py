@@ -111,6 +111,13 @@ def _largest(values: Tensor, layout: Layout) -> Tensor:
     return values
 
 
+def total(values: Tensor, layout: Layout) -> Tensor:
+    """Make each of the values on the CPU the sum over all ranks; whole numbers wrap around."""
+    for group in (layout.groups or (None,)) if layout.world > 1 else ():
+        dist.all_reduce(values, group=group)
+    return values
+
+
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
     """Merge statistics over all ranks; ranks that share a micro-batch count once.
 

@@ -21,6 +21,7 @@ from traffic import Traffic
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.gather import Gather, assembled
+from burnish.boxes.pieces import alike_tensors
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
@@ -29,6 +30,7 @@ from burnish.errors import IncompatibleError, MissingError
 
 MINUTE = timedelta(seconds=60)
 SHAPES = {"a": (7, 5), "b": (), "d": (300,), "e": (3, 4, 5), "f": (8, 3)}
+SHAPES |= {"g": (7, 5), "h": (300,), "i": (8, 3), "j": (7, 5)}  # as layers repeat
 
 
 def tensors_of(salt=0):
@@ -56,6 +58,11 @@ def rows_of(layout):
         box = Box((start, *[0] * len(rest)), (stop - start, *rest))
         found += [(TensorSpec(name, shape, F32), box)] if stop > start else []
     return found
+
+
+def replicas_of(layout):
+    """Pieces as two replicas have them, each by rows."""
+    return rows_of(Layout(layout.rank // 2, max(layout.world // 2, 1)))
 
 
 def stage_of(layout):
@@ -87,7 +94,9 @@ def check_gathers(layout, pieces, dtype):
 def check_many(layout):
     rng = random.Random(0)
     cuts = [random_layout(rng, SHAPES, layout.world, replicas=2)[layout.rank] for _ in range(6)]
-    for number, pieces in enumerate([*cuts, rows_of(layout), stage_of(layout)]):
+    for number, pieces in enumerate(
+        [*cuts, rows_of(layout), replicas_of(layout), stage_of(layout)]
+    ):
         check_gathers(layout, pieces, [F32, BF16][number % 2])
     return True
 
@@ -170,6 +179,19 @@ def test_a_machine_gets_everything_once():
     assert one > 1.9
     assert 1 <= rows_by_machine < 1.05
     assert 1 <= one_by_machine < 1.05
+
+
+def alike_of(layout):
+    want = [TensorSpec(name, shape, F32) for name, shape in SHAPES.items()]
+    found = []
+    for pieces in (rows_of(layout), replicas_of(layout), stage_of(layout)):
+        own = [[(spec, box) for spec, box in pieces if spec.name == each.name] for each in want]
+        found.append("".join(want[n].name for n in alike_tensors(own, want, layout)))
+    return found
+
+
+def test_tensors_of_one_shape_are_alike_where_every_rank_cuts_them_alike():
+    assert run_ranks(alike_of, 4) == [["abdefadfa", "abdefadfa", "abdefgdia"]] * 4
 
 
 def calls_of(layout):
