@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from burnish.train.evaluate import newest_model
 from burnish.train.localize import local_inputs
 from burnish.train.reward_models import read_judge
 from burnish.train.setup import (
+    Foundation,
     TextFoundation,
     example_dataset,
     lay_foundation,
@@ -74,6 +76,8 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
                 foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
             else:
                 foundation = laid = lay_foundation(local, given=config.model)
+                with _noting(errors):
+                    _require_generator(laid, device)
                 if command == "rl" and config.algorithm.advantage == "gae":
                     with _noting(errors):
                         if config.critic.path is None or not is_elsewhere(config.critic.path):
@@ -88,6 +92,14 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
     if errors:
         raise together(errors, "the setup of this run")
     return config
+
+
+def _require_generator(foundation: Foundation, device: torch.device) -> None:
+    """Raise `IncompatibleError` if a vLLM beside this process would not take the model."""
+    rollout = foundation.config.rollout
+    if rollout.engine == "vllm" and rollout.place == "child":
+        vllm = import_module("burnish.rollout.vllm.vllm_generator")
+        vllm.require_supported(foundation.hf_config, device)
 
 
 def _functions(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -112,7 +114,9 @@ class VllmGenerator(EngineGenerator):
             self._experts = import_module("burnish.rollout.vllm.routed_experts")
             self._layers = layers_with_experts(hf_config.get_text_config().to_dict())
         with TemporaryDirectory(prefix="burnish-vllm-") as directory:
-            _write_config(hf_config, vllm, directory)
+            config = with_architectures(hf_config)
+            _require_class(config, vllm.__version__, vllm.ModelRegistry.get_supported_archs())
+            config.save_pretrained(directory)
             options: dict[str, Any] = {
                 "model": directory,
                 "load_format": "dummy",
@@ -142,11 +146,11 @@ class VllmGenerator(EngineGenerator):
                 IncompatibleError,
                 do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
             ):
-                config = vllm.EngineArgs(**options).create_engine_config()
-                v2 = getattr(config, "use_v2_model_runner", False)
+                engine = vllm.EngineArgs(**options).create_engine_config()
+                v2 = getattr(engine, "use_v2_model_runner", False)
                 processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
-                config.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
-                self._engine: Any = vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
+                engine.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
+                self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
                 if experts and device.type == "cpu":
                     self._call(self._experts.begin_recording)
 
@@ -340,15 +344,36 @@ def _imported(device: torch.device) -> Any:
     return vllm
 
 
-def _write_config(hf_config: PretrainedConfig, vllm: Any, directory: str) -> None:
-    """Write config.json with the class of the model. Raises `IncompatibleError` if vLLM has no such class."""
-    config = with_architectures(hf_config)
-    known = vllm.ModelRegistry.get_supported_archs()
+def supported(device: str) -> list[str]:
+    """Return vLLM's version and the classes of models that it has. Raises as `VllmGenerator` does; call it in a process of its own."""
+    vllm = _imported(torch.device(device))
+    return [vllm.__version__, *vllm.ModelRegistry.get_supported_archs()]
+
+
+def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
+    """Ask another process, for seconds, and raise `IncompatibleError` if the vLLM here does not fit or lacks the model's class."""
+    ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    asked = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode:
+        raise IncompatibleError(
+            "vLLM cannot be used here", have="\n".join(asked.stderr.split("\n")[-6:])
+        )
+    version, *known = asked.stdout.splitlines()[-1].split()
+    _require_class(with_architectures(hf_config), version, known)
+
+
+def _require_class(config: PretrainedConfig, version: str, known: Iterable[str]) -> None:
     if not set(config.architectures).intersection(known):
         raise IncompatibleError(
-            f"vLLM {vllm.__version__} has no model of type {config.model_type}",
+            f"vLLM {version} has no model of type {config.model_type}",
             have=", ".join(config.architectures),
             want="a class of vLLM's registry",
             do="rollout with the built-in generator, or install a newer vLLM",
         )
-    config.save_pretrained(directory)
