@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hub_server import running_hub
 from training_files import At, burnish, done, metrics, rollouts, write_rows
 
 WORDS = ("data.streaming=1", "steps=4", "evaluation.every=0", "checkpoint.save_every=1")
@@ -73,3 +74,26 @@ def test_a_dry_run_reads_the_first_rows(streams: Path) -> None:
     for wrong in ("data.text_column=gone", "steps=null", "data.overlong=error"):
         code, output = burnish(streams, *given, wrong, "--dry-run")
         assert code in (2, 5), output
+
+
+@pytest.mark.nightly
+def test_a_data_set_of_the_hub_is_streamed_and_its_files_stay_there(work: Path) -> None:
+    """Two ranks of a machine share what they fetch. A failing hub is asked again, and its commit is pinned."""
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1), "n": "x" * 60_000} for n in range(40)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    files = {"data/train-0.jsonl": "".join(lines[:25]), "data/train-1.jsonl": "".join(lines[25:])}
+    repository = {name: content.encode() for name, content in files.items()}
+    with running_hub({"datasets/some/sums": repository}) as hub:
+        home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(work / "hub"), "HF_HUB_OFFLINE": "0"}
+        home["BURNISH_CACHE"] = str(work / "shared")
+        words = ["sft", "sft.yaml", "data.train=[some/sums]", *WORDS]
+        one = done(work, *words, "name=hub_one", environ=home)
+        hub.failures = 3
+        two = done(work, *words, "name=hub_two", world=2, environ=home)
+    for mine, other in zip(metrics(one), metrics(two), strict=True):
+        assert other.get("train/loss", 0.0) == pytest.approx(
+            mine.get("train/loss", 0.0), 1e-4, 1e-5
+        )
+    assert "some/sums@" in (two / "config.yaml").read_text()
+    assert not list((work / "hub").rglob("*.jsonl"))
+    assert len([each for each in (work / "shared" / "streams").glob("*") if not each.suffix]) <= 3
