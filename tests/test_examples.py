@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -106,3 +109,33 @@ def test_the_job_of_kubernetes_fits_together() -> None:
     assert int(options["shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
     mounts = {each["name"] for each in container["volumeMounts"]}
     assert mounts == {each["name"] for each in pod["volumes"]}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kubernetes_knows_every_field_of_the_job() -> None:
+    """kubectl decodes into Kubernetes' own types, which drop the fields that they lack."""
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes" / "job.yml").read_text())
+    for document, change in ((service, ("selector", "app=burnish")), (job, ("env", "NEW=1"))):
+        command = ["kubectl", "set", *change, "--local", "--filename=-", "--output=json"]
+        told = subprocess.run(
+            command, input=json.dumps(document), capture_output=True, text=True, check=True
+        )
+        assert lost(document, json.loads(told.stdout)) == []
+    job["spec"]["template"]["spec"]["subDomain"] = "burnish"
+    told = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)
+    assert lost(job, json.loads(told.stdout)) == [".spec.template.spec.subDomain"]
+
+
+def lost(given: Any, found: Any, place: str = "") -> list[str]:
+    """What is given and not found."""
+    if isinstance(given, dict):
+        lacking = [f"{place}.{key}" for key in given if key not in found]
+        kept = [
+            (value, found[key], f"{place}.{key}") for key, value in given.items() if key in found
+        ]
+    elif isinstance(given, list):
+        lacking = [] if len(given) <= len(found) else [place]
+        kept = [(a, b, f"{place}[]") for a, b in zip(given, found, strict=False)]
+    else:
+        return [] if str(given) == str(found) else [place]
+    return [*lacking, *(each for pair in kept for each in lost(*pair))]

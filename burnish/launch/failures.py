@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from burnish.errors import BurnishError, UsageError
@@ -29,7 +30,8 @@ def note_failure(directory: Path, error: Exception) -> None:
     if directory.is_dir():
         spans = logs.spans()
         line = {"step": spans and spans.step, "error": _head(error)}
-        with (directory / _NAME).open("a") as file:
+        # The disk may be what failed.
+        with suppress(OSError), (directory / _NAME).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -51,10 +53,9 @@ def refuse_failing_alike(directory: Path) -> None:
 
 def _head(error: Exception) -> str:
     """Return an error's kind and first line without numbers, which differ from start to start."""
-    ours = isinstance(error, BurnishError)
-    told = error.problem if isinstance(error, BurnishError) else str(error)
-    if isinstance(error, BurnishError) and error.told_elsewhere and error.have is not None:
-        told = str(error.have)
+    kind, told = f"{type(error).__name__}: ", str(error)
+    if isinstance(error, BurnishError):
+        is_anothers = error.told_elsewhere and error.have is not None
+        kind, told = "", str(error.have) if is_anothers else error.problem
     line = _OTHERS.sub("", told).strip().partition("\n")[0]
-    kind = "" if ours else f"{type(error).__name__}: "
     return re.sub(r"\d+", "#", kind + line)[:_LONGEST_LINE]

@@ -5,6 +5,7 @@ environment.json names the owner on either side: `run` is the run's id for life,
 
 from __future__ import annotations
 
+import errno
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from burnish.distributed.device import (
     synchronize,
 )
 from burnish.distributed.layout import Layout
+from burnish.errors import UsageError
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import (
     RUN,
@@ -41,6 +43,8 @@ from burnish.tracking.spans import Spans
 from burnish.train.intact import Intact
 from burnish.train.own_directory import require_own_directory
 from burnish.train.signals import Stopper, catch_signals
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Trainer = Literal["sft", "rl"]
 """The command that a run belongs to."""
@@ -112,7 +116,16 @@ def open_run(
         with agree(layout):
             require_own_directory(directory, RunIdentity(trainer, config))
             if layout.is_main:
-                _claim(session)
+                try:
+                    _claim(session)
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    raise UsageError(
+                        f"there is no room for the run's files in {directory.root}",
+                        have=error,
+                        do="free some space there, and give the same command: it continues from the newest checkpoint",
+                    ) from error
         logs = import_module("burnish.tracking.logs")
         path = directory.logs / f"rank-{layout.rank}.log"
         stack.enter_context(logs.rank_log(path, layout.rank, spans, config.tracking.log_format))

@@ -59,6 +59,10 @@ class Nodes:
         self.nodes = [self.add(), self.add()]
 
     def add(self) -> Any:
+        """Ray gives a node half a minute to start, which is too little on a busy machine."""
+        for _ in range(2):
+            with suppress(Exception):
+                return self.cluster.add_node(num_cpus=1)
         return self.cluster.add_node(num_cpus=1)
 
     def remove(self) -> None:

@@ -49,7 +49,8 @@ class Machine:
         agent = [
             *(sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts=10"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            *("--rdzv-id=run", "--local-addr=127.0.0.1"),
+            # Ranks are in the order of addresses.
+            *("--rdzv-id=run", f"--local-addr=127.0.0.{1 if hosts else 2}"),
             f"--rdzv-conf=last_call_timeout=5,is_host={hosts}",
         ]
         ours = {"PYTHONPATH": held_path(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
