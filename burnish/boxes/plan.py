@@ -141,16 +141,7 @@ class Cover:
         own = np.searchsorted(keys, self.cell * scale + target)
         own = np.minimum(own, len(keys) - 1)
         is_own = keys[own] == self.cell * scale + target if len(keys) else np.zeros(0, bool)
-        chosen = np.where(is_own, own, in_turn)
-        return Moves(
-            self.tensors,
-            self.held.rank[chosen],
-            self.held.index[chosen],
-            target,
-            self.wanted.index[self.want],
-            self.boxes,
-            self.wanted.dtype[self.want],
-        )
+        return self._moves(np.where(is_own, own, in_turn), target)
 
     @property
     def turns(self) -> int:
@@ -168,16 +159,19 @@ class Cover:
         ranks = np.append(0, np.cumsum(fresh))
         everywhere = (count == world) & (ranks[first + count] - ranks[first] == world)
         chosen = first + np.where(everywhere, rank, turn % np.maximum(count, 1))
-        moves = Moves(
+        return self._moves(chosen, np.full(len(chosen), rank)), everywhere.astype(np.int64)
+
+    def _moves(self, chosen: Ints, target: Ints) -> Moves:
+        """Move each part from the `chosen` row of `held` to a rank."""
+        return Moves(
             self.tensors,
             self.held.rank[chosen],
             self.held.index[chosen],
-            np.full(len(chosen), rank),
+            target,
             self.wanted.index[self.want],
             self.boxes,
             self.wanted.dtype[self.want],
         )
-        return moves, everywhere.astype(np.int64)
 
     def _of_cell(self) -> tuple[Ints, Ints]:
         first = np.searchsorted(self.cell_held, self.cell, side="left")

@@ -39,26 +39,15 @@ class Group:
 
 def schedule(
     moves: Moves,
-    rank: int,
-    wave_bytes: int = WAVE_BYTES,
-    group: Ints | None = None,
-    groups: int = 1,
-) -> list[Group]:
-    """Return the moves of `rank` in each of `groups`, which run one after the other; `group` gives each move's.
-
-    Per round a rank sends and receives at most `wave_bytes` each; large moves are cut. Raises `ValueError` below 64 bytes.
-    """
-    return schedule_of([rank], moves, wave_bytes, group, groups)[0]
-
-
-def schedule_of(
     ranks: Iterable[int],
-    moves: Moves,
     wave_bytes: int = WAVE_BYTES,
     group: Ints | None = None,
     groups: int = 1,
 ) -> list[list[Group]]:
-    """Return the `schedule` of several ranks, which is made once."""
+    """Return the moves of each of `ranks` in each of `groups`, which run one after the other; `group` gives each move's.
+
+    Per round a rank sends and receives at most `wave_bytes` each; large moves are cut. Raises `ValueError` below 64 bytes.
+    """
     if wave_bytes < _LONGEST_PARTS * ALIGN:
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
     group = np.zeros(len(moves), np.int64) if group is None else group

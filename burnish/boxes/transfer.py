@@ -95,7 +95,7 @@ class Transfer:
         device = accelerator_of(have)
         devices = gather_objects(device, layout)
         tables = [gather_pieces(PieceTable.of(side), layout) for side in (self._have, self._want)]
-        [self._moves] = schedule(plan(*tables), layout.rank, wave_bytes)
+        [[self._moves]] = schedule(plan(*tables), [layout.rank], wave_bytes)
         self._device = meeting_place(devices, device)
         self._layout = layout
 

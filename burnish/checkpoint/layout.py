@@ -31,7 +31,7 @@ from burnish.boxes.pieces import (
     gather_tensors,
 )
 from burnish.boxes.plan import Cover
-from burnish.boxes.rounds import Group, schedule_of
+from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxIndex, BoxTable, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
@@ -524,7 +524,7 @@ class Outline:
         )
         groups, ranks = int(group.max(initial=-1)) + 1, list(ranks)
         group_of_move = group[parts.span[moves.want]]
-        scheduled = schedule_of(ranks, moves, _WAVE_BYTES, group_of_move, groups)
+        scheduled = schedule(moves, ranks, _WAVE_BYTES, group_of_move, groups)
         digest, found = moves.digest(), list[WriteShare]()
         for rank, told in zip(ranks, scheduled, strict=True):
             mine = owner == rank

@@ -63,7 +63,7 @@ def test_what_a_rank_has_itself_does_not_travel(shapes, world, seed):
 
 def by_round(moves, world, limit, group, groups):
     """(group, round, moves) put together from what each rank is told; a move is told to both its ranks."""
-    told = [schedule(moves, rank, limit, group, groups) for rank in range(world)]
+    told = schedule(moves, range(world), limit, group, groups)
     for number, shares in enumerate(zip(*told, strict=True)):
         assert len({len(share.waves) for share in shares}) == 1  # they meet as often
         yield number, None, [m for share in shares for m in share.own]
@@ -128,7 +128,7 @@ def test_full_copies_from_shards_fill_rounds_on_all_ranks_at_once(world):
     want = [[piece("w", shape, whole(shape), F32)]] * world
     limit = 128 << 10
     needed = rows * 64 * 4 * (world - 1) / limit
-    [group] = schedule(plan(tables(have), tables(want)), 0, limit)
+    [[group]] = schedule(plan(tables(have), tables(want)), [0], limit)
     assert len(group.waves) <= 1.35 * needed + 1
 
 
@@ -136,7 +136,7 @@ def test_one_sends_everything_in_as_few_rounds_as_it_can():
     world, shape = 4, (64, 64)
     have = [[piece("w", shape, whole(shape), F32)], *[[]] * (world - 1)]
     want = [[]] + [[piece("w", shape, whole(shape), F32)]] * (world - 1)
-    [group] = schedule(plan(tables(have), tables(want)), 3, 4096)
+    [[group]] = schedule(plan(tables(have), tables(want)), [3], 4096)
     assert len(group.waves) == 64 * 64 * 4 * (world - 1) // 4096
 
 
@@ -173,7 +173,7 @@ def test_shapes_that_differ_are_refused():
 
 def test_a_wave_too_small_for_anything_is_refused():
     with pytest.raises(ValueError, match="63 bytes"):
-        schedule(plan(tables([[]]), tables([[]])), 0, 63)
+        schedule(plan(tables([[]]), tables([[]])), [0], 63)
 
 
 def test_strided_and_uneven_shards_go_where_they_are_wanted():
