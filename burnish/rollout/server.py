@@ -59,7 +59,8 @@ class GeneratorServer:
         """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._version: int | None = None
-        self._owner = ""
+        self._owner = self._asker = ""
+        """Whose weights it has, and who asked for the completions under way."""
         # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -135,13 +136,15 @@ class GeneratorServer:
             return messages.encode({"holds": "of another process"})
         if held is None or not (held == version or (in_flight and held > version)):
             return messages.encode({"holds": held})
-        told, ended = time.monotonic(), 0
+        told, ended, self._asker = time.monotonic(), 0, self._owner
 
         def watch(count: int) -> None:
             nonlocal told, ended
             ended += count
             if in_flight:
                 self._load()
+            if self._owner != self._asker:
+                raise ValueError("another process has sent its weights")
             if self._version is None:
                 raise ValueError("the new weights have not come as a whole")
             if ended or time.monotonic() - told >= _BEAT_SECONDS:
@@ -157,7 +160,7 @@ class GeneratorServer:
             return messages.encode({})
         requests = [each.request for each in parts]
         asked = messages.encode_requests(
-            requests, parts[0].sampling, 0, self._owner, in_flight=True
+            requests, parts[0].sampling, 0, self._asker, in_flight=True
         )
         return [*asked, *messages.encode_completions([each.completions for each in parts])]
 

@@ -325,6 +325,29 @@ def test_weights_of_another_process_are_not_taken_for_ones_own() -> None:
         theirs.generate(make_requests(), SAMPLING)
 
 
+def test_what_a_process_before_asked_for_is_not_taken_for_ones_own() -> None:
+    """A run that was killed leaves a call under way, and the next one's weights come into its middle."""
+    model, requests = tiny_model(), make_requests()
+    held = InferenceModel(model.config, device=CPU, dtype=torch.float32)
+    slow, failed = Leisurely(held, layout=Layout(), slots=1, eos_token_ids=()), []
+    with serving(slow) as server:
+        before = loaded([server], in_flight=True)
+
+        def ask() -> None:
+            with pytest.raises(BurnishError, match="another process"):
+                before.generate(requests, replace(SAMPLING, max_tokens=60))
+            failed.append(True)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not before.so_far():
+            time.sleep(0.01)
+        after = loaded([server], in_flight=True)
+        assert after.so_far() == []
+        thread.join(60)
+    assert failed
+
+
 def test_a_wrong_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with serving(own(tiny_model())) as server:
         stranger = Server(server.url, "guessed", 5.0)
