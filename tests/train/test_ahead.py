@@ -30,6 +30,7 @@ from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed, committed
 from burnish.checkpoint.tools.verify import verify
 from burnish.config.schema import RunConfig
+from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
 from burnish.rollout.builtin.generator import BuiltinGenerator
@@ -136,7 +137,7 @@ class Scripted:
 
     config: Any
     collector: Collected
-    loader: Any
+    loader: Loader
     delays: list[float]
 
     def sample(self, step: int) -> DrawnBatch:
@@ -158,7 +159,7 @@ def queue_of(
     rollout = SimpleNamespace(ahead=ahead, in_flight=place == "in flight")
     config = SimpleNamespace(rollout=rollout, critic=SimpleNamespace(warmup_steps=0))
     collector = Collected(Weights(central=place != "inside"))
-    sampler = Scripted(config, collector, SimpleNamespace(cursor=cursor), list(delays))
+    sampler = Scripted(config, collector, Loader(1, 0, shuffle=False, cursor=cursor), list(delays))
     return RolloutQueue(sampler, total), sampler  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
+from burnish.data.loader import Loader
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.rollout.base import Sampling, Underway
 from burnish.rollout.partial import SampleKey, joined
@@ -168,7 +169,7 @@ def test_a_killed_run_goes_on_with_what_was_begun(
         rollout = SimpleNamespace(ahead=ahead, in_flight=True)
         config = SimpleNamespace(rollout=rollout, critic=SimpleNamespace(warmup_steps=0))
         generator = Ticking(random.Random(order), pause)
-        loader = SimpleNamespace(cursor=(step + len(pending)) * PROMPTS)
+        loader = Loader(1, 0, shuffle=False, cursor=(step + len(pending)) * PROMPTS)
         queue = RolloutQueue(Sampled(config, Collected(generator), loader), total)  # type: ignore[arg-type]
         with closing(queue):
             queue.restore(pending, partial)
