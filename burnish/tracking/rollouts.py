@@ -13,7 +13,7 @@ import math
 import random
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,39 +55,57 @@ def write_rollouts(
     advantages: Sequence[float] | None,
     token_texts: TokenTexts | None = None,
     by_token: Mapping[str, Sequence[Floats]] | None = None,
+    arriving: Iterable[tuple[int, Rollout]] | None = None,
 ) -> dict[int, Row]:
     """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
 
     `advantages` has each rollout's mean over tokens; None for a validation. With `token_texts`, chosen rows have the texts of their
-    tokens, and the numbers of `by_token`.
+    tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the order of `by_place`, if `rollouts` are not.
     """
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(rollouts) if advantages is None else advantages
-    rows = [_row(step, *pair) for pair in zip(rollouts, known, strict=True)]
-    by_place = sorted(range(len(rows)), key=lambda i: (rows[i]["prompt_index"], rows[i]["sample"]))
-    longest = _chosen(rows, by_place)
-    if token_texts is not None:
-        for i in longest:
-            values = {name: each[i] for name, each in (by_token or {}).items()}
-            rows[i]["tokens"] = _tokens(rollouts[i].completion, values, token_texts)
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for i in by_place:
-        parts[i not in longest].append(json_line(rows[i]).encode("utf-8", "backslashreplace"))
-    for rest, lines in parts.items():
-        path = rollouts_path(directory, step, kind, rest=rest)
-        if lines or not rest:
-            write_atomically(path, b"".join(compressed(lines)))
-        else:
-            path.unlink(missing_ok=True)
-    return {i: rows[i] for i in sorted(longest)}
+    given = [advantage for _, advantage in zip(rollouts, known, strict=True)]
+    order = by_place(rollouts)
+    longest, kept = chosen(step, rollouts, order), dict[int, Row]()
+
+    def others() -> Iterator[bytes]:
+        for i, rollout in arriving or ((i, rollouts[i]) for i in order):
+            row = _row(step, rollout, given[i])
+            if i in longest:
+                if token_texts is not None:
+                    values = {name: each[i] for name, each in (by_token or {}).items()}
+                    row["tokens"] = _tokens(rollout.completion, values, token_texts)
+                kept[i] = row
+            else:
+                yield _encoded(row)
+
+    rest = b"".join(compressed(others()))
+    lines = [_encoded(row) for row in kept.values()]
+    write_atomically(rollouts_path(directory, step, kind), b"".join(compressed(lines)))
+    path = rollouts_path(directory, step, kind, rest=True)
+    if rest:
+        write_atomically(path, rest)
+    else:
+        path.unlink(missing_ok=True)
+    return dict(sorted(kept.items()))
 
 
-def _chosen(rows: Sequence[Row], by_place: Sequence[int]) -> set[int]:
+def _encoded(row: Row) -> bytes:
+    return json_line(row).encode("utf-8", "backslashreplace")
+
+
+def by_place(rollouts: Sequence[Rollout]) -> list[int]:
+    """Return the indices of rollouts in the order in which they are written."""
+    places = [(each.prompt.index, each.sample) for each in rollouts]
+    return sorted(range(len(rollouts)), key=places.__getitem__)
+
+
+def chosen(step: int, rollouts: Sequence[Rollout], order: Sequence[int]) -> set[int]:
     """Return the indices of the rollouts that are kept longest: best, worst and random ones."""
-    order = sorted(by_place, key=lambda i: rank(rows[i]))
-    others = order[EXTREMES:-EXTREMES]
-    drawn = random.Random(rows[0]["step"] if rows else 0).sample(others, min(RANDOMS, len(others)))
-    return {*order[:EXTREMES], *order[-EXTREMES:], *drawn}
+    ranked = sorted(order, key=lambda i: rank({"reward": rollouts[i].reward}))
+    others = ranked[EXTREMES:-EXTREMES]
+    drawn = random.Random(step if rollouts else 0).sample(others, min(RANDOMS, len(others)))
+    return {*ranked[:EXTREMES], *ranked[-EXTREMES:], *drawn}
 
 
 def rank(row: Row) -> float:
@@ -140,14 +158,17 @@ def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) ->
     return texts
 
 
-def compressed(lines: Sequence[bytes]) -> Iterator[bytes]:
+def compressed(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Compress lines in blocks."""
-    first = size = 0
-    for i, line in enumerate(lines, start=1):
+    block, size = list[bytes](), 0
+    for line in lines:
+        block.append(line)
         size += len(line)
-        if size >= BLOCK_BYTES or i == len(lines):
-            yield gzip.compress(b"".join(lines[first:i]), _LEVEL, mtime=0)
-            first, size = i, 0
+        if size >= BLOCK_BYTES:
+            yield gzip.compress(b"".join(block), _LEVEL, mtime=0)
+            block, size = [], 0
+    if block:
+        yield gzip.compress(b"".join(block), _LEVEL, mtime=0)
 
 
 def named_rollouts(directory: Path) -> Iterator[tuple[Kind, int, bool, Path]]:

@@ -78,6 +78,12 @@ class TraceSpan(NamedTuple):
     error: str | None = None
 
 
+def sampled(kind: files.Kind, step: int, rate: float, count: int) -> set[int]:
+    """Return the indices of the rollouts that are traced beside those that are kept longest."""
+    rng = random.Random(f"{kind} {step}")  # alike in equal runs
+    return {i for i in range(count) if rng.random() < rate} if rate else set()
+
+
 class Traces:
     """A run's traces."""
 
@@ -110,9 +116,7 @@ class Traces:
         """Trace a step's rollouts, without `advantages` a validation's: a share of all, and those of the indices `kept`."""
         kind: files.Kind = "validation" if advantages is None else "step"
         wanted = {*kept}
-        if rate := self._settings.sample_rate:
-            rng = random.Random(f"{kind} {step}")  # alike in equal runs
-            wanted |= {i for i in range(len(rollouts)) if rng.random() < rate}
+        wanted |= sampled(kind, step, self._settings.sample_rate, len(rollouts))
         traces = []
         for i in sorted(wanted):
             about = {

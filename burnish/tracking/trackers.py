@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
@@ -96,10 +96,21 @@ def writes_rollouts(settings: TrackingConfig, step: int, total: int, validation:
     return every > 0 and (validation or step % every == 0 or step in (1, total))
 
 
-def wants_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
-    """Return whether rank 0 does anything with them."""
-    traced = settings.traces.local or settings.traces.endpoint
-    return bool(traced) or writes_rollouts(settings, step, total, validation)
+def wanted_rollouts(
+    settings: TrackingConfig, step: int, total: int, rollouts: Sequence[Any], validation: bool
+) -> tuple[Sequence[int], Collection[int]] | None:
+    """Return the indices of rollouts that rank 0 is to have, in order, and those of which it needs all; None for nothing."""
+    traced = bool(settings.traces.local or settings.traces.endpoint)
+    written = writes_rollouts(settings, step, total, validation)
+    if not (traced or written):
+        return None
+    files = import_module("burnish.tracking.rollouts")
+    order = files.by_place(rollouts) if written else ()
+    whole = files.chosen(step, rollouts, order) if written else set()
+    if traced:
+        kind, rate = "validation" if validation else "step", settings.traces.sample_rate
+        whole |= import_module("burnish.tracking.traces").sampled(kind, step, rate, len(rollouts))
+    return order or sorted(whole), whole
 
 
 class Observers:
@@ -153,16 +164,32 @@ class Observers:
         rollouts: Sequence[Any],
         advantages: Sequence[float] | None,
         by_token: Mapping[str, Sequence[Any]] | None = None,
+        arriving: Iterable[tuple[int, Any]] = (),
+        whole: Container[int] = (),
     ) -> None:
         """Write a step's rollouts if due, as those of the first and last step are.
 
-        Without `advantages`, they are a validation's. `by_token` has arrays by rollout.
+        Without `advantages`, they are a validation's. `by_token` has arrays by rollout. `arriving` has `wanted_rollouts` with what
+        this rank's `rollouts` lack, where others have them.
         """
+        known = list(rollouts)
+
+        def passing() -> Iterator[tuple[int, Any]]:
+            for i, rollout in arriving:
+                known[i] = rollout if i in whole else known[i]
+                yield i, rollout
+
         kept: Mapping[int, Mapping[str, Any]] = {}
         if writes_rollouts(self._settings, step, self._total_steps, advantages is None):
             directory = self._directory.rollouts
             kept = self._rollouts.write_rollouts(
-                directory, step, rollouts, advantages, self._token_texts, by_token
+                directory,
+                step,
+                rollouts,
+                advantages,
+                self._token_texts,
+                by_token,
+                passing() if arriving else None,
             )
             kind = "validation" if advantages is None else "step"
             self._thinning.wrote(step, kind)
@@ -170,7 +197,9 @@ class Observers:
             for tracker in self._others:
                 tracker.tell("log_rollouts", step, kind, [*kept.values()])
         if self._traces is not None:
-            self._traces.take(step, rollouts, advantages, kept)
+            for _ in passing():
+                pass
+            self._traces.take(step, known, advantages, kept)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's line, in order to every tracker; write the report once a minute."""

@@ -1,16 +1,17 @@
 """What all ranks know of rollouts that one rank has: lengths, rewards and who has them, but neither tokens nor texts.
 
-`burnish.data.batching` sends tokens to the ranks that train on them, and `on_main` whole rollouts to rank 0, which writes them.
+`burnish.data.batching` sends tokens to the ranks that train on them, and `arriving` texts to rank 0, which writes them.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from burnish.distributed.collectives import deliver
 from burnish.distributed.layout import Layout
@@ -23,6 +24,8 @@ Told = list[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]
 """What all ranks know of groups, in plain values: of each its prompt, and each rollout."""
 
 _MOST_TOKENS = 1 << 40
+_ROUND_TOKENS = 1 << 20
+# Of the rollouts that rank 0 gets at a time.
 
 
 def tell(groups: Sequence[Sequence[Rollout]]) -> Told:
@@ -48,15 +51,49 @@ def owners_of(rollouts: Sequence[Rollout]) -> list[int] | None:
 
 def on_main(rollouts: Sequence[Rollout], layout: Layout) -> list[Rollout]:
     """Return the rollouts, all of them whole on rank 0. Collective."""
-    whole, owners = list(rollouts), owners_of(rollouts)
+    found, everything = list(rollouts), range(len(rollouts))
+    for number, rollout in arriving(rollouts, everything, everything, layout):
+        found[number] = rollout
+    return found
+
+
+def arriving(
+    rollouts: Sequence[Rollout], order: Sequence[int], whole: Container[int], layout: Layout
+) -> Iterator[tuple[int, Rollout]]:
+    """Yield rollouts by number, in this order, on rank 0 with their texts, and those of `whole` with all. Collective.
+
+    They come in rounds of about a million tokens, so rank 0 never has all of them. All ranks must take all.
+    """
+    owners = owners_of(rollouts)
     if owners is None or not any(owners):
-        return whole
-    mine = {i: each for i, each in enumerate(rollouts) if each.owner == layout.rank}
-    parcels = [] if layout.is_main or not mine else [([0], pickle.dumps(mine))]
-    for data in deliver(parcels, layout):
-        for number, rollout in pickle.loads(data).items():  # noqa: S301 - of this run
-            whole[number] = rollout
-    return whole
+        yield from ((number, rollouts[number]) for number in order)
+        return
+    sizes = np.cumsum([1 + len(rollouts[number].completion.token_ids) for number in order])
+    for numbers in np.split(np.asarray(order, np.int64), _ends(sizes // _ROUND_TOKENS)):
+        mine = [n for n in numbers.tolist() if owners[n] == layout.rank]
+        parts = {n: rollouts[n] if n in whole else _texts(rollouts[n]) for n in mine}
+        parcels = [] if layout.is_main or not mine else [([0], pickle.dumps(parts))]
+        came: dict[int, Any] = {}
+        for data in deliver(parcels, layout):
+            came |= pickle.loads(data)  # noqa: S301 - of this run
+        for number in numbers.tolist():
+            yield number, _with_texts(rollouts[number], came.get(number))
+
+
+def _ends(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where another value begins."""
+    return np.flatnonzero(np.diff(values)) + 1
+
+
+def _texts(rollout: Rollout) -> tuple[str, str, Any]:
+    return rollout.text, rollout.prompt.text, rollout.prompt.answer
+
+
+def _with_texts(known: Rollout, came: Rollout | tuple[str, str, Any] | None) -> Rollout:
+    if came is None or isinstance(came, Rollout):
+        return came or known
+    text, asked, answer = came
+    return replace(known, text=text, prompt=replace(known.prompt, text=asked, answer=answer))
 
 
 def _prompt(prompt: Prompt) -> tuple[Any, ...]:

@@ -42,12 +42,12 @@ from burnish.tracking.trackers import (
     json_numbers,
     logged_values,
     numbers,
-    wants_rollouts,
+    wanted_rollouts,
 )
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch
 from burnish.train.fingerprints import Inputs
-from burnish.train.owners import on_main
+from burnish.train.owners import arriving
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
@@ -276,10 +276,20 @@ class Run:
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
         """Have rank 0 write a step's rollouts if due, without `advantages` a validation's. Collective."""
-        step, settings = self.position.step, self._config.tracking
-        if wants_rollouts(settings, step, self._total_steps, advantages is None):
-            whole = on_main(rollouts, self._layout)
-            self._tell(lambda each: each.rollouts_scored(step, whole, advantages, by_token))
+        step, total, settings = self.position.step, self._total_steps, self._config.tracking
+        wanted = wanted_rollouts(settings, step, total, rollouts, advantages is None)
+        if wanted is None:
+            return
+        order, whole = wanted
+        come = arriving(rollouts, order, whole, self._layout)
+        with agree(self._layout), self._writing():
+            try:
+                if self._observers is not None:
+                    told = (step, rollouts, advantages, by_token, come, whole)
+                    self._observers.rollouts_scored(*told)
+            finally:
+                for _ in come:  # on all ranks, whatever was raised
+                    pass
 
     def _keep_measured(
         self, measured: Mapping[str, float | str], line: Mapping[str, float | str]

@@ -23,7 +23,7 @@ from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Rollout
 from burnish.records.samples import StopReason
 from burnish.train.collect import DrawnBatch
-from burnish.train.owners import Groups, heard, on_main, owned, tell
+from burnish.train.owners import Groups, arriving, heard, on_main, owned, tell
 from burnish.train.policy_update import PolicyUpdate
 
 COSTS = ModelFlops(per_token=1.0, attention={})
@@ -132,6 +132,32 @@ def test_rank_0_gets_all_texts_and_nobody_else_does() -> None:
     for rank, texts in enumerate(others, start=1):
         own = [i // SAMPLES % 3 == rank for i in range(len(wanted))]
         assert texts == [text if mine else "" for text, mine in zip(wanted, own, strict=True)]
+
+
+def stream_to_main(layout: Layout) -> tuple[list[tuple[int, str, str, Any, bool]], int]:
+    """What arrives in rounds of few tokens, in an order, and the bytes that this rank received."""
+    flat = [each for group in divided(groups_of(6), layout) for each in group]
+    order, whole = range(len(flat) - 1, -1, -1), {2, 9}
+    with pytest.MonkeyPatch.context() as patch, Traffic(layout) as traffic:
+        patch.setattr("burnish.train.owners._ROUND_TOKENS", 1000)
+        found = [
+            (n, each.text, each.prompt.text, each.prompt.answer, each.completion.token_ids[0] >= 0)
+            for n, each in arriving(flat, order, whole, layout)
+            if len(each.completion.token_ids)
+        ]
+    return found, traffic.received
+
+
+def test_texts_stream_to_rank_0_and_tokens_only_where_they_are_asked_for() -> None:
+    flat = [each for group in groups_of(6) for each in group]
+    (main, _), *others = run_ranks(stream_to_main, 3)
+    own = {n for n in range(len(flat)) if n // SAMPLES % 3 == 0}
+    assert main == [
+        (n, flat[n].text, flat[n].prompt.text, flat[n].prompt.answer, n in own | {2, 9})
+        for n in reversed(range(len(flat)))
+        if len(flat[n].completion.token_ids)
+    ]
+    assert all(received < 4000 for _, received in others)
 
 
 def send_in_a_grid(layout: Layout) -> bool:
