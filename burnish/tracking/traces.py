@@ -38,34 +38,6 @@ _INTERNAL, _ERROR = 1, 2
 # Codes of OTLP: the kind of a span within one process, and the status of one that failed.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 _MAY_PASS = (429, 502, 503, 504)  # a collector that answers so may soon take more
-_MESSAGES = {
-    "request": {"resourceSpans": (1, "resource spans")},
-    "resource spans": {"resource": (1, "resource"), "scopeSpans": (2, "scope spans")},
-    "resource": {"attributes": (1, "attribute")},
-    "scope spans": {"scope": (1, "scope"), "spans": (2, "span")},
-    "scope": {"name": (1, "text")},
-    "span": {
-        "traceId": (1, "hex"),
-        "spanId": (2, "hex"),
-        "parentSpanId": (4, "hex"),
-        "name": (5, "text"),
-        "kind": (6, "integer"),
-        "startTimeUnixNano": (7, "fixed64"),
-        "endTimeUnixNano": (8, "fixed64"),
-        "attributes": (9, "attribute"),
-        "status": (15, "status"),
-    },
-    "status": {"message": (2, "text"), "code": (3, "integer")},
-    "attribute": {"key": (1, "text"), "value": (2, "value")},
-    "value": {
-        "stringValue": (1, "text"),
-        "intValue": (3, "integer"),
-        "doubleValue": (4, "double"),
-        "arrayValue": (5, "array"),
-    },
-    "array": {"values": (1, "value")},
-}
-# Fields of OTLP's messages by their names in JSON: the number, and the form or the message that each holds.
 
 
 class TraceSpan(NamedTuple):
@@ -76,6 +48,14 @@ class TraceSpan(NamedTuple):
     end: float
     attributes: Attributes
     error: str | None = None
+
+
+class _Trace(NamedTuple):
+    id: bytes
+    spans: Sequence[TraceSpan]  # the first is the root
+
+    def span_id(self, number: int) -> bytes:
+        return _digest((self.id, number))
 
 
 def sampled(kind: files.Kind, step: int, rate: float, count: int) -> set[int]:
@@ -126,10 +106,9 @@ class Traces:
                 "burnish.advantage": advantages and float(advantages[i]),
             }
             name = _digest(self._run) + _digest((kind, step, i))
-            traces.append(_as_otlp(self._spans(rollouts[i], about), name))
+            traces.append(_Trace(name, self._spans(rollouts[i], about)))
         if traces and self._settings.local:
-            requests = (_request(spans, self._resource) for spans in traces)
-            lines = [_ENCODER.encode(request).encode() + b"\n" for request in requests]
+            lines = [_line(trace, self._resource) for trace in traces]
             path = files.rollouts_path(self._directory.traces, step, kind)
             write_atomically(path, b"".join(files.compressed(lines)))
             self._thinning.wrote(step, kind)
@@ -232,29 +211,28 @@ def _digest(name: object) -> bytes:
     return blake2b(repr(name).encode(), digest_size=8).digest()
 
 
-def _as_otlp(spans: Sequence[TraceSpan], trace_id: bytes) -> list[Attributes]:
-    """Return a trace's spans, of which the first is the root, as OTLP has them in JSON."""
-    ids = [_digest((trace_id, number)).hex() for number in range(len(spans))]
-    return [
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _line(trace: _Trace, resource: Attributes) -> bytes:
+    spans = [
         {
-            "traceId": trace_id.hex(),
-            "spanId": ids[number],
-            **({"parentSpanId": ids[0]} if number else {}),
+            "traceId": trace.id.hex(),
+            "spanId": trace.span_id(number).hex(),
+            **({"parentSpanId": trace.span_id(0).hex()} if number else {}),
             "name": span.name,
             "kind": _INTERNAL,
-            "startTimeUnixNano": str(round(span.begin * 1e9)),
-            "endTimeUnixNano": str(round(span.end * 1e9)),
+            "startTimeUnixNano": str(_nanoseconds(span.begin)),
+            "endTimeUnixNano": str(_nanoseconds(span.end)),
             "attributes": _key_values(span.attributes),
             "status": {} if span.error is None else {"code": _ERROR, "message": span.error},
         }
-        for number, span in enumerate(spans)
+        for number, span in enumerate(trace.spans)
     ]
-
-
-def _request(spans: Sequence[Attributes], resource: Attributes) -> Attributes:
     scopes = [{"scope": {"name": "burnish"}, "spans": spans}]
-    about = {"attributes": _key_values(resource)}
-    return {"resourceSpans": [{"resource": about, "scopeSpans": scopes}]}
+    request = [{"resource": {"attributes": _key_values(resource)}, "scopeSpans": scopes}]
+    return _ENCODER.encode({"resourceSpans": request}).encode() + b"\n"
 
 
 def _key_values(attributes: Attributes) -> list[Attributes]:
@@ -335,9 +313,9 @@ class OtlpExporter:
             if certificate := _variable("CLIENT_CERTIFICATE"):
                 self._context.load_cert_chain(certificate, _variable("CLIENT_KEY"))
         self._resource = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES")) | resource
-        self._held: list[list[Attributes]] = []
+        self._held: list[_Trace] = []
 
-    def log_traces(self, step: int, traces: Sequence[list[Attributes]]) -> None:
+    def log_traces(self, step: int, traces: Sequence[_Trace]) -> None:
         """Hold a step's traces."""
         self._held += traces
 
@@ -345,17 +323,16 @@ class OtlpExporter:
         """Send what is held."""
         held, self._held = self._held, []
         for start in range(0, len(held), _AT_ONCE):
-            spans = [span for trace in held[start : start + _AT_ONCE] for span in trace]
-            self._send(protobuf(_request(spans, self._resource), "request"))
+            self._send(protobuf(held[start : start + _AT_ONCE], self._resource))
 
     def _send(self, body: bytes) -> None:
         """Send a request, for as long as the time-out where the collector is away or busy. Raises `OSError`."""
-        request = self._request(data=gzip.compress(body) if self._is_compressed else body)
+        body = gzip.compress(body) if self._is_compressed else body
         deadline, pause = time.monotonic() + self._timeout, 0.5
         while True:
             try:
                 left = max(0.1, deadline - time.monotonic())
-                urlopen(request, timeout=left, context=self._context).close()
+                urlopen(self._request(data=body), timeout=left, context=self._context).close()
                 return
             except OSError as error:
                 may_pass = getattr(error, "code", 503) in _MAY_PASS
@@ -377,33 +354,60 @@ def _pairs(text: str | None) -> dict[str, str]:
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
 
-def protobuf(message: Attributes, kind: str) -> bytes:
-    """Return a message that is given as OTLP's JSON."""
-    parts = []
-    for name, held in message.items():
-        number, form = _MESSAGES[kind][name]
-        parts += [
-            _field(number, form, each) for each in (held if isinstance(held, list) else [held])
-        ]
-    return b"".join(parts)
+def protobuf(traces: Sequence[_Trace], resource: Attributes) -> bytes:
+    """Return an OTLP request with these traces."""
+    # The numbers are those of fields in opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
+    spans = [_field(2, _span_message(each, i)) for each in traces for i in range(len(each.spans))]
+    scope_spans = _field(1, _field(1, b"burnish")) + b"".join(spans)
+    return _field(1, _field(1, _attributes(1, resource)) + _field(2, scope_spans))
 
 
-def _field(number: int, form: str, value: Any) -> bytes:
-    content: bytes
-    match form:
-        case "integer":
-            return _varint(number << 3) + _varint(int(value) & (1 << 64) - 1)
-        case "fixed64":
-            return _varint(number << 3 | 1) + struct.pack("<Q", int(value))
-        case "double":
-            return _varint(number << 3 | 1) + struct.pack("<d", value)
-        case "text":
-            content = value.encode()
-        case "hex":
-            content = bytes.fromhex(value)
-        case _:
-            content = protobuf(value, form)
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
+def _span_message(trace: _Trace, number: int) -> bytes:
+    span, parent, status = trace.spans[number], b"", b""
+    if number:
+        parent = _field(4, trace.span_id(0))
+    if span.error is not None:
+        status = _field(15, _field(2, span.error.encode()) + _number(3, _ERROR))
+    times = [_nanoseconds(each).to_bytes(8, "little") for each in (span.begin, span.end)]
+    return b"".join(
+        (
+            _field(1, trace.id),
+            _field(2, trace.span_id(number)),
+            parent,
+            _field(5, span.name.encode()),
+            _number(6, _INTERNAL),
+            b"\x39" + times[0],  # fields 7 and 8, of 64 bits
+            b"\x41" + times[1],
+            _attributes(9, span.attributes),
+            status,
+        )
+    )
+
+
+def _attributes(field: int, attributes: Attributes) -> bytes:
+    pairs = ((_field(1, n.encode()), _field(2, _any(value))) for n, value in attributes.items())
+    return b"".join(_field(field, name + value) for name, value in pairs)
+
+
+def _any(value: Any) -> bytes:
+    if isinstance(value, str):
+        return _field(1, value.encode())
+    if isinstance(value, int):
+        return _number(3, value)
+    if isinstance(value, list):
+        return _field(5, b"".join(_field(1, _any(each)) for each in value))
+    return b"\x21" + struct.pack("<d", value)
+
+
+def _number(field: int, value: int) -> bytes:
+    return bytes((field << 3,)) + _varint(value & (1 << 64) - 1)
+
+
+def _field(field: int, content: bytes) -> bytes:
+    size = len(content)
+    if size < 128:
+        return bytes((field << 3 | 2, size)) + content
+    return bytes((field << 3 | 2,)) + _varint(size) + content
 
 
 def _varint(value: int) -> bytes:
