@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fault_proxy import Fault
 from hub_server import HubServer, hub_variables, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from burnish.data.loader import order
 from burnish.data.streaming import Stream, StreamedFile, StreamLoader, open_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.errors import IncompatibleError, MissingError, UsageError
+from burnish.files.remote import Remote
 from burnish.records.seeds import derive_seed
 
 TOKENIZER = char_tokenizer()
@@ -109,6 +111,28 @@ def streamed_or_none(paths, window, shuffle):
         return streamed(paths, window, shuffle=shuffle)
     except UsageError:
         return None
+
+
+@pytest.mark.parametrize("service", ["s3_server", "gcs_server"])
+def test_rows_of_an_object_store_come_as_those_of_a_directory(tmp_path, request, service):
+    """Although it cuts an answer short and refuses another one."""
+    server = request.getfixturevalue(service)
+    paths = written(tmp_path, [[40, 3, 70] * 9, [5, 90] * 12])
+    bucket = Remote(server.make_bucket(f"streamed-{os.getpid()}"))
+    for path in tmp_path.glob("*.jsonl"):
+        bucket.put(path.name, path.read_bytes())
+    server.proxy.reset()
+    server.proxy.faults.append(Fault("cut answer", 1, "GET", ".jsonl", after=50))
+    server.proxy.faults.append(Fault("status", 1, "GET", ".jsonl"))
+    found = []
+    for where in (paths, [str(bucket)]):
+        loader = StreamLoader(stream := Stream([examples(where, 1200)]), [])
+        found.append([text(stream[index]) for index in loader.take(60)])
+    assert found[0] == found[1] == expected(tmp_path, 1200, 2)[:60]
+    assert {each.fault for each in server.proxy.asked if each.fault} == {
+        "cut answer",
+        "status",
+    }
 
 
 def test_row_groups_of_parquet_come_once_an_epoch(tmp_path):
