@@ -12,7 +12,7 @@ RAY := .venv-ray
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
 
-# A worker a core that it may use (tests/conftest.py), up to 4, which have one thread each; `pytest` alone has none.
+# A worker more than it may use cores (tests/conftest.py), up to 4, which have one thread each; `pytest` alone has none.
 # Hundreds of processes import the same modules, so their bytecode is kept, even where the environment says otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := -n logical --maxprocesses 4 --dist worksteal

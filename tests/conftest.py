@@ -27,11 +27,15 @@ settings.load_profile("untimed")  # how long an example takes says only what els
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """As many as this process may use cores, by its affinity and by the quota of its control group."""
+    """One more than this process may use cores, by its affinity and by the quota of its control group.
+
+    Tests wait a third of their time, for processes, time-outs and disks.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = Path("/sys/fs/cgroup/cpu.max")
     limit, period = quota.read_text().split() if quota.is_file() else ("max", "")
-    return cores or 1 if limit == "max" else max(1, min(cores or 1, int(limit) // int(period)))
+    usable = cores or 1
+    return 1 + (usable if limit == "max" else max(1, min(usable, int(limit) // int(period))))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -316,6 +316,7 @@ def evened(root: Path, family: str, settings: dict[str, Any], **engine: Any) -> 
     return of_family(root, family, settings, engine=engine)
 
 
+@pytest.mark.nightly
 def test_the_balance_of_experts_is_compared(root: Path) -> None:
     configs = [
         evened(root, "mixtral", RL),

@@ -82,6 +82,7 @@ def with_a_slow_rank(layout: Layout) -> list[Finding]:
     return measure(layout, CPU)
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_named() -> None:
     found = run_ranks(with_a_slow_rank, 4)
     assert found[0] == found[3]

@@ -88,8 +88,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """How far ahead, and settings."""
 KINDS = ("mean", "max")
-QUICKLY = ("plain", "critic", "everything")
-MARKED = [c if c in QUICKLY else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
+MARKED = [c if c == "everything" else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)

@@ -123,7 +123,9 @@ def of(kind, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("kind", ["raises", "hangs", "nan"])
+@pytest.mark.parametrize(
+    "kind", ["raises", pytest.param("hangs", marks=pytest.mark.nightly), "nan"]
+)
 def test_errors_of_rewards_are_recorded_and_counted(work, kind):
     (work / "tempers.py").write_text(TEMPERS)
     function = f"{{function: 'tempers.py:of', kwargs: {{kind: {kind}}}}}"

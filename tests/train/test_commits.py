@@ -90,6 +90,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(hub: HubServer, work: Path) 
     assert hub.asked == []
 
 
+@pytest.mark.nightly
 def test_judges_critics_and_adapters_may_be_ids(hub: HubServer, work: Path) -> None:
     settings = (
         "critic.path=me/tiny",

@@ -89,6 +89,7 @@ def test_a_second_signal_ends_the_waiting_for_a_mirror_where_disks_meet(tmp_path
     assert far(tmp_path, "run") == []
 
 
+@pytest.mark.nightly
 def test_machines_that_share_no_disk_go_on_as_if_nothing_had_been(tmp_path):
     """Each process works in a directory of its own; both are stopped, lost, and go on as others."""
     peace = outcome(done(make_files(tmp_path), *SFT, "name=peace", world=2))
