@@ -446,7 +446,8 @@ class RolloutIndex:
 
     def _found_facets(self, kind: Kind) -> dict[str, Any]:
         self._look()
-        state = (self._changed_at, len(self._pending))
+        pending = len(self._pending)  # before the groups are read, which may become more meanwhile
+        state = (self._changed_at, pending)
         if kind in self._facets and self._facets[kind][0] == state:
             return self._facets[kind][1]
         every = [_kind_and_step(first) for first in sorted(self._listed, reverse=True)]
@@ -470,7 +471,7 @@ class RolloutIndex:
             "reward": _distribution("reward", summaries, [reward for reward, _ in values], scale),
             "length": _distribution("length", summaries, [length for _, length in values], scale),
             "rows": rows,
-            "indexed": round(1 - len(self._pending) / max(1, len(self._listed)), 4),
+            "indexed": round(1 - pending / max(1, len(self._listed)), 4),
             "problems": [problem for *_, problem in groups if problem],
         }
         self._facets[kind] = (state, found)

@@ -66,7 +66,8 @@ def complaint(make: Callable[[random.Random], list[str]], seed: int) -> str | No
         finally:
             os.chdir(here)
     shown = " ".join(word[:200] for word in argv)
-    told = f"{', '.join(wrong)}: seed {seed}: {shown}\n{said[-3000:]}"
+    start = said.find("Traceback")
+    told = f"{', '.join(wrong)}: seed {seed}: {shown}\n{said[start:][:3000] if start >= 0 else said[-3000:]}"
     return told.encode("utf-8", "backslashreplace").decode() if wrong else None
 
 
