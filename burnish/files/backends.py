@@ -7,6 +7,7 @@ S3, Google Cloud Storage and fsspec's memory share one fsspec adapter. `file://`
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -248,6 +249,11 @@ def _open_gs() -> Backend:
             return "wrong"
         return _http_verdict(getattr(error, "code", None)) if isinstance(error, HttpError) else None
 
+    told = logging.getLogger("gcsfs")
+    if (
+        told.level == logging.NOTSET
+    ):  # it tells of each failure with a traceback; `Remote` says once what failed
+        told.setLevel(logging.CRITICAL)
     system = GCSFileSystem(
         use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
     )

@@ -187,6 +187,17 @@ def test_gcs_faults_that_pass_are_waited_out(gcs_server: GcsServer) -> None:
 
 
 @pytest.mark.nightly
+def test_gcs_failures_are_told_without_a_traceback(
+    gcs_server: GcsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote = Remote(gcs_server.make_bucket(f"bucket-{next(number)}"), HASTY)
+    gcs_server.proxy.faults.append(Fault("status", 10**6, status=409))
+    with pytest.raises(BurnishError):
+        remote.stat("file")
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.nightly
 def test_gcs_refusals_are_not_tried_again(gcs_server: GcsServer) -> None:
     remote = Remote(gcs_server.make_bucket(f"bucket-{next(number)}"), RetryPolicy(first_pause=300))
     gcs_server.proxy.faults.append(Fault("status", 10**6, status=403))
