@@ -415,7 +415,9 @@ def exchange(pipe: Connection, ranks: int) -> None:
             Example(np.zeros(len(m), np.int64), m, sampled_logprobs=np.zeros(len(m), np.float32))
             for m in mask
         ]
-        tokens += len(pickle.dumps(batching._packet(mine, list(range(len(mine))))))
+        every = list(range(len(mine)))
+        packet = every, batching._packet(mine, every, columns)
+        tokens += len(pickle.dumps(packet))
     pipe.send((numbers, tokens, int(lengths.sum()), heard, divided))
 
 

@@ -7,7 +7,7 @@ Token and sequence counts are global, so the cut does not change a loss.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def make_batch(
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),
     }
-    here = _brought(examples, lengths, shares, layout, owners)
+    here = _brought(examples, lengths, columns, shares, layout, owners)
     filler = _filler(columns)
     packed = (_pack([here[i] for i in items.tolist()] or [filler], columns) for items in mine)
     return Batch(
@@ -116,6 +116,7 @@ def outline_of(example: Example, name: str = "an example") -> ExampleOutline:
 def _brought(
     examples: Sequence[Example | ExampleOutline],
     lengths: Integers,
+    columns: Iterable[str],
     shares: Shares,
     layout: Layout,
     owners: Sequence[int] | None,
@@ -129,23 +130,22 @@ def _brought(
     parcels: list[Parcel] = []
     for data_rank, numbers in enumerate(wanted):
         leaving = [i for i in numbers if i in here]
-        receivers = layout.peers(data_rank) if leaving else []
-        if receivers not in ([], [layout.rank]):
-            others = [rank for rank in receivers if rank != layout.rank]
-            parcels.append((others, pickle.dumps(_packet(examples, leaving))))
+        others = [rank for rank in layout.peers(data_rank) if rank != layout.rank]
+        if leaving and others:
+            parcels.append((others, pickle.dumps((leaving, _packet(examples, leaving, columns)))))
     found = {i: examples[i] for i in own if i in here}
     for data in deliver(parcels, layout):
         found |= _unpacked(lengths, *pickle.loads(data))  # noqa: S301 - of this run
     return found
 
 
-def _packet(examples: Sequence[Any], numbers: list[int]) -> tuple[list[int], dict[str, Any]]:
+def _packet(examples: Sequence[Any], numbers: list[int], columns: Iterable[str]) -> dict[str, Any]:
     """Return examples' arrays end to end, in few bytes."""
-    names = ["token_ids", "loss_mask", *outline_of(examples[numbers[0]]).columns]
-    joined = {name: np.concatenate([getattr(examples[i], name) for i in numbers]) for name in names}
+    some, names = [examples[i] for i in numbers], ("token_ids", "loss_mask", *columns)
+    joined = {name: np.concatenate([getattr(each, name) for each in some]) for name in names}
     joined["token_ids"] = joined["token_ids"].astype(np.int32)
     joined["loss_mask"] = np.packbits(joined["loss_mask"])
-    return numbers, joined
+    return joined
 
 
 def _unpacked(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from pathlib import PurePosixPath
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -230,15 +230,15 @@ def open_rows(
     is_far = any(not str(each.source).startswith("file://") for each in shards)
     key = xxhash.xxh3_64_hexdigest(repr((listed, window_bytes, seed, shuffle)).encode())
     rows = StreamedRows(
-        None,
-        tuple(map(str, shards)),
-        (),
-        xxhash.xxh3_128_hexdigest(repr(listed).encode()),
-        tuple(shards),
-        window_bytes,
-        seed,
-        shuffle,
-        key if is_far and layout.local_world > 1 else "",
+        table=None,
+        files=tuple(map(str, shards)),
+        texts=(),
+        digest=xxhash.xxh3_128_hexdigest(repr(listed).encode()),
+        shards=tuple(shards),
+        window_bytes=window_bytes,
+        seed=seed,
+        shuffle=shuffle,
+        shared=key if is_far and layout.local_world > 1 else "",
     )
     with agree(layout):
         if not shards or not rows.window(0):
@@ -273,15 +273,8 @@ class Stream(Mixture[Item]):
         """Return the bytes of an epoch of all sources."""
         return sum(len(part.rows) for part in self.parts)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            raise TypeError("a stream has no slices")
+    def item(self, index: int) -> Item:
+        """Return the first sample that can be trained on, at the place of an index or after it."""
         if index in self._made:
             return self._made.pop(index)
         if index in self._asked:

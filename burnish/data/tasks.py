@@ -456,6 +456,10 @@ class Mixture(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
+            return [self.item(number) for number in range(len(self))[index]]
+        return self.item(index)
+
+    def item(self, index: int) -> Item:
+        """Return the item at an index."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[number][index - int(self._ends[number])]

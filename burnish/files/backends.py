@@ -249,10 +249,9 @@ def _open_gs() -> Backend:
             return "wrong"
         return _http_verdict(getattr(error, "code", None)) if isinstance(error, HttpError) else None
 
+    # It tells of each failure with a traceback; `Remote` says once what failed.
     told = logging.getLogger("gcsfs")
-    if (
-        told.level == logging.NOTSET
-    ):  # it tells of each failure with a traceback; `Remote` says once what failed
+    if told.level == logging.NOTSET:
         told.setLevel(logging.CRITICAL)
     system = GCSFileSystem(
         use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import cast
 
 import numpy as np
 import torch
@@ -59,16 +58,16 @@ class RewardModel:
         own = [i for i, each in enumerate(rollouts) if each.owner in (None, layout.rank)]
         texts = [rollouts[i] for i in own]
         mine = dict(zip(own, _examples(_read(self.encoder, texts), texts), strict=True))
-        examples: dict[int, Example | ExampleOutline] = {}
+        outlines: dict[int, ExampleOutline] = {}
         for told in gather_objects({i: outline_of(each) for i, each in mine.items()}, layout):
-            examples |= told
+            outlines |= told
         found: list[float | None] = [None] * len(rollouts)
-        sizes = [cast(ExampleOutline, examples[i]).length for i in range(len(rollouts))]
+        sizes = [outlines[i].length for i in range(len(rollouts))]
         short = [i for i, size in enumerate(sizes) if size <= self.positions]
         if not short:
             return found
         batch = make_batch(
-            [mine.get(i, examples[i]) for i in short],
+            [mine.get(i, outlines[i]) for i in short],
             layout,
             max(tokens_per_device, *(sizes[i] for i in short)),
             self.flops,

@@ -19,16 +19,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Keep logs from pytest: names that are not text are in them, which its workers cannot send.
-
-    And those of asyncio from the commands: its loop tells of what earlier tests have left in it.
-    """
-    root, asyncio = logging.getLogger(), logging.getLogger("asyncio")
-    handlers, root.handlers, asyncio.disabled = root.handlers, [], True
+    """Keep logs from pytest: names that are not text are in them, which its workers cannot send."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
     try:
         yield
     finally:
-        root.handlers, asyncio.disabled = handlers, False
+        root.handlers = handlers
 
 
 @pytest.mark.parametrize("name", GENERATORS)
