@@ -274,7 +274,7 @@ class Stream(Mixture[Item]):
         return sum(len(part.rows) for part in self.parts)
 
     def item(self, index: int) -> Item:
-        """Return the first sample that can be trained on, at the place of an index or after it."""
+        """Return the sample of an index."""
         if index in self._made:
             return self._made.pop(index)
         if index in self._asked:

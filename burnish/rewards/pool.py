@@ -122,9 +122,8 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A failure counts as `on_error`. A TRL function's None takes no part; None from all is a
-        failure. Further numbers of a verl function are parts named FUNCTION/NAME, shown but not
-        added.
+        A failure counts as `on_error`. A TRL function's None takes no part; None from all is a failure.
+        Further numbers of a verl function are parts named FUNCTION/NAME, shown but not added.
         """
         calls = self._calls(rollouts)
         away = [each for each in calls if self._local(each.function) is None]
@@ -132,9 +131,8 @@ class RewardPool:
         answers: list[list[Answer]] = [[] for _ in self._signatures]
         for each in calls:
             local = self._local(each.function)
-            answers[each.function] += (
-                call(local, "verl", each.arguments, 1) if local else next(said)
-            )
+            answered = call(local, "verl", each.arguments, 1) if local else next(said)
+            answers[each.function] += answered
         return [
             self._scored(rollout, [column[i] for column in answers])
             for i, rollout in enumerate(rollouts)
@@ -240,6 +238,7 @@ class Workers:
     def close(self) -> None:
         """End all workers."""
         for worker in self._all:
+            worker.kill_programs()  # before it leaves them to others
             worker.release()
         for worker in self._all:
             worker.end(_CLOSE_SECONDS)
@@ -396,12 +395,10 @@ class _Worker:
             self.connection.send(settings)
             message = self.receive(START_SECONDS)
         except (EOFError, OSError) as error:
-            late = isinstance(error, TimeoutError)
+            late = isinstance(error, TimeoutError) and f"still importing after {START_SECONDS:g} s"
             raise UsageError(
                 "A process for reward functions did not start.",
-                have=f"still importing after {START_SECONDS:g} s"
-                if late
-                else f"ended while importing ({self.status()})",
+                have=late or f"ended while importing ({self.status()})",
                 want=f"to import {', '.join(name for name, _ in named)}",
                 do="see what it wrote to the terminal, and what those modules do when imported",
             ) from error
@@ -442,17 +439,20 @@ class _Worker:
         self.connection.close()
         self._stack.close()
 
-    def end(self, patience: float) -> int:
-        """End what it started, wait `patience` seconds for its exit, else kill; return the exit status."""
+    def kill_programs(self) -> None:
+        """Kill what it started."""
         for pid in _descendants(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        try:
+
+    def end(self, patience: float) -> int:
+        """End what it started, wait `patience` seconds for its exit, else kill; return the exit status."""
+        self.kill_programs()
+        with suppress(subprocess.TimeoutExpired):
             return self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):  # another thread was faster
-                os.killpg(self._process.pid, signal.SIGKILL)
-            return self._process.wait()
+        with suppress(ProcessLookupError):  # another thread was faster
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     def status(self) -> str:
         returncode = self.end(_CLOSE_SECONDS)

@@ -14,7 +14,7 @@ import pytest
 from burnish.config.schema import RewardConfig, RewardFunctionConfig
 from burnish.errors import MissingError, UsageError
 from burnish.records import Rollout
-from burnish.rewards.pool import RewardPool
+from burnish.rewards.pool import RewardPool, _Worker
 
 SOURCE = """
 import asyncio, os, subprocess, sys, time
@@ -331,8 +331,16 @@ def test_a_function_is_tried_on_a_ground_truth(make_pool, make_rollout) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_program_with_a_session_of_its_own_ends_with_the_worker(
-    make_pool, texts, tmp_path: Path
+    make_pool, texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also with a worker that ends as soon as it may."""
+    release = _Worker.release
+
+    def release_and_wait(worker: _Worker) -> None:
+        release(worker)
+        worker._process.wait()
+
+    monkeypatch.setattr(_Worker, "release", release_and_wait)
     pid_file = tmp_path / "pid"
     pool = make_pool("leaves_a_session", kwargs={"pid_file": str(pid_file)}, timeout_seconds=30.0)
     pool.score(texts("x"))
