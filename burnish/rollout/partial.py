@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from burnish.records import Completion, Request
+from burnish.records.samples import digest_of
 from burnish.rollout.base import Continuable, Sampling, Watch
 
 
@@ -26,6 +27,8 @@ class SampleKey(NamedTuple):
     sample: int
     greedy: bool
     """ReMax draws a greedy one beside the others."""
+    prompt: str
+    """Digest of the prompt's tokens, in hex. After a change of data or template another prompt may have its place."""
 
 
 class PartialCompletions:
@@ -61,14 +64,15 @@ class PartialCompletions:
         asked = self._asked
         running = generator.so_far() if asked is not None else []
         with self._lock:
-            found = dict(self._known)
+            known = dict(self._known)
+        found = dict(known)
         for each in running:
             if each.sampling != asked:  # of an evaluation that was given up
                 continue
             for key, more in zip(_keys(each.request, each.sampling), each.completions, strict=True):
-                begun = found.get(key)
-                if begun is None or begun.stop_reason is None:
-                    found[key] = joined(begun, more)
+                begun = known.get(key)
+                if each.request.drawn == (0 if begun is None else len(begun.token_ids)):
+                    found[key] = _further(found.get(key), joined(begun, more))
         return {key: each for key, each in found.items() if len(each.token_ids)}
 
     def forget(self, step: int) -> None:
@@ -111,7 +115,19 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
     )
 
 
+def _further(one: Completion | None, other: Completion) -> Completion:
+    """Return which of the two has ended, or else is longer.
+
+    One that ends while servers tell how far they are is told twice, and so is one that a lost server leaves to another.
+    """
+    both = [other] if one is None else [one, other]
+    return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))
+
+
 def _keys(request: Request, sampling: Sampling) -> list[SampleKey]:
-    greedy = sampling.temperature == 0
-    numbers = range(request.first_sample, request.first_sample + request.samples)
-    return [SampleKey(sampling.step, request.prompt_key, n, greedy) for n in numbers]
+    greedy, numbers = sampling.temperature == 0, range(request.samples)
+    prompt = digest_of(request.token_ids[: len(request.token_ids) - request.drawn]).hex()
+    return [
+        SampleKey(sampling.step, request.prompt_key, request.first_sample + n, greedy, prompt)
+        for n in numbers
+    ]

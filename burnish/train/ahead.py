@@ -121,6 +121,7 @@ def _partial_line(key: SampleKey, completion: Completion) -> str:
         "prompt_key": key.prompt_key,
         "sample": key.sample,
         "greedy": key.greedy,
+        "prompt": key.prompt,
         "tokens": len(completion.token_ids),
         "experts": 0 if completion.experts is None else len(completion.experts),
         "stop_reason": completion.stop_reason,
@@ -204,10 +205,17 @@ def _partial(
     lines, tensors = _paths(number, "partial")
     told = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]
     made = _completions(told, _arrays(step.path / tensors, files[tensors]))
-    return {
-        SampleKey(number, int(each["prompt_key"]), int(each["sample"]), bool(each["greedy"])): one
-        for each, one in zip(told, made, strict=True)
-    }
+    keys = [
+        SampleKey(
+            number,
+            int(each["prompt_key"]),
+            int(each["sample"]),
+            bool(each["greedy"]),
+            str(each["prompt"]),
+        )
+        for each in told
+    ]
+    return dict(zip(keys, made, strict=True))
 
 
 def _arrays(path: PurePath, tensors: bytes) -> dict[str, Array]:

@@ -410,7 +410,7 @@ class Drawing:
         """Begin with batch `first`, once `go_on` lets it."""
         self.left = 0
         """Batches that may be drawn and are not taken over."""
-        self._last = first - 1
+        self._last, self._failed = first - 1, False
         self._may_draw: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
         self._drawn: queue.Queue[tuple[DrawnBatch, State] | BaseException] = queue.Queue()
@@ -431,8 +431,8 @@ class Drawing:
         self._last = max(self._last, last)
 
     def ready(self) -> int:
-        """Return how many batches rank 0 has drawn that are not taken over."""
-        return self._drawn.qsize()
+        """Return how many batches rank 0 has drawn that are not taken over. An error is left for whoever needs what failed."""
+        return max(0, self._drawn.qsize() - self._failed)
 
     def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, State]:
         """Wait for the next batch, and the place in the data after it. Raises what its drawing or `check` raises. For rank 0."""
@@ -454,6 +454,7 @@ class Drawing:
             try:
                 self._drawn.put((sampler.sample(number), sampler.loader.state))
             except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
+                self._failed = True
                 self._drawn.put(error)
                 return
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -254,6 +255,34 @@ def test_in_flight_no_token_is_staler_than_so_many_steps(
                 step = number + 1
 
 
+@dataclass
+class Failing(Scripted):
+    """One that can draw no batch after that of step 1."""
+
+    failed: threading.Event = field(default_factory=threading.Event)
+
+    def sample(self, step: int) -> DrawnBatch:
+        if step < 2:
+            return super().sample(step)
+        self.failed.set()
+        raise BurnishError("no generator is left")
+
+
+def test_in_flight_what_cannot_be_drawn_ends_no_step_that_was_made() -> None:
+    """The step is saved; the one that needs the batch says what failed."""
+    sampler = Failing(**vars(queue_of(4, 2, 0, "in flight")[1]))
+    with closing(RolloutQueue(sampler, 4)) as queue:  # type: ignore[arg-type]
+        queue.publish(NOTHING, 0)
+        queue.take(0)
+        assert sampler.failed.wait(60)
+        queue.publish(NOTHING, 1)
+        assert [each.step for each in queue.pending()] == [1]
+        assert queue.take(1).step == 1
+        queue.publish(NOTHING, 2)
+        with pytest.raises(BurnishError, match="no generator"):
+            queue.take(2)
+
+
 def rollout_of(tokens: Any, version: int = 0, **changes: Any) -> Rollout:
     logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 7
     made = Completion(np.array(tokens, np.int64), logprobs, logprobs / 3, "stop", version)
@@ -320,7 +349,7 @@ def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
     ]
     ended, unended = (data.draw(groups_of(routed=end and routed)) for end in (True, False))
     begun = {
-        SampleKey(step, key, each.sample, data.draw(st.booleans())): end(each.completion)
+        SampleKey(step, key, each.sample, data.draw(st.booleans()), "ab"): end(each.completion)
         for step, groups, end in ((7, ended, lambda one: one), (9, unended, unfinished))
         for key, group in enumerate(groups)
         for each in group
@@ -335,13 +364,14 @@ def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
 
 
 def damages() -> Iterator[tuple[str, dict[str, bytes]]]:
-    begun = {SampleKey(5, 3, 1, greedy=False): unfinished(rollout_of([4]).completion)}
+    begun = {SampleKey(5, 3, 1, greedy=False, prompt="ab"): unfinished(rollout_of([4]).completion)}
     files = ahead_files([DrawnBatch(4, [[rollout_of([1, 2])]], [[rollout_of([])]])], begun)
     lines, tensors, begun_lines, begun_tensors = sorted(files)
     text = files[begun_lines].decode()
     for old, new in (
         ('"sample": 1', '"sample": true'),
         ('"greedy": false', '"greedy": 0'),
+        ('"prompt": "ab"', '"prompt": 1'),
         ('"tokens": 1', '"tokens": 2'),
         ('"stop_reason": null', '"stop_reason": "tired"'),
         ("[12, 3]", "[12]"),

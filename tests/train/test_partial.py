@@ -22,13 +22,21 @@ from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
 from burnish.data.loader import Loader
 from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.records.samples import digest_of
 from burnish.rollout.base import Sampling, Underway
-from burnish.rollout.partial import SampleKey, joined
+from burnish.rollout.partial import PartialCompletions, SampleKey, joined
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
 
 NOTHING = Publication([])
 PROMPTS, SAMPLES, MOST = 2, 2, 7
+
+
+PROMPT = np.array([5, 6])
+
+
+def key_of(step: int, prompt_key: int, sample: int, *, greedy: bool) -> SampleKey:
+    return SampleKey(step, prompt_key, sample, greedy, digest_of(PROMPT).hex())
 
 
 def whole(key: SampleKey) -> list[int]:
@@ -67,9 +75,8 @@ class Ticking:
         left = []
         for request, made, _ in self.running:
             for number, tokens in enumerate(made, request.first_sample):
-                key = SampleKey(
-                    sampling.step, request.prompt_key, number, sampling.temperature == 0
-                )
+                greedy = sampling.temperature == 0
+                key = key_of(sampling.step, request.prompt_key, number, greedy=greedy)
                 assert key not in self.begun
                 self.begun[key] = request.drawn
                 before = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
@@ -82,9 +89,16 @@ class Ticking:
                 tokens.append((coming.pop(0), self.version))
             left = [each for each in left if each[1]]
             time.sleep(self.pause * self.order.random())
-        return [each.completions for each in self.so_far()]
+        return [each.completions for each in self.now()]
 
     def so_far(self) -> list[Underway]:
+        """As servers tell it: of one that ends meanwhile how far it was, too, in any order."""
+        before = self.now()
+        time.sleep(self.pause * len(before))
+        told = [*before, *self.now()]
+        return told if self.version % 2 else told[::-1]
+
+    def now(self) -> list[Underway]:
         with self.lock:
             return [
                 Underway(sampling, request, [self.made(request, sampling, *each) for each in enumerate(made, request.first_sample)])
@@ -94,7 +108,8 @@ class Ticking:
     def made(
         self, request: Request, sampling: Sampling, number: int, drawn: list[tuple[int, int]]
     ) -> Completion:
-        key = SampleKey(sampling.step, request.prompt_key, number, sampling.temperature == 0)
+        greedy = sampling.temperature == 0
+        key = key_of(sampling.step, request.prompt_key, number, greedy=greedy)
         tokens = np.array([token for token, _ in drawn], np.int64)
         spans = [(v, i) for i, (_, v) in enumerate(drawn) if i == 0 or v != drawn[i - 1][1]]
         return Completion(
@@ -121,14 +136,14 @@ class Sampled:
         assert first == step * PROMPTS  # prompts in the order of the data
         assert self.collector.partial is not None
         for samples, temperature in ((SAMPLES, 1.0), (1, 0.0)):
-            requests = [Request(first + i, np.array([5, 6]), samples) for i in range(PROMPTS)]
+            requests = [Request(first + i, PROMPT, samples) for i in range(PROMPTS)]
             how = Sampling(MOST, temperature=temperature, step=step)
             made = self.collector.partial.generate(self.collector.generator, requests, how)
             for request, group in zip(requests, made, strict=True):
                 prompt = Prompt(request.prompt_key, request.token_ids, "a", None, 5, "sums", {})
                 groups.append([Rollout(prompt, i, each, "x") for i, each in enumerate(group)])
                 for number, each in enumerate(group):
-                    key = SampleKey(step, request.prompt_key, number, temperature == 0)
+                    key = key_of(step, request.prompt_key, number, greedy=temperature == 0)
                     assert each.token_ids.tolist() == whole(key)
                     assert (
                         each.logprobs.tolist() == (-each.token_ids.astype(np.float32) / 3).tolist()
@@ -202,6 +217,20 @@ def test_a_killed_run_goes_on_with_what_was_begun(
                 had = young.get(key)
                 assert count == (0 if had is None else len(had.token_ids))
                 assert had is None or had.stop_reason is None
+
+
+def test_what_was_begun_for_a_prompt_does_not_go_on_after_another() -> None:
+    """Data and chat template may change between two starts."""
+    key = key_of(3, 7, 0, greedy=False)
+    tokens = np.array(whole(key)[:1], np.int64)
+    numbers = tokens.astype(np.float32)
+    begun, generator = Completion(tokens, numbers, numbers, None, 1), Ticking(random.Random(0), 0.0)
+    other = Request(7, PROMPT + 1)
+    ((made,),) = PartialCompletions({key: begun}).generate(
+        generator, [other], Sampling(MOST, step=3)
+    )
+    assert generator.begun == {key: 0}
+    assert made.token_ids.tolist() == whole(key)
 
 
 def test_spans_of_weights_are_joined() -> None:
