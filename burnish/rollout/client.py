@@ -225,10 +225,13 @@ class ServedGenerator:
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
         self._servers, self._layout = tuple(servers), layout
+        self._asked_of = self._servers
+        """Those that got the last weights: one that takes the place of another is asked for nothing before."""
         self._specs, self._fixed = tuple(specs), tuple(fixed)
         self._begun: set[Server] = set()
         """Those that have the fixed weights."""
-        self._lost: dict[str, str] = {}
+        self._lost: dict[Server, str] = {}
+        """Why each of them is lost. Rank 0 hears of it at any time, from the thread that draws."""
         self._owner = from_main(secrets.token_hex(8), layout)  # an evaluation may use them, too
         self._gather: Gather | None = None
         self._version: int | None = None
@@ -249,7 +252,8 @@ class ServedGenerator:
         shares = _shares(requests, len(self._servers), in_flight=self._in_flight)
         found: dict[int, list[Completion]] = {}
         while waiting := [share for share in enumerate(shares) if share[1][0] not in found]:
-            alive = [server for server in self._servers if server.url not in self._lost]
+            servers = self._asked_of
+            alive = [server for server in servers if server not in self._lost]
             if not alive:
                 raise self._none_left(watch)
             together = deque[list[int]]()
@@ -257,7 +261,7 @@ class ServedGenerator:
                 server: together if self._in_flight else deque[list[int]]() for server in alive
             }
             for number, share in waiting:
-                own = self._servers[number % len(self._servers)]
+                own = servers[number % len(servers)]
                 dealt[own if own in dealt else alive[number % len(alive)]].append(share)
             found |= self._asked(dealt, requests, sampling, watch)
         return [found[number] for number in range(len(requests))]
@@ -278,7 +282,8 @@ class ServedGenerator:
         def ask(server: Server, shares: deque[list[int]]) -> None:
             share: list[int] = []
             try:
-                while not errors and (share := _next(shares)):
+                # One that is lost in the meantime may lack the newest weights.
+                while not errors and server not in self._lost and (share := _next(shares)):
                     mine = [requests[number] for number in share]
                     groups = server.complete(
                         mine, sampling, version, told, self._owner, in_flight=self._in_flight
@@ -289,7 +294,7 @@ class ServedGenerator:
             except ServerLost as error:
                 shares.appendleft(share)
                 if not left.is_set():
-                    self._lose(server.url, str(error))
+                    self._lose(server, str(error))
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
@@ -321,7 +326,7 @@ class ServedGenerator:
                 log.warning("a generator does not tell how far it is: %s", error)
                 return []
 
-        alive = [server for server in self._servers if server.url not in self._lost]
+        alive = [server for server in self._asked_of if server not in self._lost]
         with ThreadPoolExecutor(max(1, len(alive))) as pool:
             running = [each for parts in pool.map(told, alive) for each in parts]
         return [*running, *self._ended]
@@ -330,7 +335,7 @@ class ServedGenerator:
     def _fed(self) -> list[Server]:
         """Return the servers that get weights from this rank, but for lost ones."""
         mine = self._servers[self._layout.rank :: self._layout.world]
-        return [server for server in mine if server.url not in self._lost]
+        return [server for server in mine if server not in self._lost]
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. A lost server that is revived takes part again."""
@@ -359,7 +364,7 @@ class ServedGenerator:
                     uploads[server].finish()
         self._begun |= uploads.keys() & self._fed
         self._tell_of_lost()
-        self._version = version
+        self._asked_of, self._version = self._servers, version
 
     def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
         """Send pieces of weights to servers. Collective."""
@@ -369,18 +374,23 @@ class ServedGenerator:
                 with self._losing(server):
                     uploads[server].send(message)
 
-    def _tell_of_lost(self) -> None:
-        """Have all ranks know which servers are lost. Collective."""
-        for theirs in gather_objects(dict(self._lost), self._layout):
-            for url, why in theirs.items():
-                self._lose(url, why)
+    def _tell_of_lost(self) -> list[str]:
+        """Have all ranks know which servers are lost; return their urls, the same on all ranks. Collective."""
+        mine = {each.url: self._lost[each] for each in self._servers if each in self._lost}
+        told: dict[str, str] = {}
+        for theirs in gather_objects(mine, self._layout):
+            told = theirs | told
+        for server in self._servers:
+            if server.url in told:
+                self._lose(server, told[server.url])
+        return list(told)
 
     def _revive_lost(self) -> None:
         """Put others in the place of lost servers, as far as there are some. Collective."""
-        self._tell_of_lost()
-        if not self._lost:
+        lost = self._tell_of_lost()
+        if not lost:
             return
-        lost, revived = list(self._lost), dict[str, tuple[str, str]]()
+        revived = dict[str, tuple[str, str]]()
         others = [server.url for server in self._servers if server.url not in lost]
         for theirs in gather_objects(self._revive(lost, others), self._layout):
             revived |= theirs
@@ -388,10 +398,8 @@ class ServedGenerator:
             Server(*revived[each.url], each.timeout) if each.url in revived else each
             for each in self._servers
         )
-        for url in revived:
-            del self._lost[url]
-            if self._layout.is_main:
-                log.warning("the generator at %s takes part again", revived[url][0])
+        for url, _ in revived.values() if self._layout.is_main else ():
+            log.warning("the generator at %s takes part again", url)
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: those of the servers that this rank sends weights to."""
@@ -407,8 +415,8 @@ class ServedGenerator:
 
     def close(self) -> None:
         """End the generator's use, and what a thread still waits for."""
-        self._lost = {server.url: f"{server.url}: no longer asked" for server in self._servers}
-        for server in self._servers:
+        for server in {*self._servers, *self._asked_of}:
+            self._lost[server] = f"{server.url}: no longer asked"
             server.hang_up()
         self._end()
 
@@ -417,11 +425,11 @@ class ServedGenerator:
         try:
             yield
         except (ServerLost, BurnishError) as error:
-            self._lose(server.url, str(error))
+            self._lose(server, str(error))
 
-    def _lose(self, url: str, why: str) -> None:
-        if url not in self._lost:
-            self._lost[url] = why
+    def _lose(self, server: Server, why: str) -> None:
+        if server not in self._lost:
+            self._lost[server] = why
             if self._layout.is_main:
                 log.warning("a generator is lost, and others take over: %s", why)
 
@@ -431,7 +439,7 @@ class ServedGenerator:
             time.sleep(_POLL_SECONDS)
         return BurnishError(
             "no generator is left",
-            have="; ".join(self._lost.values()),
+            have="; ".join(self._lost[each] for each in self._asked_of if each in self._lost),
             want="one that answers",
             do="start the same command again, with servers that run: it goes on from the newest checkpoint",
         )

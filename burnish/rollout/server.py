@@ -5,7 +5,7 @@
     GET  /completions         those under way, as far as they are: requests, then completions
     POST /release             frees device memory until the next weights
     GET  /checksums           of each tensor that it computes with
-    GET  /                    what it is
+    GET  /                    what it is; 503 while it hangs
 
 All but the socket runs in the thread that calls `run`, one call at a time. Who does not know the token gets 401.
 """
@@ -58,6 +58,7 @@ class GeneratorServer:
         not free.
         """
         self._generator, self._token, self._about = generator, token, dict(about)
+        self._timeout, self._moved = timeout, time.monotonic()
         self._version: int | None = None
         self._owner = self._asker = ""
         """Whose weights it has, and who asked for the completions under way."""
@@ -75,6 +76,7 @@ class GeneratorServer:
         try:
             while True:
                 check()
+                self._moved = time.monotonic()
                 with suppress(queue.Empty):
                     call = self._calls.get(timeout=_POLL_SECONDS)
                     if call is None:
@@ -91,6 +93,11 @@ class GeneratorServer:
     def knows(self, header: str | None) -> bool:
         """Return whether a request may be answered."""
         return hmac.compare_digest((header or "").encode(), f"Bearer {self._token}".encode())
+
+    @property
+    def hangs(self) -> bool:
+        """Return whether nothing has moved for so long that those who asked it count it as lost."""
+        return time.monotonic() - self._moved > self._timeout
 
     def about(self) -> dict[str, Any]:
         """Return what it is."""
@@ -140,7 +147,7 @@ class GeneratorServer:
 
         def watch(count: int) -> None:
             nonlocal told, ended
-            ended += count
+            ended, self._moved = ended + count, time.monotonic()
             if in_flight:
                 self._load()
             if self._owner != self._asker:
@@ -210,7 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self._refused():
             return
-        if self.path == "/":
+        if self.path == "/" and self._server.hangs:
+            self._error(HTTPStatus.SERVICE_UNAVAILABLE)
+        elif self.path == "/":
             self._answer(messages.encode(self._server.about()))
         elif self.path == "/completions":
             self._answer(_told(self._server.call(self._server.so_far, between_steps=True)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
@@ -22,6 +23,7 @@ from contracts.generator import GeneratorContract, assert_same, make_requests
 from generators_for_tests import make_generator
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from tiny import tiny_config, tiny_model
 from transformers import PreTrainedModel
 
@@ -32,10 +34,11 @@ from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout import messages
-from burnish.rollout.base import Sampling
+from burnish.rollout.base import Sampling, Underway
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.client import ServedGenerator, Server, ServerLost, Upload
+from burnish.rollout.partial import PartialCompletions
 from burnish.rollout.server import GeneratorServer
 
 TOKEN, CPU = "secret", torch.device("cpu")
@@ -348,6 +351,47 @@ def test_what_a_process_before_asked_for_is_not_taken_for_ones_own() -> None:
     assert failed
 
 
+class Late(Leisurely):
+    """One that tells how far it is when `may_tell` returns true."""
+
+    may_tell: Callable[[], bool]
+
+    def so_far(self) -> list[Underway]:
+        until(self.may_tell)
+        return super().so_far()
+
+
+def test_a_share_that_ends_while_others_tell_how_far_they_are_counts_once() -> None:
+    """One server has told the beginning of what is whole when the other has told, too."""
+    requests, partial = make_requests((3, 5), samples=2), PartialCompletions({})
+    held = [InferenceModel(tiny_model().config, device=CPU, dtype=torch.float32) for _ in range(2)]
+    first, second = (
+        kind(each, layout=Layout(), slots=1, eos_token_ids=())
+        for kind, each in zip((Leisurely, Late), held, strict=True)
+    )
+    with serving(first) as one, serving(second) as two:
+        generator = loaded([one, two], in_flight=True)
+        second.may_tell = lambda: bool(generator._ended)
+        sampling = replace(SAMPLING, max_tokens=12)
+        thread = threading.Thread(
+            target=lambda: partial.generate(generator, requests, sampling), daemon=True
+        )
+        thread.start()
+        until(lambda: any(len(c.token_ids) for each in first.so_far() for c in each.completions))
+        found = partial.so_far(generator)
+        thread.join(60)
+    wanted = {
+        (request.prompt_key, number): each
+        for request, group in zip(requests, alone(requests, sampling), strict=True)
+        for number, each in enumerate(group)
+    }
+    assert any(each.stop_reason for each in found.values())
+    for key, each in found.items():
+        tokens = wanted[key.prompt_key, key.sample].token_ids
+        assert each.token_ids.tolist() == tokens[: len(each.token_ids)].tolist()
+        assert each.weights_version == 1
+
+
 def test_a_wrong_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with serving(own(tiny_model())) as server:
         stranger = Server(server.url, "guessed", 5.0)
@@ -386,6 +430,72 @@ def test_a_lost_server_is_revived_before_the_next_weights() -> None:
     assert asked == [((liar.url,), (second.url,))]
 
 
+def test_who_takes_the_place_of_another_is_asked_once_it_has_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In flight a thread may ask while weights are on their way."""
+    requests, upload = make_requests(), Server.upload
+    with (
+        serving(own(tiny_model())) as first,
+        serving(own(tiny_model())) as second,
+        serving(own(tiny_model())) as third,
+    ):
+
+        def late(server: Server, version: int, owner: str = "", *, anew: bool = False) -> Upload:
+            assert_same(generator.generate(requests, SAMPLING), alone(requests))
+            return upload(server, version, owner, anew=anew)
+
+        revived = {first.url: (third.url, TOKEN)}
+        generator = loaded([first, second], in_flight=True, revive=lambda lost, others: revived)
+        generator._lose(first, "by this test")
+        monkeypatch.setattr(Server, "upload", late)
+        generator.load_weights(Publication(model_shards(tiny_model())), 2)
+        assert [*generator._lost] == [first]
+        assert third.about()["version"] == 2
+
+
+class Alongside(logging.Handler):
+    """Does something when rank 0 first says that a server is lost, as if another thread did it then."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._acts = [act]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._acts and "lost" in record.getMessage():
+            self._acts.pop()()
+
+
+def losing_two(layout: Layout, urls: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    """Rank 1 has lost a server. While it tells, rank 0 loses another, as the thread that draws does."""
+    servers, model = [Server(url, TOKEN, 30.0) for url in urls[:3]], tiny_model()
+    others, told = iter(urls[3:]), list[tuple[str, ...]]()
+
+    def revive(lost: Sequence[str], left: Sequence[str]) -> dict[str, tuple[str, str]]:
+        told.append(tuple(lost))
+        return {url: (next(others), TOKEN) for url in lost} if layout.is_main else {}
+
+    specs = list(dict.fromkeys(shard.spec for shard in model_shards(model)))
+    generator = ServedGenerator(servers, specs, layout, in_flight=True, revive=revive)
+    mine = [each for number, each in enumerate(model_shards(model)) if number % 2 == layout.rank]
+    handler = Alongside(lambda: generator._lose(servers[2], "by this test"))
+    logging.getLogger("burnish").addHandler(handler)
+    if layout.rank == 1:
+        generator._lose(servers[1], "by this test")
+    for version in (1, 2):
+        generator.load_weights(Publication(mine), version)
+    found = generator.generate(make_requests(), SAMPLING) if layout.is_main else []
+    return told, found
+
+
+def test_a_server_that_one_rank_loses_while_ranks_tell_of_others() -> None:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(own(tiny_model()))).url for _ in range(5)]
+        (told, found), (heard, _) = run_ranks(losing_two, 2, urls)
+    assert told == heard == [(urls[1],), (urls[2],)]
+    assert_same(found, alone(make_requests()))
+
+
 def test_an_adapter_travels_alone_after_the_weights_that_it_is_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -412,7 +522,7 @@ def test_an_adapter_travels_alone_after_the_weights_that_it_is_beside(
             found = generator.generate(requests, SAMPLING)
             assert_same(found, oracle.generate(requests, SAMPLING))
             if version == 1:
-                generator._lose(first.url, "by this test")
+                generator._lose(first, "by this test")
             sent.append(0)
     adapter, model = (sum(shard.tensor.nbytes for shard in s) for s in vars_of(published[0]))
     headers = 200 * (len(changing) + len(fixed))
@@ -450,6 +560,27 @@ class Slow:
                 time.sleep(0.01)
         finally:
             self.left = True
+
+
+def test_a_server_that_hangs_does_not_say_what_it_is_until_it_moves() -> None:
+    """So it is not found where a run looks for another."""
+    slow, moves = Slow(), threading.Event()
+    slow.release = moves.wait  # type: ignore[assignment]
+    with serving(slow, timeout=0.5) as server:
+        thread = threading.Thread(target=server.release)
+        thread.start()
+        try:
+            until(lambda: not is_found(server))
+        finally:
+            moves.set()
+        until(lambda: is_found(server))
+        thread.join(30)
+
+
+def is_found(server: Server) -> bool:
+    with suppress(ServerLost):
+        return bool(server.about())
+    return False
 
 
 @contextmanager
@@ -533,7 +664,7 @@ def test_a_client_that_leaves_ends_the_generation() -> None:
             generator.generate(make_requests(), SAMPLING, watch)
         until(lambda: slow.left)
         assert server.about()["version"] == 1
-        assert server.url not in generator._lost
+        assert server not in generator._lost
 
 
 def test_who_waits_in_line_and_leaves_is_in_nobodys_way() -> None:
