@@ -38,7 +38,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "servers": (2, DYNAMIC, {"place": "servers", "servers": 2, "ahead": 1}),
     "flight": (1, STILL, IN_FLIGHT),
     "flights": (2, {**STILL, **REMAX}, IN_FLIGHT),
-    "flight_servers": (1, STILL, {**IN_FLIGHT, "place": "servers", "servers": 2}),
+    "flight_servers": (2, STILL, {**IN_FLIGHT, "place": "servers", "servers": 2}),
 }
 """Processes, settings, and who generates."""
 
@@ -178,6 +178,7 @@ def kinds(case: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_every_steps_save(work: Path, case: str) -> None:
     made, wanted = campaign(work, case, "saves")
@@ -192,6 +193,7 @@ def test_killed_at_every_steps_save(work: Path, case: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("case", CASES)
 def test_killed_at_random_moments(work: Path, case: str) -> None:
     made, wanted = campaign(work, case, "moments")
