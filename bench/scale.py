@@ -9,7 +9,8 @@ the files for all ranks, and takes its own share of the others.
 `step`: gloo passes messages round in rings, so a step takes hops × the time of a hop, measured between two processes on this machine
 and to be scaled by the network's latency; and the time to read all ranks' small objects.
 `rollouts`: what a rank receives of a step's rollouts, 16 for each rank, of 400 new tokens on average: the numbers of all, and the
-tokens that it trains on; and the time to read the numbers and to divide the sequences among the ranks.
+tokens that it trains on; the time to read the numbers, to turn rewards into advantages, to divide the sequences among the ranks and
+to make statistics, which every rank does; and the memory of it.
 
 `start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
 ranks do. They share this machine's cores; on a cluster only store and relay share one.
@@ -32,9 +33,11 @@ from math import prod
 from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -46,7 +49,9 @@ from burnish.boxes.rounds import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WritePlan
+from burnish.config.schema import RunConfig
 from burnish.data import batching
+from burnish.data.balance import Shares
 from burnish.distributed import failure_watch, processes
 from burnish.distributed.collectives import any_rank
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
@@ -54,9 +59,13 @@ from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
 from burnish.models.flops import ModelFlops
-from burnish.records import Completion, Example, ExampleOutline, Prompt, Rollout
+from burnish.records import Completion, Example, Prompt, Rollout
+from burnish.rewards.overview import rollout_stats
 from burnish.train.owners import heard as hear
 from burnish.train.owners import tell
+from burnish.train.policy_update import PolicyUpdate
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 RANKS = 16_000
@@ -66,6 +75,12 @@ FLAGS, GATHERS = 8, 2
 """Of a step of GRPO without a save: whether a rank was told to stop, has failed, or has other statistics; and its rollouts."""
 SAMPLES = 16
 """Rollouts that a rank makes in a step."""
+CONFIG = {
+    "model": {"path": "x"},
+    "data": {"train": ["x"]},
+    "reward": {"functions": [{"function": "exact_match"}]},
+}
+"""Of GRPO as it comes."""
 PER_PROCESS = 4_000
 """Fake ranks that share a process."""
 PATIENCE = timedelta(minutes=20)
@@ -375,40 +390,59 @@ def step(ranks: int) -> list[Result]:
 def rollouts(ranks: int) -> list[Result]:
     """What a rank receives and does to know of a step's rollouts and to divide them, in a process of its own."""
     with beside(exchange, ranks) as pipe:
-        numbers, tokens, everything, heard, divided = pipe.recv()
+        sizes, seconds, memory, everything = pipe.recv()
     print(f"{everything / 1e6:.0f} million tokens", flush=True)
     return [
-        within("rollouts/numbers of all", numbers / 1e6, "MB"),
-        within("rollouts/tokens of its own", tokens / 1e6, "MB"),
-        within("rollouts/hearing of all", heard, "s"),
-        within("rollouts/dividing", divided, "s"),
+        *[within(f"rollouts/{name}", size / 1e6, "MB") for name, size in sizes.items()],
+        *[within(f"rollouts/{name}", took, "s") for name, took in seconds.items()],
+        within("rollouts", sum(seconds.values()), "s"),
+        within("rollouts/memory", memory / 1e6, "MB"),
     ]
 
 
 def exchange(pipe: Connection, ranks: int) -> None:
-    """Hear the numbers of every rank's rollouts, divide all, and pack those that go to one rank."""
+    """Do with all rollouts of a step of GRPO what every rank does, and pack those that go to one rank."""
     rng, begin, limit = np.random.default_rng(0), 100, 800
-    sizes, prompt = rng.integers(1, limit, (ranks, SAMPLES)), np.arange(begin)
-    owners, outlines, numbers, heard = list[int](), list[ExampleOutline](), 0, 0.0
-    task = Prompt(0, prompt, "", None, None, "", {})
-    for rank, row in enumerate(sizes.tolist()):
+    messages = []
+    for rank, row in enumerate(rng.integers(1, limit, (ranks, SAMPLES)).tolist()):
+        task = Prompt(rank, np.arange(begin) + rank, "", None, None, "", {})
         group = [
-            Rollout(task, n, completion(size), "", n / SAMPLES, {"score": n / SAMPLES})
-            for n, size in enumerate(row)
+            Rollout(task, n, completion(size), "", reward, {"exact_match": reward})
+            for n, (size, reward) in enumerate(zip(row, rng.random(SAMPLES).tolist(), strict=True))
         ]
-        told = pickle.dumps((None, tell([group]), {"generate": 1.5, "score": 0.5}))
-        numbers, begun = numbers + len(told), process_time()
-        (known,) = hear(pickle.loads(told)[1], rank)  # noqa: S301 - our own
-        heard += process_time() - begun
-        owners += [each.owner or 0 for each in known]
-        beginning = str(rank).encode()
-        columns: dict[str, tuple[int, ...]] = {"sampled_logprobs": ()}
-        outlines += [ExampleOutline(begin + size, begin, size, beginning, columns) for size in row]
-    lengths, begun = np.array([each.length for each in outlines]), process_time()
+        told = None, tell([group]), {"generate": 1.5, "score": 0.5}
+        messages.append(pickle.dumps(told))
+    config, seconds = RunConfig.model_validate(CONFIG), dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
-    shares = batching._assign(outlines, lengths, ranks, 16 * limit, flops)
-    divided = process_time() - begun
-    tokens = 0
+    update = PolicyUpdate(SimpleNamespace(layout=Layout(0, ranks)), None, None, flops, config)
+    reset_peak_memory(CPU)
+    before = used_memory(CPU)
+
+    def clock(name: str, make: Callable[[], T]) -> T:
+        begun = process_time()
+        made = make()
+        seconds[name] = process_time() - begun
+        return made
+
+    def divided() -> tuple[npt.NDArray[np.int64], Shares]:
+        outlines = [update._outline(each, {"sampled_logprobs": ()}) for each in known]
+        lengths = np.array([each.length for each in outlines])
+        batching._columns(outlines)
+        return lengths, batching._assign(outlines, lengths, ranks, 16 * limit, flops)
+
+    groups = clock(
+        "hearing of all",
+        lambda: [
+            group
+            for rank, message in enumerate(messages)
+            for group in hear(pickle.loads(message)[1], rank)  # noqa: S301 - our own
+        ],
+    )
+    known = [each for group in groups for each in group]
+    credit = clock("advantages", lambda: update.assign_credit(groups))
+    lengths, shares = clock("dividing", divided)
+    clock("statistics", lambda: rollout_stats(known))
+    memory, tokens = peak_memory(CPU) - before, 0
     for each in shares.microbatches[0]:
         mask = [np.arange(length) >= begin for length in lengths[each].tolist()]
         mine = [
@@ -416,9 +450,11 @@ def exchange(pipe: Connection, ranks: int) -> None:
             for m in mask
         ]
         every = list(range(len(mine)))
-        packet = every, batching._packet(mine, every, columns)
+        packet = every, batching._packet(mine, every, ["sampled_logprobs"])
         tokens += len(pickle.dumps(packet))
-    pipe.send((numbers, tokens, int(lengths.sum()), heard, divided))
+    assert len(credit.advantages) == len(known)
+    sizes = {"numbers of all": sum(map(len, messages)), "tokens of its own": tokens}
+    pipe.send((sizes, seconds, memory, int(lengths.sum())))
 
 
 def completion(size: int) -> Completion:

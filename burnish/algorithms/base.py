@@ -76,9 +76,12 @@ class ScoredRollouts:
     ) -> ScoredRollouts:
         """Subtract `token_penalties` from rewards. Raises `BurnishError` for a reward that is not finite."""
         sizes = np.asarray(lengths, dtype=np.int64)
-        given = token_penalties or [np.zeros(size, dtype=np.float32) for size in sizes]
+        totals = np.asarray(rewards, dtype=np.float64)
+        zeros = np.broadcast_to(0.0, sizes.max(initial=0))  # takes no memory
+        given = token_penalties or [zeros[:size] for size in sizes.tolist()]
         penalties = tuple(np.asarray(penalty, dtype=np.float64) for penalty in given)
-        totals = np.asarray(rewards, dtype=np.float64) - np.array([p.sum() for p in penalties])
+        if token_penalties:
+            totals = totals - np.array([penalty.sum() for penalty in penalties])
         check_finite(totals)
         return cls(totals, np.asarray(groups, dtype=np.int64), sizes, penalties, **more)
 
@@ -130,7 +133,7 @@ def load_advantage(name: str) -> Advantage:
 
 
 def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
-    """Return each completion token's advantage, one fp32 array per rollout.
+    """Return each completion token's advantage, one fp32 array per rollout, to be read only.
 
     Raises `BurnishError` if the function returns other shapes or non-finite numbers.
     """
@@ -138,9 +141,12 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
     if not len(lengths):
         return []
     found: Any = function(scored)
+    checked: list[Floats] = []
     if len(found) == len(lengths) and all(np.ndim(each) == 0 for each in found):
-        found = np.repeat(np.asarray(found, dtype=np.float64), lengths)
-        found = np.split(found, lengths.cumsum()[:-1])
+        numbers = np.asarray(found, dtype=np.float32)
+        rows = np.broadcast_to(numbers[:, None], (len(numbers), lengths.max()))  # no memory
+        found = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+        checked = [numbers[lengths > 0]]
     shapes = [np.shape(each) for each in found]
     if shapes != [(length,) for length in lengths]:
         raise BurnishError(
@@ -150,7 +156,7 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
             do="correct the function of algorithm.advantage",
         )
     tokens = [np.asarray(each, dtype=np.float32) for each in found]
-    if not all(np.isfinite(each).all() for each in tokens):
+    if not all(np.isfinite(each).all() for each in checked or tokens):
         raise BurnishError(
             "the advantage function returned numbers that are not finite",
             have="NaN or infinity",

@@ -250,9 +250,11 @@ class GroupSampler:
             if selection.refill == 0:
                 break
             wanted, refills = selection.refill, refills + 1
-        found = [[shaped(rollout) for rollout in group] for group in groups]
-        left_out = [group for i, group in enumerate(found) if i not in selection.keep]
-        return DrawnBatch(step, [found[index] for index in selection.keep], left_out)
+        if overlong.buffer:
+            groups = [[shaped(rollout) for rollout in group] for group in groups]
+        kept = set(selection.keep)
+        left_out = [group for i, group in enumerate(groups) if i not in kept]
+        return DrawnBatch(step, [groups[index] for index in selection.keep], left_out)
 
 
 class RolloutQueue:
@@ -381,12 +383,12 @@ class RolloutQueue:
 
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
-        made = [rollout.completion for rollout in batch.rollouts]
-        lags = [
-            float(np.mean(self._age(batch.step, each.versions)))
-            for each in made
-            if len(each.token_ids)
-        ]
+        made = [each.completion for each in batch.rollouts if len(each.completion.token_ids)]
+        ages = self._age(batch.step, np.array([each.weights_version for each in made]))
+        lags = ages.astype(np.float64)
+        for number, each in enumerate(made):
+            if each.later_versions:
+                lags[number] = self._age(batch.step, each.versions).mean()
         stats = rollout_stats(batch.generated)
         stragglers = self._sampler.collector.stragglers
         if stragglers is not None:
@@ -394,10 +396,9 @@ class RolloutQueue:
         if self._sampler.collector.generator.central:
             stats["perf/wait_seconds"] = Max(self._waited)
             self._waited = 0.0
-        if lags and (self._ahead or any(lags)):
-            stats["rollout/staleness/mean"] = Mean(sum(lags), len(lags))
-            oldest = min(each.weights_version for each in made)
-            stats["rollout/staleness/max"] = Max(int(self._age(batch.step, oldest)))
+        if made and (self._ahead or lags.any()):
+            stats["rollout/staleness/mean"] = Mean(float(lags.sum()), len(lags))
+            stats["rollout/staleness/max"] = Max(int(ages.max()))
         return stats
 
 

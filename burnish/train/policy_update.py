@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -53,11 +53,6 @@ class Credit:
     """With KL in the reward: the policy's log-probs before the updates."""
     kl: float = 0.0
     """With KL in the reward: its mean over all tokens, in nats."""
-
-    @property
-    def means(self) -> list[float]:
-        """Each rollout's mean advantage; 0 of an empty one."""
-        return [float(each.mean()) if len(each) else 0.0 for each in self.advantages]
 
     @property
     def stats(self) -> Stats:
@@ -227,18 +222,13 @@ class PolicyUpdate:
             **(arrays if logprobs else {}),
         )
 
-    def _outline(self, rollout: Rollout, logprobs: bool) -> ExampleOutline:
-        """Return what is known of another rank's `_example`."""
-        start, trained = len(rollout.prompt.token_ids), len(rollout.completion.token_ids)
-        columns: dict[str, tuple[int, ...]] = {}
-        if logprobs:
-            kept = self.config.algorithm.old_logprobs == "rollout"
-            columns["old_logprobs" if kept else "sampled_logprobs"] = ()
+    def _outline(self, rollout: Rollout, columns: Mapping[str, tuple[int, ...]]) -> ExampleOutline:
+        """Return what is known of another rank's `_example`, which has `columns` beside its experts."""
+        prompt, trained = rollout.prompt, len(rollout.completion.token_ids)
+        start = len(prompt.token_ids)
         if self._replayed:
-            columns["experts"] = _experts(rollout).shape[1:]
-        return ExampleOutline(
-            start + trained, start, trained, rollout.prompt.digest or b"", columns
-        )
+            columns = {**columns, "experts": _experts(rollout).shape[1:]}
+        return ExampleOutline(start + trained, start, trained, prompt.digest or b"", columns)
 
     @property
     def _replayed(self) -> bool:
@@ -307,11 +297,13 @@ class PolicyUpdate:
 
     def _batch(self, rollouts: Sequence[Rollout], *, logprobs: bool = False) -> Batch:
         """Return this rank's part of a batch of rollouts that have completions. Collective."""
-        layout = self.engine.layout
+        layout, kept = self.engine.layout, self.config.algorithm.old_logprobs == "rollout"
+        name = "old_logprobs" if kept else "sampled_logprobs"
+        columns: dict[str, tuple[int, ...]] = {name: ()} if logprobs else {}
         sequences = [
             self._example(each, logprobs)
             if each.owner in (None, layout.rank)
-            else self._outline(each, logprobs)
+            else self._outline(each, columns)
             for each in rollouts
         ]
         return make_batch(

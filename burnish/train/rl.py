@@ -125,7 +125,6 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     batches=batches,
                     kl_coef=None if kl.target is None else kl_coef,
                     rollouts=drawn.rollouts,
-                    advantages=credit.means,
                     by_token=credit.by_name(),
                 )
         with agree(layout):

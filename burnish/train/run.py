@@ -186,12 +186,11 @@ class Run:
         batches: Sequence[Batch],
         kl_coef: float | None = None,
         rollouts: Sequence[Rollout] | None = None,
-        advantages: Sequence[float] = (),
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
         """Count a step as done, and validate, save and log it where it is time. Collective.
 
-        `batches` are those of its updates, `rollouts` what they were made of, with the mean advantage and numbers by token of each.
+        `batches` are those of its updates, `rollouts` what they were made of, with `advantages` and more numbers by token.
         """
         self._hear_of_saving(wait=False)
         main, pending = self._learners[MAIN].engine, self._drawn_ahead()
@@ -208,7 +207,7 @@ class Run:
         )
         self.pending = pending
         if rollouts is not None:
-            self._write_rollouts(rollouts, advantages, by_token)
+            self._write_rollouts(rollouts, by_token)
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         if self._is_due(self._config.distributed.check_replicas_every):
@@ -261,7 +260,7 @@ class Run:
             with spans("validate"):
                 measured, rollouts = self._validate()
                 if rollouts is not None:
-                    self._write_rollouts(rollouts, None)
+                    self._write_rollouts(rollouts)
             require_measured(self._config.checkpoint.keep_best.metric, measured)
             values = spans.added(values) | measured
             self._keep_measured(json_numbers(measured), json_numbers(values))
@@ -272,12 +271,11 @@ class Run:
     def _write_rollouts(
         self,
         rollouts: Sequence[Rollout],
-        advantages: Sequence[float] | None,
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
-        """Have rank 0 write a step's rollouts if due, without `advantages` a validation's. Collective."""
+        """Have rank 0 write a step's rollouts if due, without `by_token` a validation's. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
-        wanted = wanted_rollouts(settings, step, total, rollouts, advantages is None)
+        wanted = wanted_rollouts(settings, step, total, rollouts, by_token is None)
         if wanted is None:
             return
         order, whole = wanted
@@ -285,6 +283,10 @@ class Run:
         with agree(self._layout), self._writing():
             try:
                 if self._observers is not None:
+                    advantages = None
+                    if by_token is not None:
+                        arrays = by_token["advantages"]
+                        advantages = [float(a.mean()) if len(a) else 0.0 for a in arrays]
                     told = (step, rollouts, advantages, by_token, come, whole)
                     self._observers.rollouts_scored(*told)
             finally:

@@ -290,6 +290,12 @@ def test_a_function_in_a_file(own: str) -> None:
     assert advantages(f"{own}:by_token", [1.0], [0], [3])[0].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_one_number_for_all_tokens_of_a_rollout_takes_no_memory() -> None:
+    one, two = advantages("dr_grpo", [0.0, 1.0], [0, 0], [1 << 40, 1 << 41])
+    assert (len(one), one[-1]) == (1 << 40, -0.5)
+    assert (len(two), two[-1]) == (1 << 41, 0.5)
+
+
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize("name", ["short", "wrong", "infinite", "absent"])
 def test_a_function_that_cannot_be_used_is_refused_when_it_is_loaded(own: str, name: str) -> None:
