@@ -17,38 +17,47 @@ from burnish.functions import did_you_mean
 HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
-  burnish init  sft|rl [MODEL] [DATA]             write a configuration to begin with
-  burnish sft   [CONFIG] [key=value ...]          learn from examples
-  burnish rl    [CONFIG] [key=value ...]          learn from a reward
-  burnish submit sft|rl [CONFIG] [key=value ...]  the same as a job of a Ray cluster
-  burnish eval  RUN|MODEL|CONFIG [key=value ...]  measure on held-out data
-  burnish chat  MODEL|RUN [key=value ...]         ask a model in the terminal
-  burnish runs  [DIR] | compare A B               list runs, or show two beside each other
-  burnish view  [DIR]                             look at runs and rollouts in a browser
-  burnish serve [CONFIG] [key=value ...]          generate completions for a run elsewhere
-  burnish plan  [CONFIG] [--devices 64xH100-80G]  memory and time, and which layouts fit
-  burnish check [CONFIG] [--processes N]          compare a layout with one plain process
-  burnish doctor [PLACE ...]                      what this machine has and lacks for training
-  burnish config check [CONFIG] [key=value ...]   whether settings fit together, at once
-  burnish config show [CONFIG] [key=value ...]    every setting, and where its value came from
-  burnish config explain [KEY]                    what a setting means
-  burnish config translate FILE|ARGUMENTS         verl's or TRL's arguments as a configuration
-  burnish ckpt  ls|show|verify|diff|export|...    look at checkpoints, check and keep them
+  burnish init sft|rl [MODEL] [DATA]         write a first configuration
+  burnish sft CONFIG                         fine-tune a model on examples
+  burnish rl CONFIG                          train a model with a reward: GRPO, PPO, ...
+  burnish submit sft|rl CONFIG               run sft or rl as a job of a Ray cluster
+  burnish serve CONFIG                       generate completions for a run elsewhere
+  burnish eval RUN|MODEL|CONFIG              measure a model on held-out data
+  burnish chat RUN|MODEL                     talk to a model in the terminal
 
-CONFIG is a YAML file; key=value sets one setting, as optim.lr=1e-6 or rollout.n=8. Either is enough:
+  burnish runs [DIR]                         list runs
+  burnish runs compare A B                   compare two runs
+  burnish view [DIR]                         show runs and completions in a browser
+  burnish ckpt ls|show|export|verify|...     inspect, export and check checkpoints
+
+  burnish plan CONFIG --devices 64xH100-80G  estimate memory and time before a run
+  burnish check CONFIG --processes N         compare your layout with one plain process
+  burnish doctor [PLACE ...]                 check that this machine is ready
+
+  burnish config check CONFIG                check that settings exist and fit together
+  burnish config show CONFIG                 print every setting and its origin
+  burnish config explain [KEY]               explain a setting
+  burnish config translate FILE|ARGUMENTS    turn verl's or TRL's arguments into CONFIG
+
+CONFIG is a YAML file. Settings may follow it, such as optim.lr=1e-6 rollout.n=8, or
+replace it:
 
   burnish rl model.path=DIR data.train=x.jsonl reward.functions=rewards.py:correct
 
---dry-run does the run's setup without weights and says what the run would do.
-It reads the tokenizer and the headers of weights, tokenizes the first rows of the data, calls the reward
-functions once and plans memory. It does not see later rows, and only small files that are elsewhere.
+A run is written to runs/NAME. The same command again resumes it. On several processes:
 
-On several processes: burnish rl CONFIG --processes 8, or on a Ray cluster: burnish rl CONFIG --ray auto
-or torchrun --nproc-per-node 8 -m burnish rl CONFIG
---version prints the version; eval "$(burnish completion bash)" completes commands, also in zsh or fish.
-BURNISH_LOG_LEVEL (debug, info, warning, error) sets how much is logged; without it rank 0 logs from info
-on, and other ranks errors only.
+  burnish rl CONFIG --processes 8            on this machine; restarts when one dies
+  burnish rl CONFIG --ray auto               on a Ray cluster
+  torchrun --nproc-per-node 8 -m burnish rl CONFIG
+
+--dry-run does the run's setup without weights and prints what the run would do. It
+takes seconds: it tokenizes the first rows, calls each reward once and plans memory.
+
+burnish COMMAND --help lists a command's options. --version prints the version.
+eval "$(burnish completion bash)" completes commands and settings; also zsh and fish.
+BURNISH_LOG_LEVEL is debug, info, warning or error. Default: info on rank 0, else error.
 """
+_SETTINGS = "burnish config explain lists the sections of settings; burnish config explain KEY explains one."
 _MOST_OPTIONS = 5
 """Unknown options that are told of."""
 DIFFERS = 6
@@ -58,65 +67,65 @@ _COMMANDS = {
     "init": (
         "init:init",
         "sft|rl MODEL DATA",
-        "Write a configuration into the working directory, for RL also a reward function, without DATA also some rows.",
+        "Write a first configuration into the working directory, and for rl a reward function. Without DATA, write sample rows too.",
     ),
     "sft": (
         "run:run",
         "CONFIG key=value --dry-run --devices --processes --ray",
-        "Learn from examples.",
+        "Fine-tune a model on examples. The same command again resumes the run.",
     ),
     "rl": (
         "run:run",
         "CONFIG key=value --dry-run --devices --processes --ray",
-        "Learn from a reward.",
+        "Train a model by reinforcement learning. The same command again resumes the run.",
     ),
     "submit": (
         "run:submit",
         "sft|rl CONFIG key=value --address --processes",
-        "Submit a run to a Ray cluster as a job, and follow its output. The cluster has to see this directory.",
+        "Submit a run to a Ray cluster as a job, and follow its output. All nodes must see this directory.",
     ),
     "eval": (
         "run:run",
         "CONFIG|RUN_DIR|MODEL key=value --dry-run --json",
-        "Measure on held-out data: a configuration's model, the newest of a run, or a model by itself.",
+        "Measure a model on held-out data: the model of a configuration, the newest step of a run, or any model.",
     ),
     "chat": (
         "chat:chat",
         "MODEL|RUN key=value",
-        "Ask a model in the terminal; /reset begins a new conversation. Answers each line of standard input.",
+        "Talk to a model in the terminal. It answers each line of standard input; /reset begins a new conversation.",
     ),
     "runs": (
         "runs:runs",
         "RUNS --json",
-        "List the runs in a directory, or with compare A B show the settings and curves of two beside each other.",
+        "List the runs in a directory. With compare A B, show how the settings and curves of two runs differ.",
     ),
     "view": (
         "view:view",
         "RUNS_DIR --port --host --no-open",
-        "Serve a page that shows runs and rollouts, also while they grow. It changes no run.",
+        "Serve a web page that shows runs and rollouts, also while they grow. It changes no run.",
     ),
     "serve": (
         "serve:serve_run",
         "CONFIG key=value --port --host",
-        "Generate completions for the run of a configuration with rollout.place=servers, until ctrl-C. Start one for each "
-        "server, on any machine that sees the run's directory.",
+        "Generate completions for a run with rollout.place=servers, until ctrl-C. Start this command once for each server, on "
+        "any machine that sees the run's directory.",
     ),
     "plan": (
         "plan:run_plan",
         "CONFIG key=value --devices --device-memory --device-tflops --json",
-        "Say what a run needs of memory and time, which layouts fit, and whether that of the settings as they are can run. "
-        "Loads no weights. The exit code is 0 where any layout fits; --dry-run refuses settings that cannot run.",
+        "Estimate the memory and time of a run, list the layouts that fit, and say whether the configured layout fits. Loads no "
+        "weights. The exit code is 0 if any layout fits; --dry-run of sft and rl refuses a configuration that does not fit.",
     ),
     "check": (
         "check:run_check",
         "CONFIG key=value --processes",
-        "Compare one step at a layout with one plain process, on a small model of the same family.",
+        "Compare one training step at your layout with one plain process, on a small model of the same family.",
     ),
     "doctor": (
         "doctor:doctor",
         "PLACE --processes --ray --json",
-        "Look at devices, versions, limits, disks, clock, ports and the hub, and say what to type where something is missing. Under "
-        "torchrun, Slurm or Ray: all machines, the speed of collectives, and which rank is slow.",
+        "Check devices, versions, limits, disks, clock, ports and the hub, and print a command for each thing that is missing. "
+        "Under torchrun, Slurm or Ray it checks all machines, measures collectives and names slow ranks.",
     ),
     "completion": (
         "completion:completion",
@@ -127,41 +136,41 @@ _COMMANDS = {
     "config check": (
         "settings:check_file",
         "CONFIG key=value",
-        "Check that settings exist and fit together. Reads no inputs.",
+        "Check that settings exist and fit together. It reads no model and no data.",
     ),
     "config show": (
         "settings:show",
         "CONFIG|RUN_DIR key=value",
-        "Print every setting and where its value came from.",
+        "Print every setting and where its value comes from.",
     ),
-    "config explain": ("settings:explain", "KEY", "Say what a setting means."),
+    "config explain": ("settings:explain", "KEY", "Explain a setting and list its values."),
     "config translate": (
         "settings:translate",
         "FILE|ARGUMENTS",
-        "Turn arguments of verl, TRL or OpenRLHF into a configuration, on standard output. What has no counterpart is a comment.",
+        "Print a configuration from arguments of verl, TRL or OpenRLHF. Arguments without a counterpart become comments.",
     ),
     "config schema": (
         "settings:schema",
         "",
         "Print the JSON Schema of a configuration, for editors.",
     ),
-    "ckpt": ("", "", "Look at checkpoints, check and keep them."),
+    "ckpt": ("", "", "Inspect, check, export, import and keep checkpoints."),
     "ckpt ls": ("ckpt:list_steps", "RUN --json", "List the steps of a run."),
-    "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Say what is in a step."),
+    "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Show the content of a step."),
     "ckpt verify": (
         "ckpt:verify_steps",
         "STEP --json --fast|--full",
-        "Check a step, or every step of a run, against their hashes.",
+        "Check the hashes of a step, or of every step of a run.",
     ),
     "ckpt diff": (
         "ckpt_tensors:diff",
         "A B --json --tensors",
-        f"Compare two steps; exit code {DIFFERS} where they differ.",
+        f"Compare two steps. The exit code is {DIFFERS} if they differ.",
     ),
     "ckpt export": (
         "ckpt_tensors:export_step",
         "STEP DIRECTORY --json --dtype --shard-gb --role --merged --base",
-        "Write a plain Hugging Face directory.",
+        "Write a step's model as a plain Hugging Face directory.",
     ),
     "ckpt push": (
         "ckpt_push:push_step",
@@ -171,14 +180,14 @@ _COMMANDS = {
     "ckpt import": (
         "ckpt_tensors:import_weights",
         "SOURCE RUN_DIR --json --step --assets --unsafe-pickle --without-sandbox",
-        "Make a step of weights alone.",
+        "Make a step from somebody else's weights, without optimizer state.",
     ),
-    "ckpt pin": ("ckpt:pin", "STEP_DIR --json --reason", "Keep a step whatever retention says."),
-    "ckpt unpin": ("ckpt:unpin", "STEP_DIR --json", "Let retention decide on a step again."),
+    "ckpt pin": ("ckpt:pin", "STEP_DIR --json --reason", "Protect a step from removal."),
+    "ckpt unpin": ("ckpt:unpin", "STEP_DIR --json", "Allow a pinned step to be removed again."),
     "ckpt gc": (
         "ckpt:collect_garbage",
         "RUN_DIR --json --dry-run",
-        "Remove what the run's configuration does not keep.",
+        "Remove the steps that the run's configuration does not keep, and remains of killed saves.",
     ),
 }
 # Every command: the function of `burnish.cli` that runs it ("" for a group), its arguments, what it does.
@@ -200,18 +209,23 @@ def _flag(help_: str) -> dict[str, Any]:
 
 _STEP = "RUN or RUN/checkpoints/step-N, here or as a URL"
 _POSITIONAL = {
-    "CONFIG": ("config", _argument("a YAML file; none: all settings are given here", nargs="?")),
+    "CONFIG": (
+        "config",
+        _argument("a YAML file; optional if key=value gives all settings", nargs="?"),
+    ),
     "CONFIG|RUN_DIR": (
         "config",
-        _argument("a YAML file, or the directory of a run; none: as above", nargs="?"),
+        _argument("a YAML file or a run's directory; optional, as key=value is enough", nargs="?"),
     ),
     "CONFIG|RUN_DIR|MODEL": (
         "config",
-        _argument("a YAML file, or the directory of a run or model, or a model's id", nargs="?"),
+        _argument(
+            "a YAML file, a run's or model's directory, or a model's id on the hub", nargs="?"
+        ),
     ),
     "key=value": (
         "overrides",
-        _argument("settings, in place of the file's", nargs="*", default=[]),
+        _argument("settings that override the file, such as optim.lr=1e-6", nargs="*", default=[]),
     ),
     "FILE|ARGUMENTS": (
         "words",
@@ -219,89 +233,115 @@ _POSITIONAL = {
     ),
     "sft|rl": (
         "kind",
-        _argument("what is trained: from examples, or from a reward", choices=("sft", "rl")),
+        _argument("sft: train on examples; rl: train with a reward", choices=("sft", "rl")),
     ),
     "MODEL": ("model", _argument("a directory, or an id of the Hugging Face Hub", nargs="?")),
     "DATA": ("data", _argument("a file, a directory, or an id of the Hugging Face Hub", nargs="?")),
     "PLACE": (
         "places",
-        _argument("directories and URLs where runs will write; none: this one", nargs="*"),
+        _argument(
+            "directories and URLs that runs will write to; default: this directory", nargs="*"
+        ),
     ),
     "SHELL": ("shell", _argument("bash, zsh or fish", choices=("bash", "zsh", "fish"))),
     "MODEL|RUN": (
         "config",
         _argument(
-            "a Hugging Face directory or id, or the directory of a run, or of a step", nargs="?"
+            "a Hugging Face directory or id, or the directory of a run or of a step", nargs="?"
         ),
     ),
-    "RUNS": ("given", _argument("[DIR], by default runs, or compare A B", nargs="*")),
+    "RUNS": ("given", _argument("a directory of runs (default: runs), or compare A B", nargs="*")),
     "RUNS_DIR": (
         "root",
+        _argument("a run, or a directory or URL of runs; default: runs", nargs="?", default="runs"),
+    ),
+    "KEY": (
+        "key",
         _argument(
-            "a run, or a directory or URL of runs; by default runs", nargs="?", default="runs"
+            "a setting or section, such as rollout.n; without it, list the sections", nargs="?"
         ),
     ),
-    "KEY": ("key", _argument("as rollout.n; none: the sections", nargs="?")),
-    "RUN": ("path", _argument("as runs/my-run or s3://bucket/my-run", type=_place)),
-    "RUN_DIR": ("run", _argument("as runs/my-run", type=Path)),
-    "STEP": ("path", _argument(f"{_STEP}; without a step, the newest", type=_place)),
+    "RUN": ("path", _argument("such as runs/my-run or s3://bucket/my-run", type=_place)),
+    "RUN_DIR": ("run", _argument("such as runs/my-run", type=Path)),
+    "STEP": ("path", _argument(f"{_STEP}; a run stands for its newest step", type=_place)),
     "STEP_DIR": ("path", _argument("RUN/checkpoints/step-N", type=Path)),
     "A": ("path", _argument(f"{_STEP}, or a Hugging Face directory", type=_place)),
     "B": ("other", _argument("the same", type=_place)),
-    "ORG/NAME": ("repo", _argument("a model on the Hugging Face Hub; is made if needed")),
-    "DIRECTORY": ("target", _argument("is made", type=Path)),
+    "ORG/NAME": (
+        "repo",
+        _argument("a model repository on the Hugging Face Hub; created if needed"),
+    ),
+    "DIRECTORY": ("target", _argument("a new directory to write to", type=Path)),
     "SOURCE": (
         "path",
         _argument(
-            "an id of the hub, a directory or URL of Hugging Face, torch's DCP (Megatron's torch_dist too), or verl's FSDP (global_step_N/actor)",
+            "a Hugging Face id, directory or URL; a checkpoint of torch's DCP or Megatron's torch_dist; or verl's FSDP (global_step_N/actor)",
             type=_place,
         ),
     ),
 }
 # Destination and meaning of each positional argument, by what the help calls it.
+# An option that means something else to one command has a second entry, under "COMMAND --option".
 _OPTIONS = {
-    "--dry-run": _flag("check, say what would be done, and stop"),
+    "--dry-run": _flag("do the setup without weights, print what the run would do, and stop"),
     "--json": _flag("print one JSON object"),
     "--devices": _argument(
-        "as 64xH100-80G or 2xCPU-24G; this machine's when not given; sft, rl: with --dry-run"
+        "with --dry-run: plan for these devices, such as 64xH100-80G; default: this machine's"
     ),
-    "--device-memory": _argument("GiB of a device that is not known", type=float, metavar="GIB"),
+    "--device-memory": _argument(
+        "memory of each device, for a device that is not in the table", type=float, metavar="GIB"
+    ),
     "--device-tflops": _argument(
-        "its bf16 speed in 10¹² operations/s", type=float, metavar="TFLOPS"
+        "bf16 speed of each device, in 10¹² operations per second", type=float, metavar="TFLOPS"
     ),
     "--processes": _argument(
-        "start so many on this machine (check: on its CPU; sft, rl: again when one dies); without it the command is one of "
-        "torchrun's, or alone, or with --ray one on each GPU",
+        "start this many processes, and start the run again when one dies; default: one process, or with --ray one per GPU",
         type=int,
     ),
+    "check --processes": _argument("start this many processes on this machine's CPU", type=int),
+    "doctor --processes": _argument("check from this many processes on this machine", type=int),
+    "view --port": _argument("port to listen on; default: 7007; 0: any free port", type=int),
+    "plan --devices": _argument("such as 64xH100-80G or 2xCPU-24G; default: this machine's"),
+    "submit --processes": _argument("number of processes; default: one per GPU", type=int),
+    "gc --dry-run": _flag("print what would be removed, and stop"),
     "--ray": _argument(
-        "start the processes on a Ray cluster: auto for that of this machine, or HOST:PORT",
+        "start the processes on a Ray cluster: HOST:PORT, or auto for this machine's cluster",
         metavar="ADDRESS",
     ),
-    "--address": _argument("of Ray's dashboard, as http://head:8265; by default this machine's"),
+    "--address": _argument("Ray's dashboard, such as http://head:8265; default: this machine's"),
     "--tensors": _flag("list every tensor"),
     "--full": _argument("read every byte (the default)", action="store_false", dest="fast"),
-    "--fast": _flag("names, sizes, small files and headers only"),
-    "--dtype": _argument("of the weights", choices=("bf16", "fp16", "fp32"), default="bf16"),
-    "--shard-gb": _argument("size of a file", type=float, default=5.0, metavar="GB"),
-    "--role": _argument("a further model of the run, as critic; its own if not given", default=""),
-    "--public": _flag("let everybody see a repository that is made; without, only its owner"),
-    "--branch": _argument("of the repository; is made if needed; by default main"),
-    "--merged": _flag(
-        "of a run with model.lora: the model with the adapter merged in; without, the adapter"
+    "--fast": _flag("check names, sizes, small files and headers only"),
+    "--dtype": _argument(
+        "type of the weights; default: bf16", choices=("bf16", "fp16", "fp32"), default="bf16"
     ),
-    "--base": _argument("where the model that was trained on is, if it moved", type=Path),
-    "--step": _argument("its number; 0 if not given", type=int, default=0),
-    "--assets": _argument("directory of config.json and tokenizer, if SOURCE has none", type=Path),
-    "--unsafe-pickle": _flag("unpickle (DCP, Megatron, verl), in a process of its own"),
-    "--without-sandbox": _flag("unpickle where the kernel has no Landlock as well"),
-    "--port": _argument("where it listens; 0: any that is free; view: 7007 if not given", type=int),
+    "--shard-gb": _argument(
+        "largest size of a file; default: 5", type=float, default=5.0, metavar="GB"
+    ),
+    "--role": _argument(
+        "another model of the run, such as critic; default: the policy", default=""
+    ),
+    "--public": _flag("make a new repository public; default: private"),
+    "--branch": _argument("branch of the repository; created if needed; default: main"),
+    "--merged": _flag(
+        "for a run with model.lora: take the model with the adapter merged in, instead of the adapter"
+    ),
+    "--base": _argument("for --merged: where the base model is now, if it moved", type=Path),
+    "--step": _argument("number of the new step; default: 0", type=int, default=0),
+    "--assets": _argument(
+        "directory with config.json and tokenizer, if SOURCE has none", type=Path
+    ),
+    "--unsafe-pickle": _flag(
+        "allow pickles (DCP, Megatron, verl); they are read in a sandboxed process"
+    ),
+    "--without-sandbox": _flag("allow pickles even if the kernel has no Landlock for the sandbox"),
+    "--port": _argument("port to listen on; default: any free port", type=int),
     "--host": _argument(
-        "an address of this machine; others than itself reach it with the token in the address that is printed",
+        "address to listen on, such as 0.0.0.0; other machines need the token that is printed; default: 127.0.0.1",
         default="127.0.0.1",
     ),
-    "--no-open": _argument("open no browser", action="store_false", dest="open"),
-    "--reason": _argument("shown by ls", default="by hand"),
+    "--no-open": _argument("do not open a browser", action="store_false", dest="open"),
+    "--reason": _argument("why; burnish ckpt ls shows it", default="by hand"),
 }
 
 
@@ -321,7 +361,10 @@ def make_parser() -> ArgumentParser:
     parsers = {"": commands}
     for full_name, (function, arguments, description) in _COMMANDS.items():
         group, _, name = full_name.rpartition(" ")
-        command = parsers[group].add_parser(name, description=description, help=description)
+        more = _SETTINGS if "key=value" in arguments else None
+        command = parsers[group].add_parser(
+            name, description=description, help=description, epilog=more
+        )
         if function:
             command.set_defaults(function=function)
         else:
@@ -337,7 +380,8 @@ def make_parser() -> ArgumentParser:
             options = argument.split("|")
             exclusive = command.add_mutually_exclusive_group() if len(options) > 1 else command
             for option in options:
-                exclusive.add_argument(option, **_OPTIONS[option])
+                how = _OPTIONS.get(f"{name} {option}", _OPTIONS[option])
+                exclusive.add_argument(option, **how)
     return parser
 
 
