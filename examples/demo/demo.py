@@ -1,8 +1,8 @@
 """`make demo`: from nothing to a small model that has learned to sort digits, by the same commands as any run.
 
-Makes a tokenizer and digits to sort, trains a new model a little on them (`burnish sft`), lets reinforcement
-learning do the rest (`burnish rl`), and asks the result with plain transformers. Exit status 1 when the
-result is not what the demo is for: poor before reinforcement learning, nearly always right after it.
+Makes a tokenizer and digits to sort, trains a new model a little on them (`burnish sft`), improves
+it by reinforcement learning (`burnish rl`), and asks the result with plain transformers. The exit status is 1
+unless the model is poor before reinforcement learning and nearly always right after it.
 
 Choices of digits are held out in every order: the model never trains on 6237, nor on 2736.
 """
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def unkept(before: float, after: float) -> str:
-    """What the accuracies before and after reinforcement learning miss; empty where they are as they should be."""
+    """Return how the accuracies before and after reinforcement learning differ from the expected ones; empty if they do not."""
     missed = []
     if not before <= BEFORE_AT_MOST:
         missed.append(f"{before:.1%} right before it, want at most {BEFORE_AT_MOST:.0%}")

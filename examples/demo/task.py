@@ -1,4 +1,4 @@
-"""The demo's world, made from nothing: a tokenizer of characters, four different digits to sort, and choices of them to hold out."""
+"""Make the demo's tokenizer of characters, and its data: four different digits to sort, with some choices held out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward of one's own, in TRL's signature: called once with all completions of this process."""
+"""A reward function in TRL's signature. Burnish calls it once with all completions of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def boxed(completions: list[Any], **columns: Any) -> list[float]:
-    """1 for an answer in \\boxed{}, 0 without; completions are texts, or messages for chat prompts."""
+    """Return 1 for an answer in \\boxed{}, else 0. Completions are texts, or messages for chat prompts."""
     return [float("\\boxed{" in _text(completion)) for completion in completions]
 
 
