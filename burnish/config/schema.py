@@ -222,7 +222,7 @@ class DataConfig(Section):
     curriculum: str | None = None
     """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. measured, RL: leave prompts out more and more often while all their completions are worth the same, as this run measures; needs `steps`. Default: no such order."""
     streaming: int = Field(0, ge=0)
-    """Read `train` as training goes on, in windows of this many megabytes, and keep no more of it on the disk: for what fits no disk, or takes too long to tokenize first. Each process holds two windows. The rows of a window are shuffled among each other, and files among each other. Needs `steps`. 0: tokenize all rows before the first step."""
+    """Read `train` during training, in windows of this many megabytes. Use it for data that do not fit on the disk, or that take too long to tokenize first. Each process holds two windows. Files are shuffled, and rows within a window. Needs `steps`. 0: tokenize all rows before the first step."""
     validation: MayChange[list[str]] = []
     """The same as `train`, for validation. Default split: validation, or else test."""
     prompt_column: str | None = None
@@ -261,9 +261,9 @@ class BatchConfig(Section):
     minibatches: int = Field(1, ge=1)
     """RL: number of parts of a step's prompts; each gets one optimizer step."""
     epochs: int = Field(1, ge=1)
-    """RL: passes over the completions of a step, each after the first in another order. With every pass the policy moves further from the one that generated them."""
+    """RL: passes over the completions of a step. Each pass has another order and moves the policy further from the one that generated them."""
     tokens_per_device: MayChange[int] = Field(8192, ge=2)
-    """Most tokens in one micro-batch, times `engine.sequence_parallel`. A longer sequence is an error."""
+    """Maximum number of tokens in a micro-batch, times `engine.sequence_parallel`. It changes only speed and memory. A longer sequence is an error."""
 
 
 class SamplingConfig(Section):
@@ -285,7 +285,7 @@ class RolloutConfig(SamplingConfig):
     n: int = Field(8, ge=1)
     """Completions per prompt, which form a group."""
     max_response_length: int = Field(256, ge=1)
-    """Longest completion, in tokens."""
+    """Maximum length of a completion, in tokens."""
     stop: list[StopText] = []
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
     stop_token_ids: list[TokenId] = []
@@ -301,11 +301,11 @@ class RolloutConfig(SamplingConfig):
     servers: MayChange[int] = Field(1, ge=1)
     """How many servers the run waits for and uses, with `place: servers`."""
     tensor_parallel: MayChange[int] = Field(1, ge=1)
-    """Devices that share the model of one generator, with vllm and sglang. Beside training as many processes of a machine share one: the first of them starts it, on the devices of all."""
+    """vllm, sglang: number of devices that share the model of one generator. With `place: child`, this many processes of a machine share one generator on their devices."""
     timeout_seconds: MayChange[float] = Field(120.0, gt=0)
-    """Longest silence of a generator in another process. A silent one counts as lost, and the others take over its work. openai: longest time of a completion."""
+    """Maximum silence of a generator in another process. A silent generator counts as lost, and the others take over its work. openai: maximum time of a completion."""
     ahead: MayChange[int] = Field(0, ge=0)
-    """Number of steps by which completions are drawn before they are trained on. Batch t is drawn with the weights after step t - 1 - ahead, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may go on with another number; it first trains on what it has drawn."""
+    """Generate completions this many steps before they are trained on. The weights after step t - 1 - ahead draw batch t, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may be resumed with another number. It first trains on the batches that it has."""
     in_flight: MayChange[bool] = False
     """Load new weights while completions are drawn: they go on with the new ones, and no generator waits for a step to end. A token is drawn with weights at most `ahead` steps old; by which depends on time, so the run cannot be repeated to the bit. Rows of rollouts say where later weights took over."""
     max_disagreement: MayChange[Literal["auto"] | Annotated[float, Field(gt=0)] | None] = "auto"
@@ -313,7 +313,7 @@ class RolloutConfig(SamplingConfig):
     check_every: MayChange[int] = Field(100, ge=1)
     """Steps between these comparisons. One is made at every start."""
     slots: MayChange[Literal["auto"] | Annotated[int, Field(ge=1)]] = "auto"
-    """Most sequences generated at one time, per device. auto: 512, or half of that and so on, as the free memory has room. openai: requests at one time; auto: 32."""
+    """Maximum number of sequences that are generated at the same time, per device. auto: 512, or 256, 128 and so on if memory is short. openai: requests at the same time; auto: 32."""
 
 
 class RewardFunctionConfig(Section):
@@ -357,11 +357,11 @@ class RewardConfig(Section):
     workers: MayChange[int] = Field(4, ge=1)
     """Processes that call functions, beside each training process. Each makes one call at a time. One of them makes all calls of an async function."""
     concurrency: MayChange[int] = Field(32, ge=1)
-    """Most calls of an async function under way at one time, per training process. A judge behind a network gets this times the number of processes."""
+    """Maximum number of calls of an async function at the same time, per training process. A judge on another machine gets up to this many calls from each process."""
     on_error: float = 0.0
-    """The value of a function that raised, timed out or returned NaN, and of a model that cannot read so long a text."""
+    """The reward if a function raises, times out or returns NaN, or if a text is too long for a reward model."""
     max_failed_rounds: MayChange[int] = Field(3, ge=1)
-    """Stop the run when functions fail for every completion of this many rounds in a row. A round is what is scored at once, in training or validation. Where all of the first round fail in one way, the run stops at once."""
+    """Stop the run if functions fail for every completion of this many rounds in a row. A round is the set of completions that are scored together. If all completions of the first round fail in the same way, the run stops at once."""
 
     @property
     def part_names(self) -> list[str]:
@@ -390,11 +390,11 @@ class DynamicSamplingConfig(Section):
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
 
     enabled: bool = False
-    """Replace groups whose rewards are all equal by groups of further prompts."""
+    """Replace a group whose rewards are all equal by a group of another prompt."""
     part: str | None = None
     """Compare this part of the reward, by its name in the metrics `reward/parts/NAME`. Default: the whole reward, which can vary because a lesser function does."""
     max_refills: int = Field(4, ge=1)
-    """Most rounds of further generation in one step. After them the step runs with the groups that it has."""
+    """Maximum number of further rounds of generation in one step. After them the step runs with the groups that it has."""
 
 
 class OverlongConfig(Section):
@@ -503,9 +503,9 @@ class EvaluationConfig(SamplingConfig):
     n: int = Field(1, ge=1)
     """Completions per prompt, for mean@n, pass@n and maj@n. The first reward function scores them."""
     solved: float = 1.0
-    """Least score of a correct completion, for pass@n."""
+    """A completion with this score or more is correct, for pass@n."""
     prompts: int | None = Field(None, ge=1)
-    """Use only the first so many prompts or examples. Default: all."""
+    """Use only this many prompts or examples, from the beginning. Default: all."""
 
 
 class KeepBestConfig(Section):
@@ -533,7 +533,7 @@ class CheckpointConfig(Section):
     background: bool = False
     """Save while training continues. Training waits only until weights and optimizer state are copied to host memory, where each process needs room for them. The run waits for its last save."""
     model_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the weights in `model/`. bf16: the rest of the fp32 weights lies beside the optimizer state, so a step has the same size either way."""
+    """Type of the weights in `model/`. bf16: the rest of the fp32 weights is stored with the optimizer state, so a step has the same size either way."""
     fresh_optimizer: bool = False
     """Resume a step without optimizer state, with a fresh optimizer. false: refuse such a step."""
     reserve_gb: float = Field(0.1, ge=0)
@@ -556,7 +556,7 @@ class TracesConfig(Section):
     sample_rate: float = Field(0.0, ge=0, le=1)
     """Share of all rollouts that are traced, beside those of the rollout files that are kept longest. The same ones in equal runs."""
     max_text: int = Field(4000, ge=0)
-    """Most characters of a text or an input; of longer ones the beginning."""
+    """Maximum number of characters of a text or an input. Longer ones are cut."""
     redact: Literal["off", "texts"] = "off"
     """texts: leave prompts, completions, inputs of rewards and texts of errors out."""
 
@@ -567,7 +567,7 @@ class TrackingConfig(Section):
     rollouts_every: int = Field(10, ge=0)
     """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
     rollouts_keep_gb: float = Field(5.0, gt=0)
-    """Most 10⁹ bytes of rollout files. The oldest go first. The best, worst and some random rollouts of each step go last."""
+    """Maximum size of rollout files, in GB (10⁹ bytes). The oldest are removed first. The best, worst and some random rollouts of each step are removed last."""
     rollout_tokens: bool = True
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[TrackerName | FunctionName] = ["tensorboard"]
@@ -596,15 +596,15 @@ class DistributedConfig(Section):
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a collective waits for other ranks before the run stops. Also how long the process that saves in the background may read and write nothing before its save has failed."""
     stall_seconds: float = Field(3600.0, ge=0)
-    """A training run in which nothing moves on any rank for so long reports where each rank is, and ends. The same command resumes it. 0: never."""
+    """If nothing moves on any rank for this time, a training run reports where each rank is, and ends. The same command resumes it. 0: never."""
     max_restarts: int = Field(10, ge=0)
     """How often `--processes` and `--ray` start a run again that failed. torchrun has its own `--max-restarts`."""
     replace_seconds: float = Field(300.0, ge=0)
     """How long a run waits for devices in place of those that it lost."""
     min_processes: int | None = Field(None, ge=1)
-    """Elastic: go on with fewer processes, but at least so many, where lost devices are not replaced in time, and take them back when they return. If the layout does not fit the number of processes, also under torchrun, the planner chooses another. Default: always as many as at the start."""
+    """Elastic: if lost devices are not replaced in time, go on with fewer processes, but at least this many. When devices return, use them again. If the layout does not fit the number of processes, also under torchrun, the planner chooses another. Default: always as many as at the start."""
     check_replicas_every: int = Field(0, ge=0)
-    """With engine.replicas: compare the copies of the weights bit for bit every so many steps, and before each save. A difference ends the run and names the ranks: a device has computed or stored wrongly. 0: never."""
+    """With engine.replicas: number of steps between bit-for-bit comparisons of the copies of the weights. They are also compared before each save. A difference ends the run and names the ranks: a device has computed or stored wrongly. 0: never."""
 
 
 class RunConfig(Section):
@@ -613,15 +613,15 @@ class RunConfig(Section):
     name: MayChange[str | None] = None
     """Name of the run's directory. Default: the model's name and -rl, or -sft if there is no reward."""
     output_dir: MayChange[str] = "runs"
-    """Where run directories lie. A URL: they lie in runs/ and are copied below the URL, as with checkpoint.mirror."""
+    """Directory of the run directories. A URL: they are in runs/ and are copied to the URL, as with checkpoint.mirror."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
     steps: MayChange[int | None] = Field(None, ge=1)
-    """Training steps, all of one size. Default: `epochs` over the data. If you prolong a run, a decaying learning rate follows the longer schedule from then on."""
+    """Training steps, all of one size. Default: `epochs` over the data. If you extend a run, a decaying learning rate follows the longer schedule from then on."""
     epochs: MayChange[int] = Field(1, ge=1)
     """Passes over the data, if `steps` is not given. Each takes every prompt or example once, so the last step of an epoch may be smaller. With `algorithm.dynamic_sampling`, which takes more prompts: as many steps as full batches of the data would make."""
     resume: MayChange[Literal["auto", "never", "fresh"]] = "auto"
-    """auto: continue from the newest committed step of this run. never: refuse if there is one. fresh: rename the run's directory to NAME.1 and begin anew; a restart by torchrun or Slurm continues. A run that trained and never saved makes way for another configuration by itself."""
+    """auto: continue from the newest committed step of this run. never: refuse if there is one. fresh: rename the run's directory to NAME.1 and begin anew; a restart by torchrun or Slurm continues. A run that never saved is renamed by itself if another configuration has its name."""
     model: ModelConfig = ModelConfig()
     """Which model is trained."""
     engine: EngineConfig = EngineConfig()
