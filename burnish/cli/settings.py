@@ -107,6 +107,7 @@ def _facts(console: Console, key: Key) -> None:
     default = "none: it has to be given" if key.required else one_line(key.default)
     table.add_row("  values", Text(key.values))
     table.add_row("  default", Text(default))
+    table.add_row("  on resume", "may change" if key.may_change else "has to stay as it is")
     if "[" not in key.name:
         table.add_row("  set it", Text(f"{key.name}=VALUE on the command line"))
         table.add_row("", Text("or in the file"))

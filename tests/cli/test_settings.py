@@ -47,6 +47,9 @@ def test_explain_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one of k1, k2, k3" in text
     assert "k3" in text.partition("default")[2]
     assert "kl:" in text
+    assert text.partition("on resume")[2].split()[:3] == ["has", "to", "stay"]
+    assert main(["config", "explain", "engine.tensor_parallel"]) == 0
+    assert capsys.readouterr().out.partition("on resume")[2].split()[:2] == ["may", "change"]
 
 
 def test_explain_a_list_default_and_a_required_setting(capsys: pytest.CaptureFixture[str]) -> None:
