@@ -82,7 +82,7 @@ class LoraConfig(Section):
     """Train a low-rank adapter (arXiv 2106.09685) on linear layers or experts, instead of the whole model."""
 
     path: str | None = None
-    """An adapter to continue from: a directory that PEFT wrote, such as step/model of an earlier run; a path, a hub's id or a URL. It brings rank, alpha, layers and scale. Resuming reads it again; `burnish eval` does not."""
+    """An adapter to continue from: a directory that PEFT wrote, such as step/model of an earlier run; a path, a hub's id or a URL. It determines rank, alpha, layers and scale. Resuming reads it again; `burnish eval` does not."""
     rank: int = Field(0, ge=0)
     """Width of a new adapter. 0: none, the whole model is trained."""
     alpha: float = Field(32.0, gt=0)
@@ -96,10 +96,10 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained."""
+    """The model to train."""
 
     path: MayChange[str | None] = None
-    """The model to start from: a Hugging Face directory, or an id of the Hugging Face Hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. What exists on this machine is a path. Like all inputs, it may also be a URL: hf://, s3://, gs://, hdfs://, file://."""
+    """The model to start from: a Hugging Face directory, or an id of the Hugging Face Hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. A name that exists on this machine is a path. Like all inputs, it may also be a URL: hf://, s3://, gs://, hdfs://, file://."""
     fresh: str | dict[str, Any] | None = None
     """Instead of `path`: a config.json, as a file or a mapping. The run starts from a new model with random weights."""
     tokenizer: MayChange[str | None] = None
@@ -134,11 +134,11 @@ class EngineConfig(Section):
     max_skipped_steps: MayChange[int] = Field(3, ge=1)
     """Stop the run after this many non-finite gradient norms in a row."""
     replicas: MayChange[int] = Field(1, ge=1)
-    """torch, HSDP: number of copies of the sharded model. Weights are gathered among processes / replicas neighbours only. Divides the processes."""
+    """torch, HSDP: number of copies of the sharded model. Weights are gathered only among processes / replicas neighbours. Must divide the number of processes."""
     sequence_parallel: MayChange[int] = Field(1, ge=1)
-    """Ulysses: number of processes that share the tokens of a micro-batch. A micro-batch may then hold as many times `batch.tokens_per_device`. Divides the attention heads."""
+    """Ulysses: number of processes that share the tokens of a micro-batch. A micro-batch may then hold this many times `batch.tokens_per_device`. Must divide the number of attention heads."""
     tensor_parallel: MayChange[int] = Field(1, ge=1)
-    """Number of neighbouring processes that share the matrices of each layer and the vocabulary. Divides the attention heads and the key heads; with megatron it may also be a multiple of the key heads."""
+    """Number of neighbouring processes that share the matrices of each layer and the vocabulary. Must divide the numbers of attention heads and key heads; with megatron it may also be a multiple of the key heads."""
     megatron_sequence_parallel: MayChange[bool] = True
     """megatron, with `tensor_parallel`: each neighbour holds a part of the tokens between matrices, which saves memory. Mixtures of experts need it."""
     pipeline_parallel: MayChange[int] = Field(1, ge=1)
@@ -146,7 +146,7 @@ class EngineConfig(Section):
     virtual_stages: MayChange[int] = Field(1, ge=1)
     """megatron, with `pipeline_parallel`: stages per process. More stages leave less idle time in the pipeline and need more exchanges."""
     expert_parallel: MayChange[int] = Field(1, ge=1)
-    """megatron, mixtures of experts: number of processes that share the experts of a layer; each holds whole experts. Divides the experts."""
+    """megatron, mixtures of experts: number of processes that share the experts of a layer; each holds whole experts. Must divide the number of experts."""
     expert_tensor_parallel: MayChange[int | None] = Field(None, ge=1)
     """megatron, mixtures of experts: number of processes that share the matrices of each expert. Default: `tensor_parallel`."""
     layers: MayChange[Literal["auto", "torch", "transformer_engine"]] = "auto"
@@ -158,11 +158,11 @@ class EngineConfig(Section):
     activation_checkpointing: MayChange[Literal["none", "full", "selective"]] = "none"
     """What the backward pass recomputes. none: nothing. full: whole layers. selective: everything in a layer except matrix products and attention. megatron, selective: only attention and rotary positions (arXiv 2205.05198)."""
     activation_offload: MayChange[bool] = False
-    """torch: keep on the host what decoder layers save for the backward pass, except for two layers. Copies overlap with compute."""
+    """torch: keep the activations of decoder layers on the host until the backward pass, except those of two layers. Copies overlap with compute."""
     optimizer_offload: MayChange[bool] = False
     """Keep the optimizer state on the host. A step brings it to the device in pieces."""
     park: MayChange[bool] = False
-    """rl: move weights, gradients and optimizer state to the host while completions are generated, also those of critic and reference. An evaluation parks nothing."""
+    """rl: move weights, gradients and optimizer state to the host while completions are generated, also those of critic and reference. Evaluations do not."""
     compile: bool = False
     """torch: compile each decoder layer with torch.compile. Steps get faster after a first one of a minute or more. Needs a C++ compiler."""
     router_aux_loss: float = Field(0.0, ge=0)
@@ -213,7 +213,7 @@ class OptimConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on and validated on: JSON Lines or Parquet files, or data sets of the Hugging Face Hub."""
+    """Data for training and validation: JSON Lines or Parquet files, or data sets of the Hugging Face Hub."""
 
     train: MayChange[list[str]] = []
     """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, OWNER/NAME:SUBSET/SPLIT, or one of the two after the colon; before it @REVISION. Default: the data set's own subset, and its split train."""
@@ -252,7 +252,7 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How much goes into a step."""
+    """The sizes of a step."""
 
     prompts: int = Field(16, ge=1)
     """RL: prompts per step, over all ranks."""
@@ -291,7 +291,7 @@ class RolloutConfig(SamplingConfig):
     stop_token_ids: list[TokenId] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
     engine: MayChange[Literal["builtin", "vllm", "sglang", "openai"]] = "builtin"
-    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. sglang: the same with SGLang, which has not run yet, only a stand-in made from its source. openai: an endpoint with OpenAI's API, for `burnish eval` alone, as nobody can set its weights."""
+    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. sglang: the same with SGLang; it has run with a stand-in only. openai: an endpoint with OpenAI's API, only for `burnish eval`."""
     url: MayChange[str | None] = Field(None, pattern=r"^https?://[!-~]+$")
     """openai: the endpoint, such as http://localhost:8000/v1. Its key is the environment variable OPENAI_API_KEY, if that is set."""
     model: MayChange[str | None] = None
@@ -307,7 +307,7 @@ class RolloutConfig(SamplingConfig):
     ahead: MayChange[int] = Field(0, ge=0)
     """Generate completions this many steps before they are trained on. The weights after step t - 1 - ahead draw batch t, so `algorithm.mismatch_cap` or `algorithm.mismatch_reject` should correct for their age. A run may be resumed with another number. It first trains on the batches that it has."""
     in_flight: MayChange[bool] = False
-    """Load new weights while completions are drawn: they go on with the new ones, and no generator waits for a step to end. A token is drawn with weights at most `ahead` steps old; by which depends on time, so the run cannot be repeated to the bit. Rows of rollouts say where later weights took over."""
+    """Load new weights in the middle of completions, so that no generator waits for the end of a step. The weights of a token are at most `ahead` steps old. They depend on timing, so the run cannot be repeated bit for bit. Rows of rollouts say which token is the first of newer weights."""
     max_disagreement: MayChange[Literal["auto"] | Annotated[float, Field(gt=0)] | None] = "auto"
     """Stop the run if generator and engine disagree on the log-probs of the same tokens by more than this, on average, in nats. auto: 0.01 in fp32, where rounding explains 1e-6, and 0.2 in bf16, where it explains 0.03. null: do not compare."""
     check_every: MayChange[int] = Field(100, ge=1)
@@ -346,7 +346,7 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """What completions are worth."""
+    """Reward functions and reward models."""
 
     functions: list[RewardFunctionConfig] = []
     """Reward functions. The reward is the weighted sum of functions and models."""
@@ -482,11 +482,11 @@ class CriticConfig(Section):
     path: str | None = None
     """A directory or hub's id to start it from: a token classification model with one label, or a language model, which gets a new head. Default: the policy's model."""
     lr: float = Field(1e-5, ge=0)
-    """Its peak learning rate. All else is as `optim` says."""
+    """Peak learning rate of the critic. The other settings of `optim` apply to it too."""
     warmup_steps: int = Field(0, ge=0)
     """Steps at the beginning in which only the critic learns. The policy and its learning rate's schedule wait."""
     clip: float | None = Field(0.2, gt=0)
-    """Keep its values within this distance of those before the update. null: no limit."""
+    """Keep the critic's values within this distance of those before the update. null: no limit."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of the reward per token."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -552,9 +552,9 @@ class TracesConfig(Section):
     local: bool = True
     """Write them to traces/step-N.jsonl.gz, in OTLP's JSON. As with rollouts, the oldest files go first when all take more than `rollouts_keep_gb`."""
     endpoint: str | None = Field(None, pattern=r"^(env|https?://[!-~]+)$")
-    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: to that of OTEL_EXPORTER_OTLP_ENDPOINT. OpenTelemetry's variables OTEL_EXPORTER_OTLP_* count."""
+    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: take the collector from OTEL_EXPORTER_OTLP_ENDPOINT. Other variables OTEL_EXPORTER_OTLP_* apply as well."""
     sample_rate: float = Field(0.0, ge=0, le=1)
-    """Share of all rollouts that are traced, beside those of the rollout files that are kept longest. The same ones in equal runs."""
+    """Share of all rollouts that are traced, in addition to the best, worst and random ones of a step. Equal runs trace the same rollouts."""
     max_text: int = Field(4000, ge=0)
     """Maximum number of characters of a text or an input. Longer ones are cut."""
     redact: Literal["off", "texts"] = "off"
@@ -562,7 +562,7 @@ class TracesConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where the numbers go."""
+    """Logs, metrics and rollouts."""
 
     rollouts_every: int = Field(10, ge=0)
     """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
@@ -571,7 +571,7 @@ class TrackingConfig(Section):
     rollout_tokens: bool = True
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[TrackerName | FunctionName] = ["tensorboard"]
-    """Where the numbers go beside the console and metrics.jsonl; several at once. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
+    """Services that get the numbers in addition to the console and metrics.jsonl. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
     traces: TracesConfig = TracesConfig()
     """Traces of rollouts."""
     profile_steps: list[Annotated[int, Field(ge=1)]] = []
@@ -591,7 +591,7 @@ class TrackingConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Processes and their patience."""
+    """Timeouts and restarts."""
 
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a collective waits for other ranks before the run stops. Also how long the process that saves in the background may read and write nothing before its save has failed."""
@@ -623,19 +623,19 @@ class RunConfig(Section):
     resume: MayChange[Literal["auto", "never", "fresh"]] = "auto"
     """auto: continue from the newest committed step of this run. never: refuse if there is one. fresh: rename the run's directory to NAME.1 and begin anew; a restart by torchrun or Slurm continues. A run that never saved is renamed by itself if another configuration has its name."""
     model: ModelConfig = ModelConfig()
-    """Which model is trained."""
+    """The model to train."""
     engine: EngineConfig = EngineConfig()
     """How it is trained."""
     optim: OptimConfig = OptimConfig()
     """The optimizer and its learning rate."""
     data: DataConfig = DataConfig()
-    """What is trained on."""
+    """Data for training and validation."""
     batch: BatchConfig = BatchConfig()
-    """How much goes into a step."""
+    """The sizes of a step."""
     rollout: RolloutConfig = RolloutConfig()
     """RL: how completions are generated."""
     reward: RewardConfig = RewardConfig()
-    """RL: what completions are worth."""
+    """RL: reward functions and reward models."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """RL: the formula."""
     critic: CriticConfig = CriticConfig()
@@ -645,9 +645,9 @@ class RunConfig(Section):
     checkpoint: MayChange[CheckpointConfig] = CheckpointConfig()
     """When to save, and what to keep."""
     tracking: MayChange[TrackingConfig] = TrackingConfig()
-    """Where the numbers go."""
+    """Logs, metrics and rollouts."""
     distributed: MayChange[DistributedConfig] = DistributedConfig()
-    """Processes and their patience."""
+    """Timeouts and restarts."""
 
     @property
     def microbatch_tokens(self) -> int:
