@@ -74,7 +74,7 @@ def test_a_name_from_elsewhere_is_answered_and_a_likeness_asked(name: str, do: s
     assert suggestion(name)[1].endswith(do)
 
 
-@pytest.mark.parametrize("name", ["packing", "actor_rollout_ref.rollout.name", "zzzz"])
+@pytest.mark.parametrize("name", ["packing", "actor_rollout_ref.rollout.load_format", "zzzz"])
 def test_a_name_that_nothing_stands_for_gets_no_other(name: str) -> None:
     assert "." not in suggestion(name)[1]
 
