@@ -222,7 +222,7 @@ class DataConfig(Section):
     curriculum: str | None = None
     """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. measured, RL: leave prompts out more and more often while all their completions are worth the same, as this run measures; needs `steps`. Default: no such order."""
     streaming: int = Field(0, ge=0)
-    """Read `train` during training, in windows of this many megabytes. Use it for data that do not fit on the disk, or that take too long to tokenize first. Each process holds two windows. Files are shuffled, and rows within a window. Needs `steps`. 0: tokenize all rows before the first step."""
+    """Read `train` during training, in windows of this many megabytes. Use it for data that do not fit on the disk, or that take too long to tokenize first. Each process holds two windows, with `weights` of each entry. Files are shuffled, and rows within a window. Needs `steps`. 0: tokenize all rows before the first step."""
     validation: MayChange[list[str]] = []
     """The same as `train`, for validation. Default split: validation, or else test."""
     prompt_column: str | None = None

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import datasets
@@ -28,7 +28,7 @@ from datasets.packaged_modules.json.json import Json, JsonConfig
 from datasets.packaged_modules.parquet.parquet import Parquet
 
 from burnish.data.columns import READERS, Row
-from burnish.errors import MissingError, UsageError, neighbours
+from burnish.errors import MissingError, UsageError, neighbours, refusing
 from burnish.tracking.progress import Progress
 
 _TEMPORAL = ("timestamp", "date", "time", "duration")
@@ -76,11 +76,11 @@ class Rows:
     def span(self, start: int, stop: int) -> list[Row]:
         """Return rows start to stop - 1, faster than one at a time.
 
-        Raises `UsageError` naming file and line for text that is not UTF-8.
+        Raises `UsageError` for what cannot be read.
         """
         try:
             columns: dict[str, list[Any]] = self.table[start:stop]
-        except UnicodeDecodeError as error:
+        except (ValueError, OverflowError) as error:  # not UTF-8; a date that Python has not
             files = [Path(file) for file in self.files]
             raise _explained(error, READERS[files[0].suffix], files, "the data") from error
         for name in self.texts:
@@ -147,20 +147,15 @@ def load_rows(
             want="at least one .jsonl or .parquet file",
             do=f"set {setting}=[FILE]",
         )
-    kind = _kind(files, setting)
+    kind = kind_of(files, setting)
     names = tuple(str(file) for file in files)
-    try:
-        states = _states(files)
-        is_blank = all(map(_is_blank, files))
-    except OSError as error:
-        problem = f"{setting}: {_listed(names)} cannot be read"
-        raise UsageError(problem, have=error, do="see that you may read it") from error
+    with refusing(f"{setting}: {_listed(names)} cannot be read", do="see that you may read it"):
+        states, is_blank = _states(files), all(map(_is_blank, files))
     if is_blank:
         raise _empty(names, setting)
+    key = xxhash.xxh3_128_hexdigest(repr(states).encode())
     try:
-        table, digest = _read(
-            kind, files, xxhash.xxh3_128_hexdigest(repr(states).encode()), progress
-        )
+        table, digest = _read(kind, files, key, progress)
     except UsageError:
         raise
     except OSError as error:
@@ -253,7 +248,8 @@ def matching_files(path: str, setting: str) -> list[Path]:
     return [file.absolute() for file in found]
 
 
-def _kind(files: Sequence[Path], setting: str) -> str:
+def kind_of(files: Sequence[PurePath], setting: str) -> str:
+    """Return the reader of files. Raises `UsageError` unless all have the same."""
     kinds = {file.suffix: file for file in files}
     for suffix, file in kinds.items():
         if suffix not in READERS:

@@ -20,18 +20,17 @@ from itertools import accumulate, islice, pairwise
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-import pyarrow
 import pyarrow.parquet
 import xxhash
 
-from burnish.data.columns import READERS, Row, is_data
+from burnish.data.columns import READERS, Row, is_data, value_at
 from burnish.data.loader import PERIOD, Loader, State, order, pattern, unfit
-from burnish.data.sources import Rows, matching_files, parsed
+from burnish.data.sources import Rows, kind_of, matching_files, parsed
 from burnish.data.splits import split_files
 from burnish.data.tasks import Item, Mixture, RowDataset
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.layout import Layout
-from burnish.errors import UsageError
+from burnish.errors import UsageError, refusing
 from burnish.files.cache import cache_root, made_once, select
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
@@ -99,6 +98,7 @@ class StreamedRows(Rows):
     """Name of the files in the cache by which a machine's processes share what one of them fetches; "" for none."""
     _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
     _read: dict[int, Window] = field(default_factory=dict)
+    _columns: Row = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
@@ -118,16 +118,23 @@ class StreamedRows(Rows):
     def __getitem__(self, index: int) -> Row:
         shard, number, content = self.window(index >> 32)[index & _ROW]
         if isinstance(content, bytes):
-            row: Row = parsed(content, f"{shard}, the line at byte", number)
-            return row
-        table, at = content
-        return dict(table.slice(at, 1).to_pylist()[0])
+            row: Row = parsed(content, f"{shard}, the line at byte", number, strict=True)
+        else:
+            table, at = content
+            with refusing(f"row {number} of {shard} cannot be read", do="correct or remove it"):
+                row = table.slice(at, 1).to_pylist()[0]
+        return self._columns | row
 
     @property
     def columns(self) -> list[str]:
         """The columns of the first rows."""
-        first = range(min(_LOOKED_AT, len(self.window(0))))
-        return list(dict.fromkeys(name for index in first for name in self[index]))
+        if not self._columns:
+            self._columns.update(dict.fromkeys(name for row in self._first for name in row))
+        return list(self._columns)
+
+    @property
+    def _first(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(min(_LOOKED_AT, len(self.window(0)))))
 
     def first(self, count: int | None) -> Rows:
         """Return all rows: none are read before they are asked for."""
@@ -135,11 +142,7 @@ class StreamedRows(Rows):
 
     def has(self, name: str) -> bool:
         """Return whether the first rows have a column; dots go into nested ones."""
-        head, *rest = name.split(".")
-        value = self[0].get(head)
-        for part in rest:
-            value = value.get(part) if isinstance(value, dict) else None
-        return name in self.columns or bool(rest and value is not None)
+        return name in self.columns or any(value_at(row, name) is not None for row in self._first)
 
     def where(self, index: int) -> str:
         """Name a row for an error message."""
@@ -223,15 +226,18 @@ def open_rows(
     with agree(layout):
         if layout.is_main:
             shards = [each for path in paths for each in _shards(path, setting) if each.size]
+            for shard in shards:
+                kind_of([PurePosixPath(shard.name)], setting)
     shards = from_main(shards, layout)
     starts = accumulate((shard.size for shard in shards), initial=0)
     shards = [replace(shard, start=at) for shard, at in zip(shards, starts, strict=False)]
     listed = [(shard.name, shard.size, shard.version) for shard in shards]
     is_far = any(not str(each.source).startswith("file://") for each in shards)
-    key = xxhash.xxh3_64_hexdigest(repr((listed, window_bytes, seed, shuffle)).encode())
+    files = tuple(map(str, shards))
+    key = xxhash.xxh3_64_hexdigest(repr((files, listed, window_bytes, seed, shuffle)).encode())
     rows = StreamedRows(
         table=None,
-        files=tuple(map(str, shards)),
+        files=files,
         texts=(),
         digest=xxhash.xxh3_128_hexdigest(repr(listed).encode()),
         shards=tuple(shards),
@@ -265,7 +271,7 @@ class Stream(Mixture[Item]):
         self._told: dict[str, set[str]] = {}
         self._broken = 0
         for number, part in enumerate(self.parts):
-            for row in islice(range(len(_window(part, 0))), _LOOKED_AT):
+            for row in islice(range(len(_rows(part).window(0))), _LOOKED_AT):
                 part.make(row)
             self._asked[number] = self.at(number, 0)[1]
 
@@ -293,7 +299,7 @@ class Stream(Mixture[Item]):
         part, row = self.parts[number], place & _ROW
         first = place >> 32
         for window in range(first, first + _rows(part).windows + 1):
-            for each in range(row, len(_window(part, window, ahead=ahead))):
+            for each in range(row, len(_rows(part).window(window, ahead=ahead))):
                 item = self._usable(part, window << 32 | each)
                 if item is not None:
                     return window << 32 | each, item
@@ -415,25 +421,21 @@ def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, 
 
 def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the rows of the row groups that begin in `data`, the bytes of a shard from `begin`, each with its number in the file."""
-    try:
-        with pyarrow.parquet.ParquetFile(_Bytes(shard, begin, data)) as file:
-            number = 0
-            for index in range(file.num_row_groups):
-                group = file.metadata.row_group(index)
-                columns = [group.column(each) for each in range(group.num_columns)]
-                starts = [each.data_page_offset for each in columns]
-                starts += [each.dictionary_page_offset or each.data_page_offset for each in columns]
-                if begin <= min(starts, default=0) < begin + len(data):
-                    table = file.read_row_group(index)
-                    yield from ((number + at, (table, at)) for at in range(len(table)))
-                number += group.num_rows
-    except pyarrow.ArrowException as error:
-        raise UsageError(
-            f"{shard} cannot be read as Parquet",
-            have=" ".join(str(error).split())[:300],
-            want="a whole Parquet file",
-            do="write it again, or give it the suffix of what it is",
-        ) from error
+    do = "write it again, or give it the suffix of what it is"
+    with (
+        refusing(f"{shard} cannot be read as Parquet", want="a whole Parquet file", do=do),
+        pyarrow.parquet.ParquetFile(_Bytes(shard, begin, data)) as file,
+    ):
+        number = 0
+        for index in range(file.num_row_groups):
+            group = file.metadata.row_group(index)
+            columns = [group.column(each) for each in range(group.num_columns)]
+            starts = [each.data_page_offset for each in columns]
+            starts += [each.dictionary_page_offset or each.data_page_offset for each in columns]
+            if begin <= min(starts, default=0) < begin + len(data):
+                table = file.read_row_group(index)
+                yield from ((number + at, (table, at)) for at in range(len(table)))
+            number += group.num_rows
 
 
 class _Bytes(io.RawIOBase):
@@ -473,10 +475,6 @@ def _rows(part: RowDataset[Any]) -> StreamedRows:
     if not isinstance(part.rows, StreamedRows):
         raise TypeError("a stream is made of streamed rows")
     return part.rows
-
-
-def _window(part: RowDataset[Any], number: int, *, ahead: bool = False) -> Window:
-    return _rows(part).window(number, ahead=ahead)
 
 
 def _remove_from_cache(name: str, kept: range) -> None:

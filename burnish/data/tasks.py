@@ -233,11 +233,10 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
             return None
         named = str(self._data.curriculum)
         name = named.removeprefix("-")
-        sign = 1.0 if name == named else -1.0
         if name not in self.rows.columns:
             raise self.rows.missing([name], "data.curriculum")
         try:
-            numbers = np.asarray(self.rows.table[name][:], dtype=np.float64)
+            numbers = np.asarray(self.rows.table[name][:], dtype=np.float64).reshape(len(self.rows))
         except (TypeError, ValueError):
             numbers = np.full(len(self.rows), np.nan)
         if np.isnan(numbers).any():
@@ -247,7 +246,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
                 want="a number in every row",
                 do="correct the rows, or name another column",
             )
-        return sign * numbers[self._kept]
+        return numbers[self._kept] * (1.0 if name == named else -1.0)
 
     @overload
     def __getitem__(self, index: int) -> Item: ...

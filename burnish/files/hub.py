@@ -169,13 +169,13 @@ class HubPlace:
         http: Any = import_module("huggingface_hub.utils")
         named = {"repo_type": self.kind, "revision": self.revision}
         held = try_to_load_from_cache(self.repo, name, **named)
-        if isinstance(held, str):
-            with open(held, "rb") as file:
-                return os.pread(file.fileno(), size, offset)
         headers = http.build_hf_headers() | {"range": f"bytes={offset}-{offset + size - 1}"}
         url = hf_hub_url(self.repo, name, **named)
 
         def ask() -> bytes:
+            if isinstance(held, str):
+                with open(held, "rb") as file:
+                    return os.pread(file.fileno(), size, offset)
             patience = constants.HF_HUB_DOWNLOAD_TIMEOUT
             answer = http.http_backoff("GET", url, headers=headers, timeout=patience)
             http.hf_raise_for_status(answer)

@@ -23,7 +23,7 @@ from burnish.boxes.shards import Publication
 from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader, State
-from burnish.distributed.collectives import from_main, gather_objects
+from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
@@ -236,8 +236,9 @@ class GroupSampler:
         wanted, refills = config.batch.prompts, 0
         while True:
             first_key = self.loader.cursor
-            taken = self.loader.take(wanted)
-            prompts = [self.dataset[index] for index in taken]
+            with agree(self.collector.layout):  # streamed rows may fail on one rank
+                taken = self.loader.take(wanted)
+                prompts = [self.dataset[index] for index in taken]
             collected = collect(prompts, first_key, config.rollout.n, how)
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))

@@ -7,6 +7,7 @@ follows the policy. Left out: the generator, Muon (AdamW steps), speed.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,13 @@ from burnish.records import Example
 from burnish.records.seeds import derive_seed
 from burnish.train.critic import critic_foundation
 from burnish.train.localize import local_inputs
-from burnish.train.setup import Foundation, example_dataset, lay_foundation, prompt_dataset
+from burnish.train.setup import (
+    Foundation,
+    example_dataset,
+    lay_foundation,
+    prompt_dataset,
+    train_dataset,
+)
 
 SEQUENCES = 12
 """Number of sequences."""
@@ -80,7 +87,7 @@ def material(foundation: Foundation) -> Material:
         temperature=1.0,
     )
     if not config.reward.given:
-        rows = example_dataset(foundation, config.data.train, "data.train")
+        rows = train_dataset(partial(example_dataset, foundation), config.data)
         return replace(given, examples=[_cut(rows[i]) for i in range(min(SEQUENCES, len(rows)))])
     return replace(
         given,
@@ -107,7 +114,7 @@ def critic_material(foundation: Foundation) -> Material:
 def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> list[Example]:
     """Return random completions of the first prompts."""
     config = foundation.config
-    prompts = prompt_dataset(foundation, config.data.train, "data.train")
+    prompts = train_dataset(partial(prompt_dataset, foundation), config.data)
     samples = min(config.rollout.n, 4)
     numbers = range(min(SEQUENCES // samples, len(prompts)))
     vocabulary = hf_config.get_text_config().vocab_size

@@ -144,6 +144,16 @@ def test_right_layouts_pass(root: Path, world: int) -> None:
         assert set(found.kinds) == set(order)
 
 
+def test_streamed_rows_are_checked(root: Path) -> None:
+    data = {"train": [str(root / "train.jsonl")], "streaming": 1}
+    for settings in (SFT, RL):
+        whole, streamed = (
+            material(lay_foundation(config_of(root, settings, **changes))).examples
+            for changes in ({}, {"data": data})
+        )
+        assert len(streamed) == len(whole) > 0
+
+
 def test_layouts_that_share_a_micro_batch_or_the_weights_pass(root: Path) -> None:
     cases = [
         Case(config_of(root, RL, engine={"precision": "fp32", shared: 2}))

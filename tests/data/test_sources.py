@@ -218,6 +218,14 @@ def test_bytes_that_are_not_text_are_named(tmp_path):
         rows.span(0, 2)
 
 
+def test_a_date_that_python_has_not_is_told(tmp_path):
+    table = pa.table({"x": [1, 2], "when": pa.array([0, 2**62], pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "far.parquet")
+    rows = load_rows([str(tmp_path)])
+    with pytest.raises(UsageError, match=r"far\.parquet"):
+        rows.span(0, 2)
+
+
 def test_a_missing_file_names_its_neighbours(write, tmp_path):
     write("train.jsonl", '{"x": 1}\n')
     with pytest.raises(MissingError, match=r"data\.validation") as caught:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fault_proxy import Fault
+from hdfs_native import Client
 from hub_server import HubServer, hub_variables, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from burnish.config.schema import DataConfig
 from burnish.data.loader import order
 from burnish.data.streaming import Stream, StreamedFile, StreamLoader, open_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.records.seeds import derive_seed
@@ -137,6 +139,30 @@ def test_rows_of_an_object_store_come_as_those_of_a_directory(tmp_path, request,
     }
 
 
+@pytest.mark.nightly
+def test_rows_of_hdfs_come_as_those_of_a_directory(tmp_path, hdfs_server):
+    """Although its data node dies meanwhile, and another directory looks the same."""
+    written(tmp_path, [[40, 3, 70] * 9, [5, 90] * 12])
+    here, other = (Remote(f"{hdfs_server.url}/{name}") for name in ("streamed", "other"))
+    client = Client(hdfs_server.url)
+    for path in tmp_path.glob("*.jsonl"):
+        here.put(path.name, path.read_bytes())
+        other.put(path.name, path.read_bytes()[::-1])
+        for each in (here, other):
+            client.set_times(f"/{each.url.path}/{path.name}", 10**12, 10**12)
+    stream = Stream([examples([str(here)], 1200)])
+    loader = StreamLoader(stream, [])
+    taken = [text(stream[index]) for index in loader.take(20)]
+    hdfs_server.kill("datanode")
+    hdfs_server.start_later("datanode")
+    taken += [text(stream[index]) for index in loader.take(40)]
+    assert taken == expected(tmp_path, 1200, 2)[:60]
+    two = Layout(local_world=2)
+    how = {"seed": 3, "shuffle": True, "layout": two}
+    shared = [open_rows([str(each)], "data.train", 10**6, **how).shared for each in (here, other)]
+    assert shared[0] != shared[1]
+
+
 def test_row_groups_of_parquet_come_once_an_epoch(tmp_path):
     for number in range(3):
         table = pa.table({"prompt": [f"{number}.{row}=" for row in range(40)], "answer": [7] * 40})
@@ -194,13 +220,60 @@ def test_rows_that_cannot_be_used_are_left_out(tmp_path, caplog):
     texts = [json.dumps(line) for line in lines]
     texts[200] = '{"prompt": '
     texts[201] = '{"prompt": "201=", "completion": 3}'
+    texts[202] = '{"prompt": "202=", "completion": "\\ud800"}'
+    texts[203] = '{"prompt": "203=", "prompt": "203=", "completion": "x"}'
     (tmp_path / "rows.jsonl").write_text("\n".join(texts))
     stream = Stream([examples([str(tmp_path)], 3000, limit=20, shuffle=False)])
-    taken = [text(stream[index]) for index in StreamLoader(stream, []).take(238)]
-    assert taken == [str(n) for n in range(300) if n % 5 and n != 201][:238]
+    taken = [text(stream[index]) for index in StreamLoader(stream, []).take(236)]
+    assert taken == [str(n) for n in range(300) if n % 5 and n not in (201, 202, 203)][:236]
     messages = [record.getMessage() for record in caplog.records]
     told = sum("left out" in each for each in messages)
-    assert told == 3 + 2  # of three long rows, and of two broken ones
+    assert told == 3 + 3  # of three long rows, and of three broken ones
+
+
+def test_rows_of_parquet_that_python_cannot_hold_are_left_out(tmp_path):
+    """Text that is not UTF-8, and a date far away."""
+    texts = pa.array([b"%d=" % n if n != 150 else b"\xff=" for n in range(200)], pa.binary())
+    columns = {
+        "prompt": pa.Array.from_buffers(pa.string(), 200, texts.buffers()),
+        "completion": ["x"] * 200,
+        "when": pa.array([2**62 if n == 160 else n for n in range(200)], pa.timestamp("us")),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    stream = Stream([examples([str(tmp_path)], 100_000, shuffle=False)])
+    taken = [text(stream[index]) for index in StreamLoader(stream, []).take(198)]
+    assert taken == [str(n) for n in range(200) if n not in (150, 160)]
+
+
+@pytest.mark.parametrize("at", [4, 300])
+def test_a_damaged_page_of_parquet_is_named(tmp_path, at):
+    columns = {"prompt": [f"{n}=" for n in range(900)], "completion": ["x"] * 900}
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(columns), path)
+    content = bytearray(path.read_bytes())
+    content[at : at + 30] = bytes(30)
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"rows\.parquet"):
+        streamed([str(path)], 100_000)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_is_found_and_filled_where_rows_have_nothing_in_it(tmp_path, kind):
+    rows = [
+        {"prompt": f"{n}="} | ({"deep": {"answer": n}} if n % 9 == 8 else {}) for n in range(50)
+    ]
+    if kind == "parquet":
+        columns = {name: [row.get(name) for row in rows] for name in ("prompt", "deep")}
+        pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    else:
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(answer_column="deep.answer")
+    stream = Stream(
+        [PromptDataset(streamed([str(tmp_path)], 100_000, shuffle=False), TOKENIZER, data)]
+    )
+    taken = [stream[index] for index in StreamLoader(stream, []).take(50)]
+    assert [prompt.answer for prompt in taken] == [n if n % 9 == 8 else None for n in range(50)]
+    assert {tuple(prompt.columns) for prompt in taken} == {("prompt", "deep")}
 
 
 def test_a_run_ends_where_nothing_can_be_read_any_more(tmp_path):
@@ -213,14 +286,24 @@ def test_a_run_ends_where_nothing_can_be_read_any_more(tmp_path):
         loader.take(1)
 
 
+ROW = '{"prompt": "1=", "completion": "2"}'
+
+
 @pytest.mark.parametrize(
-    "content",
-    ["", "\n\n", '[{"prompt": "1=", "completion": "2"}]', '{"prompt": "1="', '{"other": 1}'],
+    ("name", "content"),
+    [
+        *(("rows.json", each) for each in ("", "\n\n", f"[{ROW}]", ROW[:-2], '{"other": 1}')),
+        ("rows.csv", ROW),
+        ("rows.jsonl.gz", ROW),
+    ],
 )
-def test_data_that_cannot_be_streamed_are_refused_before_the_first_step(tmp_path, content):
-    (tmp_path / "rows.json").write_text(content)
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_data_that_cannot_be_streamed_are_refused_before_the_first_step(
+    tmp_path, name, content, scheme
+):
+    (tmp_path / name).write_text(content)
     with pytest.raises((UsageError, MissingError)):
-        Stream([examples([str(tmp_path)], 1000)])
+        Stream([examples([f"{scheme}{tmp_path / name}"], 1000)])
 
 
 def test_a_state_of_another_loader_is_refused(tmp_path):

@@ -296,6 +296,13 @@ def test_a_bad_prompt_is_found_before_the_run(rows_of, rows, message):
         prompts(rows_of(rows))
 
 
+@pytest.mark.parametrize("value", [None, "hard", [1, 2], {"a": 1}])
+def test_a_curriculum_of_what_is_no_number_is_refused(rows_of, value):
+    rows = rows_of([{"prompt": "1=", "k": value}, {"prompt": "2=", "k": value}])
+    with pytest.raises(UsageError):
+        PromptDataset(rows, TOKENIZER, DataConfig(curriculum="k")).difficulty()
+
+
 def test_items_and_slices(rows_of):
     rows = rows_of([{"prompt": "a" * (1 + n % 7)} for n in range(1100)])
     data = PromptDataset(rows, TOKENIZER, DataConfig())

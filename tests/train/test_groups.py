@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
@@ -53,8 +54,10 @@ def rollout(index: int, reward: float, length: int, stop: StopReason = "stop") -
 class Script:
     """A collector whose every prompt earns what was written down for it: (reward, length) of each sample."""
 
-    def __init__(self, told: Sequence[Sequence[tuple[float, int]]]) -> None:
-        self.told = told
+    def __init__(
+        self, told: Sequence[Sequence[tuple[float, int]]], layout: Layout | None = None
+    ) -> None:
+        self.told, self.layout = told, layout or Layout()
 
     def parked(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -157,6 +160,27 @@ def test_the_last_prompts_of_an_epoch_are_a_smaller_step() -> None:
     sampler = GroupSampler(configured(), Script(told), PROMPTS[:3], loader)
     found = [rewards(sampler.sample(step).groups) for step in range(3)]
     assert [list(each) for each in found] == [[0, 1], [2], [0, 1]]
+
+
+class Unreadable(Loader):
+    """Rows of which one rank cannot read the next."""
+
+    def take(self, count: int) -> list[int]:
+        raise UsageError("the network is gone")
+
+
+def _sampled(layout: Layout) -> str:
+    told = [[(1, 2), (0, 3)]] * 4
+    loader = (Unreadable if layout.rank == 1 else Loader)(len(told), 0, shuffle=False)
+    try:
+        GroupSampler(configured(), Script(told, layout), PROMPTS, loader).sample(step=0)
+    except UsageError as error:
+        return error.problem
+    return ""
+
+
+def test_rows_that_one_rank_cannot_read_end_all() -> None:
+    assert ["network" in problem for problem in run_ranks(_sampled, 2)] == [True, True]
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])

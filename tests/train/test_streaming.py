@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import running_hub
-from training_files import At, burnish, done, metrics, rollouts, write_rows
+from training_files import At, burnish, done, metrics, ranks, rollouts, write_rows
 
 WORDS = ("data.streaming=1", "steps=4", "evaluation.every=0", "checkpoint.save_every=1")
 
@@ -26,12 +26,17 @@ def streams(work: Path) -> Path:
     return work
 
 
-def is_the_same_when_killed_and_resumed_on_two_ranks(work: Path, kind: str, *more: str) -> Path:
-    words = [kind, f"{kind}.yaml", f"name=streamed_{kind}", *WORDS, *more]
-    again = [*words, f"name=streamed_{kind}_again"]
-    whole = done(work, *words)
-    code, output = burnish(work, *again, at=At("burnish.train.run:Run.finish", 3, signal.SIGKILL))
-    assert code == -signal.SIGKILL, output
+def is_the_same_when_killed_and_resumed_on_two_ranks(
+    work: Path, kind: str, *more: str, world: int = 1
+) -> Path:
+    name = f"streamed_{kind}_{len(''.join(more))}_{world}"
+    words = [kind, f"{kind}.yaml", f"name={name}", *WORDS, *more]
+    again = [*words, f"name={name}_again"]
+    whole = done(work, *words, world=world)
+    commands = ranks(work, again, world, At("burnish.train.run:Run.finish", 3, signal.SIGKILL))
+    codes = [command.wait() for command in commands]
+    assert codes[0] == -signal.SIGKILL, commands[0].output
+    assert 0 not in codes
     resumed = done(work, *again, world=2)
     for one, other in zip(metrics(whole), metrics(resumed), strict=True):
         assert other.get("train/loss", 0.0) == pytest.approx(one.get("train/loss", 0.0), 1e-4, 1e-5)
@@ -58,6 +63,12 @@ MIXED = ("data.train=[sums, 'products/*.jsonl']", "data.weights=[3, 1]")
 
 def test_prompts_of_a_mixture_go_on_with_the_next_rows(streams: Path) -> None:
     is_the_same_when_killed_and_resumed_on_two_ranks(streams, "rl", *MIXED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_rows_that_four_ranks_had_go_on_with_the_next_on_two(streams: Path, kind: str) -> None:
+    is_the_same_when_killed_and_resumed_on_two_ranks(streams, kind, *MIXED, world=4)
 
 
 @pytest.mark.nightly
