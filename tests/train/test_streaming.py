@@ -7,8 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hdfs_server import HdfsServer
 from hub_server import running_hub
 from training_files import At, burnish, done, metrics, ranks, rollouts, write_rows
+
+from burnish.files.remote import Remote
 
 WORDS = ("data.streaming=1", "steps=4", "evaluation.every=0", "checkpoint.save_every=1")
 
@@ -85,6 +88,23 @@ def test_a_dry_run_reads_the_first_rows(streams: Path) -> None:
     for wrong in ("data.text_column=gone", "steps=null", "data.overlong=error"):
         code, output = burnish(streams, *given, wrong, "--dry-run")
         assert code in (2, 5), output
+
+
+@pytest.mark.nightly
+def test_two_ranks_stream_from_hdfs(streams: Path, hdfs_server: HdfsServer) -> None:
+    """They share what they fetch, and their writers are other processes."""
+    folder = Remote(f"{hdfs_server.url}/sums")
+    for path in (streams / "sums").iterdir():
+        folder.put(path.name, path.read_bytes())
+    runs = [
+        done(streams, "rl", "rl.yaml", f"data.train=['{where}']", *WORDS, *more, world=2)
+        for where, *more in (
+            (streams / "sums", "name=here"),
+            (folder, "name=hdfs", "checkpoint.background=true"),
+        )
+    ]
+    here, there = ([rollouts(run, step) for step in (1, 2, 3, 4)] for run in runs)
+    assert here == there
 
 
 @pytest.mark.nightly
