@@ -18,7 +18,8 @@ from training_files import At, Command, burnish, done, metrics, outcome, ranks, 
 
 from burnish.checkpoint.steps import committed
 
-STEPS = 6
+STEPS, MEET_SECONDS = 6, 120
+# How long a rank waits for one that is killed before they meet: no launcher ends it here.
 SLOW = """\
 import time
 
@@ -85,6 +86,7 @@ class Campaign:
             "reward": {"functions": [{"function": "slow.py:letters"}], "workers": 1},
             **settings,
             "checkpoint": {"save_every": 1, "keep_last": 2},
+            "distributed": {"timeout_seconds": MEET_SECONDS},
         }
         config = written(self.work, self.run.name, settings, timeout_seconds=30, **rollout)
         self.servers = [each for each in self.servers if each.is_running()]
