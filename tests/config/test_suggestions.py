@@ -38,6 +38,7 @@ def test_nearest(name: str, meant: str | None) -> None:
     assert nearest(name) == meant
 
 
+@pytest.mark.nightly
 def test_every_known_key_is_nearest_to_itself() -> None:
     assert [each for each in KEYS if nearest(each) != each] == []
 
