@@ -236,7 +236,7 @@ class GroupSampler:
         wanted, refills = config.batch.prompts, 0
         while True:
             first_key = self.loader.cursor
-            with agree(self.collector.layout):  # streamed rows may fail on one rank
+            with agree(self.collector.layout if config.data.streaming else Layout()):
                 taken = self.loader.take(wanted)
                 prompts = [self.dataset[index] for index in taken]
             collected = collect(prompts, first_key, config.rollout.n, how)

@@ -173,13 +173,14 @@ def _sampled(layout: Layout) -> str:
     told = [[(1, 2), (0, 3)]] * 4
     loader = (Unreadable if layout.rank == 1 else Loader)(len(told), 0, shuffle=False)
     try:
-        GroupSampler(configured(), Script(told, layout), PROMPTS, loader).sample(step=0)
+        config = configured(data={"train": ["prompts.jsonl"], "streaming": 1}, steps=4)
+        GroupSampler(config, Script(told, layout), PROMPTS, loader).sample(step=0)
     except UsageError as error:
         return error.problem
     return ""
 
 
-def test_rows_that_one_rank_cannot_read_end_all() -> None:
+def test_streamed_rows_that_one_rank_cannot_read_end_all() -> None:
     assert ["network" in problem for problem in run_ranks(_sampled, 2)] == [True, True]
 
 
