@@ -1,1 +1,1 @@
-"""Generation: what samples from the current weights."""
+"""Generators of completions."""

@@ -17,7 +17,7 @@ ends the generation."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters; they give the same completions for any batching and number of ranks."""
+    """Sampling parameters."""
 
     max_tokens: int
     """Longest completion, in tokens."""
@@ -42,7 +42,7 @@ class Sampling:
 
 
 class Generator(Protocol):
-    """Samples from the current weights, in this process or in others."""
+    """Samples from the current weights."""
 
     central: bool
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
@@ -52,31 +52,30 @@ class Generator(Protocol):
     ) -> list[list[Completion]]:
         """Return each request's `samples` completions, in order.
 
-        Token t of sample s is drawn with a number derived from (`seed`, `step`, `prompt_key`, s, t) alone. A request's `drawn`
-        tokens count.
+        The draw of token t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone. A request's `drawn` tokens count.
         """
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Copy weights from the engine's shards; each rank passes its own. Collective.
+        """Copy weights from the shards of every rank. Collective.
 
-        Copies frozen weights once only, so pass shards of one engine only.
+        Frozen weights are copied once only, so pass shards of one engine only.
         """
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """Yield each tensor that it computes with, by canonical name, and `Shard.checksum` of all of it as it is held.
+        """Yield each tensor that it computes with, by canonical name, and its `Shard.checksum` as it is held.
 
         A tied weight that lies in two places appears twice.
         """
 
     def release(self) -> None:
-        """Free device memory until `load_weights` brings all weights again; `generate` is refused meanwhile."""
+        """Free device memory until `load_weights` brings all weights; refuse `generate` meanwhile."""
 
     def close(self) -> None:
         """Free all resources."""
 
 
 class Underway(NamedTuple):
-    """A request of a call under way, and its completions as far as they are."""
+    """A request of a call under way, with its completions so far."""
 
     sampling: Sampling
     request: Request
@@ -87,16 +86,13 @@ class Continuable(Generator, Protocol):
     """A generator that tells how far it is."""
 
     def so_far(self) -> list[Underway]:
-        """Return what `generate` has made so far, if it is called. One in this process is asked from `watch`."""
+        """Return what a `generate` under way has made. In one process, call it from `watch`."""
 
 
 def require_valid(
     requests: Sequence[Request], sampling: Sampling, max_positions: int | None
 ) -> None:
-    """Raise `UsageError` for a value out of range, and for a prompt that is empty or leaves no room for `max_tokens`.
-
-    A sequence has at most `max_positions` tokens; None: any number.
-    """
+    """Raise `UsageError` for a value out of range, or a prompt that is empty or leaves no room for `max_tokens`."""
     rules = {
         "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature >= 0, "0 or more"),
@@ -121,7 +117,7 @@ def require_valid(
 
 
 def not_finite() -> BurnishError:
-    """Return the error for a model whose logits are not finite."""
+    """Return the error for logits that are not finite."""
     return BurnishError(
         "the model's logits are not finite, so no token can be drawn",
         do="look at the loss and gradient norm of the steps before; the weights may hold NaN",

@@ -1,6 +1,6 @@
-"""A generator that other processes are: they share the requests, and where one dies the others take over.
+"""A generator in other processes: servers share the requests, and others take over from one that dies.
 
-A prompt's draws do not depend on who makes them. Each rank sends weights to some of the servers; rank 0 asks all of them.
+Each rank sends weights to some of the servers; rank 0 asks all of them.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
 
 
 class ServerLost(Exception):
-    """A server is gone, hangs, or says what makes no sense."""
+    """A server is gone, hangs, or talks nonsense."""
 
 
 class Server:
-    """One generator in another process, as this one asks it."""
+    """A client of one server. Its methods raise `ServerLost`."""
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
-        """`timeout` is the longest silence, in seconds, after which it counts as lost."""
+        """Count it as lost after a silence of `timeout` seconds."""
         self.url, self._token, self.timeout = url, token, timeout
         self._asking: HTTPConnection | None = None
 
     def about(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return what it is. Raises `ServerLost`, also when it is silent for `timeout` seconds."""
+        """Return what it is."""
         return dict(self._message("/", timeout).fields)
 
     def checksums(self) -> list[tuple[TensorSpec, str]]:
-        """Return its generator's checksums. Raises `ServerLost`."""
+        """Return its generator's checksums."""
         with self.losing():
             return [
                 (TensorSpec(name, tuple(shape), getattr(torch, dtype)), checksum)
@@ -71,11 +71,11 @@ class Server:
             ]
 
     def release(self) -> None:
-        """Have it free device memory until the next weights. Raises `ServerLost`."""
+        """Have it free device memory."""
         self._message("/release", method="POST")
 
     def upload(self, version: int, owner: str = "", *, anew: bool = False) -> Upload:
-        """Begin to send it weights, with `anew` fixed ones first, for `owner` to ask for completions. Raises `ServerLost`."""
+        """Begin to send it `owner`'s weights, with `anew` fixed ones first."""
         with self.losing():
             connection = self._connection()
             more = "&anew=1" if anew else ""
@@ -95,7 +95,7 @@ class Server:
         *,
         in_flight: bool = False,
     ) -> list[list[Completion]]:
-        """Return the completions of requests; `told` gets how many have ended. Raises `ServerLost`."""
+        """Return completions; `told` gets how many have ended."""
         asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
         with self.losing(), closing(self._connection()) as self._asking:
             self._asking.request("POST", "/completions", b"".join(asked), self._headers())
@@ -111,7 +111,7 @@ class Server:
             )
 
     def so_far(self, owner: str) -> list[Underway]:
-        """Return what it has made of what `owner` asks for. Raises `ServerLost`."""
+        """Return what it has made for `owner`."""
         with self.losing(), closing(self._connection(_TOLD_SECONDS)) as connection:
             connection.request("GET", "/completions", headers=self._headers())
             answer = self.answer(connection)
@@ -125,7 +125,7 @@ class Server:
             return [Underway(sampling, *each) for each in zip(requests, groups, strict=True)]
 
     def hang_up(self) -> None:
-        """End what `complete` waits for, from another thread."""
+        """End `complete` from another thread."""
         asked = None if self._asking is None else self._asking.sock
         if asked is not None:
             with suppress(OSError):  # it has ended
@@ -140,7 +140,7 @@ class Server:
 
     @contextmanager
     def losing(self) -> Iterator[None]:
-        """Raise `ServerLost` for whatever a network or a server can do wrong in the block."""
+        """Raise `ServerLost` for whatever a network or a server does wrong in the block."""
         try:
             yield
         except _WRONG as error:
@@ -155,7 +155,7 @@ class Server:
         return kind(url.hostname or "", url.port, timeout=timeout or self.timeout)
 
     def answer(self, connection: HTTPConnection) -> HTTPResponse:
-        """Return the answer. Raises `ServerLost` if it is none."""
+        """Return the answer."""
         answer = connection.getresponse()
         if answer.status != 200:
             answer.close()
@@ -163,7 +163,7 @@ class Server:
         return answer
 
     def next(self, answer: HTTPResponse) -> messages.Message:
-        """Read a message. Raises an error for people if it is one, and `ServerLost` for another failure."""
+        """Read a message, or raise the server's own error."""
         message = messages.read(cast(BinaryIO, answer))
         if message is None:
             raise ServerLost(f"{self.url}: ended without an answer")
@@ -182,7 +182,7 @@ class Upload:
         self._server, self._connection = server, connection
 
     def send(self, message: messages.Parts) -> None:
-        """Send a message of `burnish.rollout.messages`. Raises `ServerLost`."""
+        """Send a message. Raises `ServerLost`."""
         with self._server.losing():
             for part in message:
                 if len(part):
@@ -191,7 +191,7 @@ class Upload:
                     self._connection.send(b"\r\n")
 
     def finish(self) -> None:
-        """Wait until the server holds the weights. Raises `ServerLost`, or the server's own error."""
+        """Wait until the server holds the weights. Raises `ServerLost`, or its own error."""
         self.send(messages.LAST)
         with self._server.losing():
             self._connection.send(b"0\r\n\r\n")
@@ -218,10 +218,10 @@ class ServedGenerator:
         revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers` are the same on all ranks; their models have tensors of `specs`, and `fixed` ones that they get once. Collective.
+        """`servers` are the same on all ranks; they get tensors of `specs` always, and `fixed` ones once. Collective.
 
-        With `in_flight` they take new weights while they generate. Before weights are loaded each rank calls `revive` if a server is
-        lost. `close` calls `end`.
+        With `in_flight` they take weights while they generate. Each rank calls `revive` before weights if a server is lost.
+        `close` calls `end`.
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
         self._servers, self._layout = tuple(servers), layout
@@ -240,11 +240,11 @@ class ServedGenerator:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
-        """See `Generator.generate`.
+        """See `Generator.generate`. Raises `BurnishError` if no server is left.
 
-        Deals requests by length, a share for each server, before any begins: time decides no bit. With `in_flight`, where it does
-        anyway, servers take smaller shares from one queue. The whole share of a lost one goes to another, so who is lost does not
-        change what is computed together. Raises `BurnishError` if none is left.
+        Deals requests by length, a share to each server, before any begins: time decides no bit. With `in_flight`, where it does
+        anyway, servers take smaller shares from one queue. A lost server's whole share goes to another, so the loss does not
+        change what is computed together.
         """
         if self._version is None:
             raise UsageError("the servers have no weights", do="call load_weights first")
@@ -273,7 +273,7 @@ class ServedGenerator:
         sampling: Sampling,
         watch: Watch | None,
     ) -> dict[int, list[Completion]]:
-        """Ask all servers at the same time, each for its shares, which some may have in common; return the completions by request."""
+        """Ask all servers at the same time for their shares; return the completions by request."""
         found: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -317,7 +317,7 @@ class ServedGenerator:
         return found
 
     def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`. From any thread; a server that does not tell within seconds is left out."""
+        """See `Continuable.so_far`. Any thread may call it; a server that is silent for seconds is left out."""
 
         def told(server: Server) -> list[Underway]:
             try:
@@ -333,12 +333,12 @@ class ServedGenerator:
 
     @property
     def _fed(self) -> list[Server]:
-        """Return the servers that get weights from this rank, but for lost ones."""
+        """Return the live servers that get weights from this rank."""
         mine = self._servers[self._layout.rank :: self._layout.world]
         return [server for server in mine if server not in self._lost]
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """See `Generator.load_weights`. A lost server that is revived takes part again."""
+        """See `Generator.load_weights`. Revived servers take part again."""
         have = list(weights.changing)
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
@@ -367,7 +367,7 @@ class ServedGenerator:
         self._asked_of, self._version = self._servers, version
 
     def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
-        """Send pieces of weights to servers. Collective."""
+        """Send pieces of weights. Collective."""
         for piece in pieces:
             message = messages.encode_shard(piece) if uploads else []
             for server in uploads.keys() & self._fed:
@@ -375,7 +375,7 @@ class ServedGenerator:
                     uploads[server].send(message)
 
     def _tell_of_lost(self) -> list[str]:
-        """Have all ranks know which servers are lost; return their urls, the same on all ranks. Collective."""
+        """Tell all ranks which servers are lost; return their urls. Collective."""
         mine = {each.url: self._lost[each] for each in self._servers if each in self._lost}
         told: dict[str, str] = {}
         for theirs in gather_objects(mine, self._layout):
@@ -386,7 +386,7 @@ class ServedGenerator:
         return list(told)
 
     def _revive_lost(self) -> None:
-        """Put others in the place of lost servers, as far as there are some. Collective."""
+        """Replace lost servers as far as possible. Collective."""
         lost = self._tell_of_lost()
         if not lost:
             return
@@ -402,7 +402,7 @@ class ServedGenerator:
             log.warning("the generator at %s takes part again", url)
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """See `Generator.checksums`: those of the servers that this rank sends weights to."""
+        """See `Generator.checksums`: of the servers that this rank feeds."""
         for server in self._fed:
             with self._losing(server):
                 yield from server.checksums()
@@ -414,7 +414,7 @@ class ServedGenerator:
                 server.release()
 
     def close(self) -> None:
-        """End the generator's use, and what a thread still waits for."""
+        """End its use, and what a thread still waits for."""
         for server in {*self._servers, *self._asked_of}:
             self._lost[server] = f"{server.url}: no longer asked"
             server.hang_up()
@@ -446,7 +446,7 @@ class ServedGenerator:
 
 
 def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> Bins:
-    """Return the requests that are asked for at a time: one share for each server, or ever smaller ones for whoever is next."""
+    """Deal requests: a share for each server, or with `in_flight` ever smaller ones for whoever is next."""
     if in_flight:
         left, shares = deque(range(len(requests))), list[list[int]]()
         while left:

@@ -1,4 +1,4 @@
-"""What generators around an inference engine, vLLM or SGLang, have in common."""
+"""What the generators of vLLM and SGLang have in common."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 
 
 class DrawSettings(NamedTuple):
-    """What requests that are drawn together have in common."""
+    """Sampling parameters of a draw."""
 
     temperature: float
     top_k: int
@@ -54,7 +54,7 @@ def draw_groups(
     counts: Tensor,
     leave: Callable[[Tensor, Drawn], None],
 ) -> None:
-    """Draw rows of `logits` [n, V] fp32 and have `leave` write into them what the engine is to see, in place.
+    """Draw rows of `logits` [n, V] fp32; have `leave` overwrite them with what the engine is to see.
 
     `groups` are settings and their rows. `keys` and `counts` [n] are as for `uniforms`.
     """
@@ -98,7 +98,7 @@ class Running:
         return self.tokens[self.drawn :]
 
     def take(self, tokens: Sequence[int], rule: StopRule, now: float) -> bool:
-        """Take further tokens up to the one that ends it; return whether one does."""
+        """Take tokens up to the one that ends it; return whether one does."""
         self.first, self.last = self.first or now, now
         for token in tokens:
             self.tokens.append(token)
@@ -108,7 +108,7 @@ class Running:
         return False
 
     def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
-        """Return it with its log-probs; it was asked for at the time `asked`."""
+        """Return it with its log-probs; `asked` is when it was asked for."""
         return Completion(
             token_ids=np.array(self.own, dtype=np.int64),
             sampled_logprobs=sampled,
@@ -122,7 +122,7 @@ class Running:
 
 
 class EngineGenerator(ABC):
-    """What generators around an engine share: requests on their way, and completions as far as they are."""
+    """Keeps the requests and completions of an engine."""
 
     central = False
 
@@ -145,7 +145,7 @@ class EngineGenerator(ABC):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
-        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and for experts that are not recorded."""
+        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and for experts that it cannot record."""
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
         self._require_fitting(sampling)
@@ -196,11 +196,11 @@ class EngineGenerator(ABC):
 
     @abstractmethod
     def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
-        """Return sampled and raw log-probs of a completion's own tokens."""
+        """Return sampled and raw log-probs of its own tokens."""
 
 
 def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
-    """Import vLLM or SGLang. Raises `MissingError` without it, and `IncompatibleError` for one that is too old."""
+    """Import vLLM or SGLang. Raises `MissingError` without it, `IncompatibleError` for an old one."""
     name, wanted = title.lower(), f"{title} {'.'.join(map(str, oldest))} or newer"
     try:
         engine = import_module(name)
@@ -231,7 +231,7 @@ def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> lis
 def held_specs(
     model: PreTrainedModel, hf_config: PretrainedConfig, dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
-    """Return a model's tensors by name, with the dtype in which an engine is to hold them."""
+    """Return a model's tensors by name, with the dtype in which an engine holds them."""
     specs = tensor_specs(model)
     fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
     return {
@@ -241,7 +241,7 @@ def held_specs(
 
 
 def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a configuration that names the model's class, as engines want it."""
+    """Return a copy that names the model's class, as engines want it."""
     config = copy.deepcopy(hf_config)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     config.architectures = [kind.__name__] if kind else list(config.architectures or ())

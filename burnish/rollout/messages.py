@@ -1,4 +1,4 @@
-"""What processes say to a generator in another process: messages over HTTP bodies.
+"""Messages between training and generator servers, in HTTP bodies.
 
 A message is a line of JSON and the bytes of the arrays that it names. No pickle goes over the network.
 """
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> Parts:
-    """Return a message as its line and the bytes of its arrays, which are not copied."""
+    """Return a message; the bytes of its arrays are not copied."""
     given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
     kinds = {name: [_DTYPES[array.dtype], array.shape] for name, array in given.items()}
     line = json.dumps({**fields, "arrays": kinds}, allow_nan=False).encode() + b"\n"
@@ -72,7 +72,7 @@ def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
 
 
 def encode_shard(shard: Shard) -> Parts:
-    """Return a piece of the weights as a message."""
+    """Return a piece of weights as a message."""
     spec, box = shard.spec, shard.box
     data = shard.tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     fields = {
@@ -86,7 +86,7 @@ def encode_shard(shard: Shard) -> Parts:
 
 
 def read_shards(stream: BinaryIO) -> Iterator[Shard]:
-    """Yield pieces of weights up to `LAST`. Raises `NONSENSE` for anything else."""
+    """Yield pieces of weights up to `LAST`. Raises `NONSENSE`."""
     while (message := read(stream)) is not None:
         fields = message.fields
         if fields.get("last"):
@@ -109,7 +109,7 @@ def encode_requests(
     *,
     in_flight: bool,
 ) -> Parts:
-    """Return what asks for completions by weights of a version that `owner` sent, or `in_flight` also by later ones."""
+    """Ask for completions by `owner`'s weights of a version, or `in_flight` also by later ones."""
     told = [
         [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
         for each in requests
@@ -126,7 +126,7 @@ def encode_requests(
 
 
 def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
-    """Return the requests, how they are sampled, and the version of the weights. Raises `NONSENSE`."""
+    """Return the requests, their sampling, and the weights' version. Raises `NONSENSE`."""
     fields = message.fields
     given: dict[str, Any] = {
         name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
@@ -141,7 +141,7 @@ def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
 
 
 def encode_completions(groups: Sequence[Sequence[Completion]]) -> Parts:
-    """Return the answer: the completions of each request."""
+    """Return each request's completions as a message."""
     made = [each for group in groups for each in group]
     told = [
         {
@@ -173,9 +173,9 @@ def read_completions(
     in_flight: bool,
     partial: bool = False,
 ) -> list[list[Completion]]:
-    """Return the completions of each request, or with `partial` as far as they are.
+    """Return each request's completions, with `partial` as far as they are.
 
-    Raises `NONSENSE` unless the message has those that were asked for, by weights of `version`, or `in_flight` also by later ones.
+    Raises `NONSENSE` unless they are what `encode_requests` asked for.
     """
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:
@@ -226,12 +226,12 @@ LAST = encode({"last": True})
 
 
 def encode_error(error: BurnishError) -> Parts:
-    """Return an error for people as a message."""
+    """Return an error as a message."""
     return encode({"error": {"kind": type(error).__name__, **error.parts()}})
 
 
 def error_of(fields: Mapping[str, Any]) -> BurnishError | None:
-    """Return the error that a message tells of, if it does."""
+    """Return a message's error, if it has one."""
     told = fields.get("error")
     if told is None:
         return None

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible endpoint as a generator: texts and messages out, texts in. It has no weights that could be set.
+"""An OpenAI-compatible endpoint as a generator, whose weights cannot be set.
 
-Conversations go to URL/chat/completions, texts to URL/completions, each sample by itself and with a seed of its own.
+Conversations go to URL/chat/completions, texts to URL/completions, each sample by itself and with its own seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUSY = frozenset({408, 409, 425, 429})
 
 
 class _Passing(Exception):
-    """What may be gone at the next attempt. `wait` is what the endpoint asks for, in seconds."""
+    """A failure that may pass. `wait` is what the endpoint asks for, in seconds."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class _Passing(Exception):
 
 
 class EndpointGenerator:
-    """Answers of an endpoint; a `Generator` for evaluation. Its completions have texts, and no log-probs: these are NaN."""
+    """A `Generator` for evaluation. Its completions have texts; their log-probs are NaN."""
 
     central = True
 
@@ -56,7 +56,7 @@ class EndpointGenerator:
         encode: Callable[[str], Sequence[int]],
         template_variables: Mapping[str, Any],
     ) -> None:
-        """`encode` gives the token ids of an answer."""
+        """`encode` gives an answer's token ids."""
         self._url, self._model = urlsplit((settings.url or "").rstrip("/")), settings.model
         self._timeout, self._encode = settings.timeout_seconds, encode
         self._slots = AT_ONCE if settings.slots == "auto" else settings.slots
@@ -71,7 +71,7 @@ class EndpointGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`, but the endpoint makes the draws.
 
-        Raises `BurnishError` if it refuses a request, or fails again and again.
+        Raises `BurnishError` if it refuses a request or keeps failing.
         """
         require_valid(requests, sampling, None)
         wanted = [(request, sample) for request in requests for sample in range(request.samples)]
@@ -101,7 +101,7 @@ class EndpointGenerator:
         return [[next(made) for _ in range(request.samples)] for request in requests]
 
     def connection(self) -> HTTPConnection:
-        """Return a connection to the endpoint, which opens when it is used."""
+        """Return a connection, which opens at its first use."""
         kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
         return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
 
@@ -189,13 +189,13 @@ class EndpointGenerator:
         )
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Raise `UsageError`: nobody can."""
+        """Raise `UsageError`."""
         raise UsageError(
             "the weights of an endpoint cannot be set", do="set rollout.engine=builtin to train"
         )
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """See `Generator.checksums`: it shows no weights."""
+        """Yield nothing."""
         return iter(())
 
     def release(self) -> None:
@@ -206,7 +206,7 @@ class EndpointGenerator:
 
 
 class _Asking:
-    """Samples that threads ask for, each with a connection of its own."""
+    """Samples that threads ask for, each over its own connection."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class _Asking:
         self.stop = threading.Event()
 
     def run(self) -> None:
-        """Ask for one sample after the other until none is left, or something went wrong."""
+        """Ask until no sample is left, or something went wrong."""
         connection = self._generator.connection()
         try:
             while not self.stop.is_set():

@@ -1,7 +1,7 @@
-"""Keep completions of batches that are being drawn, so that a save holds them and a resumed run goes on with them.
+"""Keep completions of batches that are being drawn, so that a save holds them and a resumed run continues them.
 
-A completion that has n tokens goes on as a request whose prompt ends with them, with draw n. So it equals one that nothing
-interrupted, as far as the weights are the same.
+A completion of n tokens goes on as a request whose prompt ends with them, with draw n. So it equals one that nothing interrupted,
+if the weights are the same.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SampleKey(NamedTuple):
 
 
 class PartialCompletions:
-    """The completions of batches that are not taken: some whole, some not."""
+    """Completions of batches that are not taken."""
 
     def __init__(self, begun: Mapping[SampleKey, Completion]) -> None:
-        """`begun` are those that a save held."""
+        """`begun` are those of a save."""
         self._known = dict(begun)
         self._lock = threading.Lock()
         self._asked: Sampling | None = None
@@ -47,7 +47,7 @@ class PartialCompletions:
         sampling: Sampling,
         watch: Watch | None = None,
     ) -> list[list[Completion]]:
-        """Return what `generator.generate` returns, going on with completions that were begun."""
+        """Return what `generator.generate` returns, but continue begun completions."""
         wanted = [(each, _keys(each, sampling)) for each in requests]
         asked = [part for each, keys in wanted for part in self._left(each, keys)]
         self._asked = sampling
@@ -60,7 +60,7 @@ class PartialCompletions:
         return [[self._known[key] for key in keys] for _, keys in wanted]
 
     def so_far(self, generator: Continuable) -> dict[SampleKey, Completion]:
-        """Return all completions as far as they are, from any thread."""
+        """Return all completions so far, from any thread."""
         asked = self._asked
         running = generator.so_far() if asked is not None else []
         with self._lock:
@@ -76,7 +76,7 @@ class PartialCompletions:
         return {key: each for key, each in found.items() if len(each.token_ids)}
 
     def forget(self, step: int) -> None:
-        """Forget the completions of batches before that of `step`."""
+        """Forget the batches before that of `step`."""
         with self._lock:
             self._known = {key: each for key, each in self._known.items() if key.step >= step}
 
@@ -96,7 +96,7 @@ class PartialCompletions:
 
 
 def joined(begun: Completion | None, more: Completion) -> Completion:
-    """Return a completion that was begun, together with what came after it."""
+    """Return a begun completion together with what came after it."""
     if begun is None:
         return more
     count, spans = len(begun.token_ids), list(begun.later_versions)
@@ -118,7 +118,7 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
 def _further(one: Completion | None, other: Completion) -> Completion:
     """Return which of the two has ended, or else is longer.
 
-    One that ends while servers tell how far they are is told twice, and so is one that a lost server leaves to another.
+    One can be told twice: if it ends while servers are asked, or a lost server leaves it to another.
     """
     both = [other] if one is None else [one, other]
     return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))

@@ -1,13 +1,13 @@
 """Serve a generator over HTTP, for training in other processes.
 
-    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); with &anew=1, of fixed ones before them
+    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); &anew=1: fixed ones first
     POST /completions         requests; answers with progress, then completions
-    GET  /completions         those under way, as far as they are: requests, then completions
+    GET  /completions         those under way: requests, then completions
     POST /release             frees device memory until the next weights
     GET  /checksums           of each tensor that it computes with
     GET  /                    what it is; 503 while it hangs
 
-All but the socket runs in the thread that calls `run`, one call at a time. Who does not know the token gets 401.
+All but the socket runs in the thread that calls `run`, one call at a time. Without the token the answer is 401.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("burnish")
 
 
 class GeneratorServer:
-    """A generator, and the socket at which it is asked."""
+    """A generator behind a socket."""
 
     def __init__(
         self,
@@ -52,10 +52,9 @@ class GeneratorServer:
         port: int = 0,
         timeout: float = 600.0,
     ) -> None:
-        """Listen at once. `about` is told to whoever knows the token.
+        """Listen at once. Whoever knows the token can read `about`.
 
-        A client that is silent for `timeout` seconds in the middle of something counts as gone. Raises `OSError` if the address is
-        not free.
+        A client that is silent for `timeout` seconds amid a request counts as gone. Raises `OSError` if the address is taken.
         """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._timeout, self._moved = timeout, time.monotonic()
@@ -91,12 +90,12 @@ class GeneratorServer:
         self._calls.put(None)
 
     def knows(self, header: str | None) -> bool:
-        """Return whether a request may be answered."""
+        """Return whether an Authorization header has the token."""
         return hmac.compare_digest((header or "").encode(), f"Bearer {self._token}".encode())
 
     @property
     def hangs(self) -> bool:
-        """Return whether nothing has moved for so long that those who asked it count it as lost."""
+        """Return whether nothing has moved for the time-out."""
         return time.monotonic() - self._moved > self._timeout
 
     def about(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class GeneratorServer:
         return {**self._about, "version": self._version}
 
     def call(self, made: Callable[[], Any], *, between_steps: bool = False) -> Future[Any]:
-        """Have the thread of `run` call a function: in turn, or soon, in the middle of a generation."""
+        """Have the thread of `run` call a function, in turn or in the middle of a generation."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -126,7 +125,7 @@ class GeneratorServer:
             self._loads.get()()
 
     def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
-        """Load the weights that a body holds, for whoever sends them; without all of them there is no version."""
+        """Load a body's weights for `owner`; without all of them there is no version."""
         self._version, self._owner = None, owner
         fixed = messages.read_shards(body) if anew else ()
         self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
@@ -136,7 +135,7 @@ class GeneratorServer:
     def complete(
         self, asked: messages.Message, say: Callable[[messages.Parts], None]
     ) -> messages.Parts:
-        """Return completions, or the version that it holds if that is another; `say` gets messages on the way."""
+        """Return completions, or the version that it holds if that is another; `say` sends progress."""
         requests, sampling, version = messages.read_requests(asked)
         held, in_flight = self._version, bool(asked.fields["in_flight"])
         if asked.fields["owner"] != self._owner:
@@ -161,7 +160,7 @@ class GeneratorServer:
         return messages.encode_completions(self._generator.generate(requests, sampling, watch))
 
     def so_far(self) -> messages.Parts:
-        """Return the requests and the completions of the call under way, if there is one."""
+        """Return the requests and completions of a call under way."""
         parts = self._generator.so_far()
         if not parts:
             return messages.encode({})
@@ -172,7 +171,7 @@ class GeneratorServer:
         return [*asked, *messages.encode_completions([each.completions for each in parts])]
 
     def release(self) -> None:
-        """Free device memory until the next weights."""
+        """Free device memory."""
         self._version = None
         self._generator.release()
 
@@ -271,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def _say(self, message: messages.Parts) -> None:
-        """Send a message as a chunk. Raises `OSError` when nobody listens any more, which ends the call."""
+        """Send a message as a chunk. The `OSError` of a client that has hung up ends the call."""
         with self._saying:
             self.wfile.write(b"".join([b"%x\r\n" % sum(map(len, message)), *message, b"\r\n"]))
 
@@ -292,7 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _told(call: Future[Any]) -> messages.Parts:
-    """Return the answer to a call, or what it failed at."""
+    """Return a call's answer or its error."""
     try:
         return call.result() or messages.encode({})
     except BurnishError as error:
@@ -304,7 +303,7 @@ def _told(call: Future[Any]) -> messages.Parts:
 
 
 class _Body(io.RawIOBase):
-    """The body of a request as a stream: so many bytes, or chunks. Raises `ValueError` for anything else."""
+    """The body of a request, of a given length or in chunks, as a stream. Raises `ValueError` for another."""
 
     def __init__(self, request: _Handler) -> None:
         self._source = cast(Any, request.rfile)

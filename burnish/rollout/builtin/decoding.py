@@ -1,9 +1,8 @@
 """Run one call of the built-in generator: schedule completions in slots until all have ended.
 
-Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once.
-Running completions fill the first n slots. An accelerator copies tokens to the host during its next
-step, so Python learns of an end one step late. Time decides nothing: equal calls give equal
-schedules. Left out: evicting a completion for lack of memory.
+Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. Running completions fill the
+first n slots. An accelerator copies tokens to the host during its next step, so Python learns of an end one step late. Time
+decides nothing: equal calls give equal schedules.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt and its place in a chunk, until its last completion starts."""
+    """A prompt and its place in a chunk."""
 
     request: Request
     chunk: _Chunk | None = None
@@ -98,7 +97,7 @@ class _Sequence:
 
 
 class Decoding:
-    """Completions of some requests, decoded in at most `slots` slots."""
+    """One call's requests in at most `slots` slots."""
 
     def __init__(
         self,
@@ -133,9 +132,9 @@ class Decoding:
         watch: Watch | None = None,
         stream: Callable[[Sequence[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """Decode to the end; return each request's completions. `version` is that of the model's weights, which `watch` may replace.
+        """Decode to the end. `version` is that of the model's weights, which `watch` may replace.
 
-        `stream` gets the first completion's tokens so far, before each step.
+        `stream` gets the first completion's tokens before each step.
         """
         reported, self._version = 0, version
         with sdpa_kernel(_KERNELS):
@@ -151,7 +150,7 @@ class Decoding:
         return [each.completions for each in self.so_far()]
 
     def so_far(self) -> list[Underway]:
-        """Return each request's completions as far as they are."""
+        """Return each request's completions so far."""
         return [
             Underway(self._sampling, request, [each.finished(self._asked) for each in group])
             for request, group in zip(self._requests, self._groups, strict=True)
@@ -261,7 +260,6 @@ class Decoding:
         self._receive(sequences, drawn, routing.record() if routing else None)
 
     def _routing(self) -> Any:
-        """Return what records the experts, if they are asked for."""
         records = self._sampling.experts
         return import_module("burnish.models.routing").Routing() if records else None
 
@@ -302,7 +300,6 @@ def _free(slot: _Sequence | None) -> bool:
 
 
 def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
-    """Return the cache that is fastest on a device."""
     if has_matrix_units(device):
         return SlotCache
     shared: type[SlotCache] = import_module("burnish.rollout.builtin.shared_cache").SharedCache
@@ -310,7 +307,7 @@ def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
 
 
 def slot_bytes(model: InferenceModel) -> tuple[int, int]:
-    """Return the bytes of a slot for each token of its sequence, and for its logits. Reads one token."""
+    """Return a slot's bytes for each token, and for its logits. Reads one token."""
     cache = PromptCache([1], model.device)
     token = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = model.forward(token, token, cache, None)
@@ -329,7 +326,7 @@ def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:
 
 
 class Readback:
-    """A step's drawn tokens, on their way to the host."""
+    """Drawn tokens on their way to the host."""
 
     def __init__(
         self,
@@ -338,7 +335,7 @@ class Readback:
         experts: Tensor | None,
         version: int,
     ) -> None:
-        """Start copying `drawn` for n sequences and `experts` [n, L, k]; do not wait."""
+        """Start copying `drawn` of n sequences and `experts` [n, L, k]; do not wait."""
         self.sequences, self.version = tuple(sequences), version
         device = drawn.tokens.device
         self._parts = [
@@ -351,7 +348,7 @@ class Readback:
             self._copied.record()
 
     def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
-        """Return tokens, log-probs as drawn and under the model, and the previous tokens' experts.
+        """Return tokens, sampled and raw log-probs, and the previous tokens' experts.
 
         Raises `BurnishError` if a log-prob is not finite.
         """

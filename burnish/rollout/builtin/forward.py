@@ -1,9 +1,8 @@
 """The model as generation runs it: weights in; token ids in, hidden states and logits out.
 
-`FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for
-gate and up: small batches spend their time between products. Other families run through their own
-modules. An adapter is never merged: y = W x + b + s B A x. Left out: CUDA graphs, compilation,
-fused experts.
+`FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for gate and up: small batches
+spend their time between products. Other families run through their own modules. An adapter is never merged: y = W x + b + s B A
+x.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from burnish.models.scorer import logit_transform
 
 
 class InferenceModel:
-    """A causal language model without gradients, whose weights are undefined until `load`."""
+    """A causal language model without gradients, undefined until `load`."""
 
     def __init__(
         self,
@@ -48,11 +47,7 @@ class InferenceModel:
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Build the model; `lora` is an unmerged adapter or None.
-
-        Raises `IncompatibleError` if Burnish cannot build the model, or it lacks the layers of
-        `lora`.
-        """
+        """Build the model. Raises `IncompatibleError` if Burnish cannot, or it lacks the layers of `lora`."""
         self.max_positions = longest_sequence(hf_config)
         """Most tokens of a sequence; None without a limit."""
         self.device, self.layers = device, hf_config.get_text_config().num_hidden_layers
@@ -86,7 +81,7 @@ class InferenceModel:
         return self._transform.apply_(linear(hidden, head).float())
 
     def shards(self) -> Iterator[Shard]:
-        """Yield all weights as views; a tied head is there as the embeddings and as what `logits` reads."""
+        """Yield all weights as views; a tied head twice, once as what `logits` reads."""
         yield from model_shards(self.module, parts=(*self._fixed, *self._changing))
         if self._tied_head is not None:
             head = self.module.get_output_embeddings().weight.detach()
@@ -94,7 +89,7 @@ class InferenceModel:
             yield Shard(spec, whole(spec.shape), head)
 
     def release(self) -> bool:
-        """Free the memory of the weights until `load`, unless some come once only; return whether it is free."""
+        """Free the weights until `load`, unless some come once only; return whether they are free."""
         if self._fixed:
             return False
         held = [parameter.untyped_storage() for parameter in self.module.parameters()]
@@ -107,7 +102,7 @@ class InferenceModel:
     def load(self, weights: Publication, layout: Layout) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards.
 
-        A lone process takes each shard as it comes, so they may be made one after the other.
+        A lone process takes each shard as it comes, so they may be made one by one.
         """
         for storage, size in self._released:
             storage.resize_(size)
@@ -139,10 +134,7 @@ class InferenceModel:
 
 @torch.no_grad()
 def _fill(mine: Sequence[Shard], pieces: Iterable[Shard]) -> None:
-    """Copy each piece into this model's tensors.
-
-    Raises `IncompatibleError` for another shape, and `MissingError` for what no piece brought.
-    """
+    """Copy pieces into tensors. Raises `IncompatibleError` for another shape, `MissingError` for what no piece brought."""
     wanted: dict[str, list[Shard]] = {}
     for shard in mine:
         wanted.setdefault(shard.spec.name, []).append(shard)
@@ -219,7 +211,7 @@ class FusedForward:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
     ) -> Tensor:
-        """See `InferenceModel.forward`; these models have no experts."""
+        """See `InferenceModel.forward`."""
         hidden: Tensor = self._embed(token_ids)
         rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:
@@ -262,7 +254,7 @@ class _Block:
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate query and key heads in one step, after the model's norms."""
+        """Rotate query and key heads in one step."""
         query, key = self._attention.q_norm, self._attention.k_norm
         if query is None or key is None:
             return rotate(heads, rotation)
@@ -273,10 +265,10 @@ class _Block:
 
 
 class FusedLinear:
-    """Compute linear layers that read the same rows, with their adapters, as one product."""
+    """One product for linear layers that read the same rows, with adapters."""
 
     def __init__(self, *layers: Any) -> None:
-        """Turn the weights, biases and A of the layers, perhaps PEFT's, into views of joined ones."""
+        """Make the layers' weights, biases and A views of joined ones."""
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         self._bias = None if plain[0].bias is None else _concatenated(plain, "bias")
         self._weight = _concatenated(plain, "weight")
@@ -292,7 +284,7 @@ class FusedLinear:
         self._reordered: Tensor | None = None
 
     def refresh(self) -> None:
-        """Copy changed weights into the order that the bf16 units of a CPU read; each product would do it otherwise."""
+        """Copy changed weights into the order of a CPU's bf16 units, which each product would do otherwise."""
         weight = self._weight
         if weight.is_cpu and weight.dtype == torch.bfloat16 and has_bf16_products(weight.device):
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -312,7 +304,7 @@ class FusedLinear:
 
 
 def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
-    """Join the layers' weights (or biases); theirs become views of the result."""
+    """Join the layers' weights (or biases); theirs become views."""
     tensors = [part.get_parameter(name).detach() for part in layers]
     whole = torch.cat(tensors)
     views = torch.split(whole, [len(tensor) for tensor in tensors])

@@ -1,9 +1,7 @@
 """The built-in generator: sample from a copy of the model inside the training process.
 
-Every process, on any device, holds the whole model in the compute dtype and generates its own
-requests. Shards of any layout fill it. With an unmerged adapter, the model's own weights arrive
-once and later calls bring only A and B. The KV cache lives only during a call of `generate`. Left
-out: quantized weights, tensor parallelism.
+Every process holds the whole model in the compute dtype and generates its own requests. Shards of any layout fill it. With an
+unmerged adapter, the model's own weights arrive once and later calls bring only A and B.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ _SHARE_OF_FREE_MEMORY = 0.8
 
 
 class BuiltinGenerator:
-    """Decode at most `slots` completions at once, or with "auto" as many as memory holds; a `Continuable`.
+    """A `Continuable`. Decodes at most `slots` completions at once; "auto" is as many as memory holds.
 
-    `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text.
+    `eos_token_ids` end every completion. Stop strings need `decode`.
     """
 
     central = False
@@ -60,11 +58,10 @@ class BuiltinGenerator:
         watch: Watch | None = None,
         stream: Callable[[Sequence[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """See `Generator.generate`. `stream` gets the first completion's tokens so far, before each step.
+        """See `Generator.generate`; `stream` is as in `Decoding.run`.
 
-        Raises `UsageError` before any work without loaded weights, and for a value of `sampling`
-        out of range. Also for a prompt that is empty or leaves no room for `max_tokens`, and for
-        stop strings without `decode`.
+        Raises `UsageError` before any work without loaded weights, for what `require_valid` refuses, and for stop strings without
+        `decode`.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
@@ -95,19 +92,19 @@ class BuiltinGenerator:
             yield shard.spec, shard.checksum()
 
     def release(self) -> None:
-        """See `Generator.release`. A CPU's memory, and a model that an adapter stands beside, stay."""
+        """See `Generator.release`. A CPU's memory, and a model beside an adapter, stay."""
         if self._model.device.type != "cpu" and self._model.release():
             self._version = None
 
     def close(self) -> None:
-        """Free the weights and end the generator's use."""
+        """Free the weights for good."""
         self._version = None
         del self._model
 
     def _slots_that_fit(self, length: int) -> int:
-        """Return 512, or half of that and so on, for completions of so many tokens, prompt included.
+        """Return 512, or half of that and so on, for sequences of so many tokens.
 
-        Powers of two, so that a restart on a machine like this one finds the same number and so computes the same bits.
+        With powers of two, a restart on a machine like this one computes the same bits.
         """
         if self._slot_bytes is None:
             self._slot_bytes = slot_bytes(self._model)

@@ -1,8 +1,7 @@
 """The KV cache: keys and values of prompts and completions, one slot per running completion.
 
-`PromptCache` reads packed prompts. Each decoding step then appends one token to every row.
-`SlotCache` copies the prompt into each row, which takes the fewest kernels. Rows grow together.
-Left out: pages, and prefixes that prompts share.
+`PromptCache` reads packed prompts. Each decoding step then appends one token to every row. `SlotCache` copies the prompt into
+each row, which takes the fewest kernels. Rows grow together.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _SPAN_GRAIN = 8
 
 
 class PromptCache:
-    """Keys and values of packed prompts, filled as the model reads them."""
+    """Keys and values of packed prompts."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, first: int = 0) -> None:
-        """Take the prompts' lengths, and the first one's number among all prompts."""
+        """Take the prompts' lengths, and the first one's number among all."""
         self.lengths = tuple(lengths)
         self.first = first
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -34,7 +33,7 @@ class PromptCache:
         self._layout = PackedLayout.of(lengths, device)
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """Attend causally within each prompt; keep its keys and values. See `Attends.attend`."""
+        """Attend causally within each prompt. See `Attends.attend`."""
         if layer in self.layers:
             raise IncompatibleError(
                 "the model attends twice in one layer",
@@ -55,7 +54,7 @@ class PromptCache:
 
 
 class RowStore:
-    """Keys and values of rows, per layer `[rows, kv_heads, capacity, head_dim]`."""
+    """Keys and values per layer, `[rows, kv_heads, capacity, head_dim]`."""
 
     def __init__(self, longest: int, dtype: torch.dtype | None = None) -> None:
         self._longest, self._dtype = longest, dtype
@@ -109,7 +108,7 @@ class SlotCache:
     """One row per completion, in the model's dtype; the `Attends` of the latest step."""
 
     def __init__(self, slots: int, prompt: int, completion: int) -> None:
-        """Allocate nothing yet; `prompt` and `completion` are the most tokens of each."""
+        """Allocate nothing yet; `prompt` and `completion` are the most tokens."""
         self._slots = slots
         self._store = RowStore(prompt + completion)
         self._positions, self._span = torch.empty(0), 0
@@ -122,7 +121,7 @@ class SlotCache:
         self._store.read(prompts, which, rows)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows `sources` over rows `targets`; no row is in both."""
+        """See `RowStore.move`."""
         self._store.move(sources, targets)
 
     def step(self, positions: Tensor, span: int) -> Attends:
@@ -135,7 +134,7 @@ class SlotCache:
         return self
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """Append token i to row i and attend to that row; see `Attends.attend`."""
+        """Append token i to row i and attend to it; see `Attends.attend`."""
         (query, key, value), running = parts, len(self._positions)
         self._store.append(layer, self._positions, key, value)
         keys, values = (part[:running, :, : self._span] for part in self._store.layers[layer])
@@ -144,7 +143,7 @@ class SlotCache:
         return output.flatten(1, 2)[None]
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask [n, 1, 1, columns]: 0 for visible positions, -inf for others."""
+        """Return the mask [n, 1, 1, columns]: 0 where visible, -inf elsewhere."""
         if window not in self._biases:
             hidden = self._hidden(window)
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
@@ -161,11 +160,10 @@ class SlotCache:
 def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
 ) -> Tensor:
-    """Attend with one token per row.
+    """Attend with one token per row, [n, heads, head_dim] → [n, kv_heads, heads per key head, width of values].
 
-    From [n, heads, head_dim] to [n, kv_heads, heads per key head, width of values]. CPUs are fastest with
-    one query per head. Other devices' kernels with a bias need as many key heads as query heads. So
-    there, heads that share keys become the queries of one call.
+    CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads, so there
+    heads that share keys become queries of one call.
     """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     if query.device.type != "cpu":

@@ -1,13 +1,11 @@
 """Turn logits into tokens: random numbers per completion, filters, and the draw.
 
-Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Its number t is
-the t-th output of splitmix64 seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key +
-(t + 1)·γ mod 2^64, then two rounds of xor-shift and multiply. So batching, order and ranks change
-nothing.
+Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Its number t is the t-th output of splitmix64
+seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
+multiply. So batching, order and ranks change nothing.
 
-Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go
-together. The draw inverts the distribution function over the kept tokens by id. Masses are fp32,
-running sums fp64, on the CPU if the device lacks fp64. Left out: penalties and grammars.
+Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go together. The draw inverts the
+distribution function over the kept tokens by id. Masses are fp32, running sums fp64.
 """
 
 from __future__ import annotations
@@ -42,9 +40,8 @@ class Drawn:
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     """Draw a token per row from `logits` [n, V] fp32 (overwritten).
 
-    `uniforms` [n] float64 lie in [0, 1) and may be on the CPU. Results are on the logits' device.
-    Temperature 0 takes the most probable token, of equals the lowest id. A row with a NaN gives NaN
-    log-probs and some valid id.
+    `uniforms` [n] float64 lie in [0, 1) and may be on the CPU. Temperature 0 takes the most probable token, of equals the lowest
+    id. A row with a NaN gives NaN log-probs and some valid id.
     """
     if sampling.temperature == 0:
         return _greedy(logits)
@@ -80,7 +77,7 @@ def _greedy(logits: Tensor) -> Drawn:
 
 
 def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
-    """Return the lightest mass [n, 1] to keep: it and all heavier ones hold `top_p` of the total."""
+    """Return the lightest mass [n, 1] to keep: it and heavier ones hold `top_p` of the total."""
     if masses.device.type == "cpu":  # numpy sorts 20 times as fast as torch
         rising = torch.from_numpy(np.sort(masses.numpy(), axis=-1))
     else:
@@ -111,24 +108,21 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(running: Tensor, goal: Tensor) -> Tensor:
-    """Return the index [n, 1] of the first of `running` [n, m] sums above `goal` [n, 1].
-
-    Never returns one that adds nothing.
-    """
+    """Return the index [n, 1] of the first sum in `running` [n, m] above `goal` [n, 1], never of one that adds nothing."""
     reachable = torch.nextafter(running[:, -1:], torch.zeros_like(goal))
     index = torch.searchsorted(running, goal.clamp(min=0).minimum(reachable), right=True)
     return index.clamp_(max=running.shape[-1] - 1)
 
 
 def stream_key(seed: int, step: int, prompt_key: int, sample: int) -> int:
-    """Return the key of a completion's random numbers, a signed 64-bit integer."""
+    """Return the signed 64-bit key of a completion's random numbers."""
     return _signed(derive_seed(seed, "rollout", step, prompt_key, sample))
 
 
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return number `counts[i]` of key `keys[i]`, both [n] int64, as float64 [n] in [0, 1).
+    """Return number `counts[i]` of key `keys[i]`, both [n] int64, as float64 [n] in [0, 1), with 53 random bits.
 
-    Each has 53 random bits. The result is on the keys' device, or on the CPU if that lacks fp64.
+    It is on the keys' device, or on the CPU if that lacks fp64.
     """
     if not has_fp64(keys.device):
         cpu = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The KV cache of CPUs without matrix units: it stores each prompt once, for all its completions.
+"""The KV cache of CPUs without matrix units: it stores each prompt once for all its completions.
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
@@ -18,7 +18,7 @@ from burnish.rollout.builtin.kv_cache import PromptCache, RowStore, SlotCache
 
 
 class SharedCache(SlotCache):
-    """Slots whose completions share one stored copy of their prompt; products and memory are fp32."""
+    """Slots whose completions share their prompt; products and memory are fp32."""
 
     def __init__(self, slots: int, prompt: int, completion: int) -> None:
         """See `SlotCache`."""
@@ -97,7 +97,7 @@ class SharedCache(SlotCache):
         return output.view(1, groups.running, -1, value.shape[-1]).to(query.dtype)
 
     def _hidden(self, window: int | None) -> Tensor:
-        """See `SlotCache._hidden`; columns of the longest prompt come before those of the row."""
+        """See `SlotCache._hidden`; the prompt's columns come first."""
         lengths = self._lengths[: len(self._positions), None]
         prompt, own = torch.arange(int(lengths.max())), torch.arange(self._span)
         positions = self._positions[:, None]
@@ -128,7 +128,7 @@ class SharedCache(SlotCache):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
-    """Running completions grouped by prompt: P prompts, at most m completions each."""
+    """Running completions by prompt: P prompts, at most m completions each."""
 
     running: int
     """Number of completions."""

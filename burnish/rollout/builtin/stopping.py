@@ -1,7 +1,7 @@
 """End a completion: at a token id, a stop string, or its length.
 
-The token that completes a stop string is kept: training sees whole tokens. Most tokens cost one
-dictionary look-up: the tail is decoded only if the latest token can complete a string.
+The token that completes a stop string is kept: training sees whole tokens. The tail is decoded only if the latest token can
+complete a string.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopRule:
-    """Decides after each token whether a completion has ended."""
+    """Decides when a completion has ended."""
 
     def __init__(
         self, sampling: Sampling, eos_token_ids: Sequence[int], decode: Decode | None
     ) -> None:
-        """Raises `UsageError` for stop strings without `decode`, or for an empty one."""
+        """Raises `UsageError` for stop strings without `decode`, or an empty one."""
         if sampling.stop_strings and decode is None:
             raise UsageError(
                 "stop strings need a tokenizer to decode with",
@@ -65,8 +65,7 @@ class _StopStrings:
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.
 
-        True for tokens that are no text alone, and for strings that end with a space: tokenizers
-        drop leading spaces.
+        True for tokens that are no text alone, and for strings that end with a space: tokenizers drop leading spaces.
         """
         known = self._candidates.get(token)
         if known is None:

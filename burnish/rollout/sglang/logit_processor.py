@@ -1,8 +1,8 @@
-"""Draw tokens inside SGLang as the built-in generator draws them.
+"""Draw tokens inside SGLang as the built-in generator does.
 
-SGLang takes the largest logit and reports the log-softmax of what a custom logit processor returns. This one draws the token of each
-row and leaves three logits: 0 for the drawn token, and in its two neighbours its two log-probs, after temperature and filters and
-under the model, times 2^80. Next to 0 these have no mass, so log-softmax changes no bit of them. `read` undoes this.
+SGLang takes the largest logit and reports the log-softmax of what a custom logit processor returns. This one draws each row's
+token and leaves three logits: 0 for the drawn token, and in its two neighbours its sampled and raw log-probs, times 2^80. Next to
+0 these have no mass, so log-softmax changes no bit of them. `read` undoes this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOP = 3
 
 
 def request_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]) -> dict[str, Any]:
-    """Return SGLang's parameters for a completion whose random numbers have the key `key`, after the first `drawn`; ids of `stop` end it."""
+    """Return SGLang's parameters for a completion with this key and so many `drawn` tokens; ids of `stop` end it."""
     return {
         "temperature": 0.0,
         "max_new_tokens": sampling.max_tokens - drawn,
@@ -70,7 +70,7 @@ def leave_three(logits: Tensor, drawn: Drawn) -> None:
 def read(
     reported: Sequence[Sequence[tuple[float, int, Any]]], tokens: Sequence[int], vocabulary: int
 ) -> tuple[Floats, Floats]:
-    """Return sampled and raw log-probs of `tokens` from SGLang's largest log-probs of each. Raises `BurnishError` for NaN."""
+    """Return sampled and raw log-probs of `tokens` from SGLang's largest ones. Raises `BurnishError` for NaN."""
     table = np.zeros((len(tokens), 2), dtype=np.float32)
     for place, (token, largest) in enumerate(zip(tokens, reported, strict=False)):
         told = {number: logprob for logprob, number, _ in largest}

@@ -1,7 +1,7 @@
 """Sample with SGLang from the calling process, which has to be its own.
 
-Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`) and never against
-SGLang itself. SGLang starts processes that end with this one, takes signals, and takes accelerators from `device` on.
+Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`) and never
+against SGLang itself. SGLang starts processes that end with this one, takes signals, and takes accelerators from `device` on.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _CHUNK = 16
 
 
 class SglangGenerator(EngineGenerator):
-    """Sample with SGLang's engine what the built-in generator samples; a `Continuable`.
+    """Sample with SGLang what the built-in generator samples; a `Continuable`.
 
-    The arguments are `VllmGenerator`'s. Experts are not recorded. `so_far` tells some tokens late, and at which token new weights
-    begin only once a completion has ended.
+    The arguments are `VllmGenerator`'s. Experts are not recorded. `so_far` tells some tokens late, and the first token of new
+    weights only once a completion has ended.
     """
 
     def __init__(  # noqa: PLR0913
@@ -73,7 +73,7 @@ class SglangGenerator(EngineGenerator):
         max_length: int | None = None,
         tensor_parallel: int = 1,
     ) -> None:
-        """Start SGLang, without weights. Raises `MissingError` without SGLang, `IncompatibleError` for one that is too old or does not start."""
+        """Start SGLang. Raises `MissingError` without it, `IncompatibleError` if it is too old or does not start."""
         super().__init__(hf_config, device, eos_token_ids, decode, max_length)
         self._specs = held_specs(build_on_meta(hf_config), hf_config, dtype)
         self._tensor_parallel = tensor_parallel
@@ -142,10 +142,9 @@ class SglangGenerator(EngineGenerator):
         return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Load a model's tensors, of which every call must bring all, whole or in pieces.
+        """Load all of a model's tensors, whole or in pieces.
 
-        SGLang reads completions that run again. Raises `IncompatibleError` for a tensor that is missing, unknown or of another
-        shape; then the generator has no weights.
+        Completions under way are read again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
         """
         self._version = None
         if self._asleep:
@@ -171,9 +170,9 @@ class SglangGenerator(EngineGenerator):
             self._run(self._manager.continue_generation(resume))
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """See `Generator.checksums`: of tensors read back from SGLang, which may have joined them.
+        """See `Generator.checksums`: of tensors read back from SGLang.
 
-        Left out are tensors that SGLang stores under other names, experts, and everything with tensor parallelism.
+        Left out are tensors under other names, experts, and everything with tensor parallelism.
         """
         if self._tensor_parallel > 1:
             return
@@ -192,12 +191,12 @@ class SglangGenerator(EngineGenerator):
         self._engine.release_memory_occupation()
 
     def close(self) -> None:
-        """End SGLang's processes. The generator cannot be used afterwards."""
+        """End SGLang's processes for good."""
         self._version = None
         self._engine.shutdown()
 
     def _stream(self, running: Sequence[Running], sampling: Sampling) -> Iterator[dict[str, Any]]:
-        """Ask for completions; yield what SGLang says of them, one at a time, while they grow."""
+        """Ask for completions; yield SGLang's messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
             self._draws.request_params(sampling, each.key, each.drawn, sorted(stop))
@@ -216,7 +215,7 @@ class SglangGenerator(EngineGenerator):
         return found
 
     def _take(self, output: dict[str, Any], running: dict[str, Running], rule: StopRule) -> int:
-        """Take the tokens that SGLang tells of; return 1 if they end a completion. The last message takes it from `running`."""
+        """Take told tokens; return 1 if they end a completion. The last message takes it from `running`."""
         told, ended = output["meta_info"], False
         each, finish = running[told["id"]], told["finish_reason"]
         if each.reason is None:
@@ -280,14 +279,13 @@ class SglangGenerator(EngineGenerator):
 
 
 def _imported() -> Any:
-    """Import SGLang; refuse one that is too old."""
     # Its limit counts two tokens that no sequence gets, so it is above the model's.
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     return import_engine("SGLang", _OLDEST)
 
 
 def _launched(engine: Any, **options: Any) -> Any:
-    """Start SGLang and leave SIGTERM to whoever had it: SGLang takes it when it is first asked for something."""
+    """Start SGLang but keep the old SIGTERM handler: SGLang takes it at its first call."""
     before = signal.getsignal(signal.SIGTERM)
     made = engine(**options)
     made.flush_cache()

@@ -1,8 +1,8 @@
-"""Draw tokens inside vLLM as the built-in generator draws them.
+"""Draw tokens inside vLLM as the built-in generator does.
 
-vLLM samples greedily and reports processed logits. A logits processor draws the token of each row and leaves two logits: the drawn
-token's, which is −(its log-prob after temperature and filters), and its neighbour's, which is its log-prob under the model. The first
-is positive and the second is not, so vLLM takes the drawn token and reports both. `read` undoes this.
+vLLM samples greedily and reports processed logits. A logits processor draws each row's token and leaves two logits: the drawn
+token's, −(its sampled log-prob), and its neighbour's, the raw log-prob. The first is positive and the second is not, so vLLM
+takes the drawn token and reports both. `read` undoes this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST = 1e-37
 
 
 def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
-    """Return vLLM's parameters for a completion whose random numbers have the key `key`, after the first `drawn`."""
+    """Return vLLM's parameters for a completion with this key and so many `drawn` tokens."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens - drawn,
@@ -42,7 +42,7 @@ def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
 
 
 def arguments_of(params: SamplingParams) -> tuple[int, int, DrawSettings] | None:
-    """Return key, tokens drawn before, and settings of a request; None for one that Burnish did not make."""
+    """Return a request's key, drawn tokens and settings; None for one that Burnish did not make."""
     given = (params.extra_args or {}).get(_ARGUMENT)
     return given and (given[0], given[1], DrawSettings(*given[2:]))
 
@@ -67,7 +67,7 @@ def leave_two(logits: Tensor, drawn: Drawn) -> None:
 
 
 class DrawingProcessor(LogitsProcessor):
-    """Draw for vLLM's model runner V1, which has one row a request."""
+    """Draw for vLLM's model runner V1, which has a row per request."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
@@ -79,11 +79,11 @@ class DrawingProcessor(LogitsProcessor):
         self._keys = torch.zeros(0, dtype=torch.int64)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: it decides which token is the most probable."""
+        """Return False."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow requests as they come, go and move to other rows."""
+        """Follow requests as they come, go and move."""
         if not process_dict_updates(self._held, batch_update, _held):
             return
         rows: dict[DrawSettings, list[int]] = {}

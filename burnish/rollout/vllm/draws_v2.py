@@ -22,7 +22,7 @@ from burnish.rollout.vllm.draws import arguments_of, leave_two
 
 
 class SlotDrawingProcessor(LogitsProcessor):
-    """Draw for requests that stay in one slot, whatever their row; see `DrawingProcessor`."""
+    """Draw for requests that stay in one slot, whatever their row."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._states = req_states
@@ -33,7 +33,7 @@ class SlotDrawingProcessor(LogitsProcessor):
         self._settings: list[DrawSettings] = []
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Note what a request that enters a slot asks for."""
+        """Note what a request asks for."""
         asked = arguments_of(sampling_params)
         self._kinds[req_idx] = -1
         if asked is None:

@@ -1,7 +1,7 @@
 """Record the experts of each token in vLLM's workers.
 
-vLLM 0.32 returns them itself from model runner V2, which CPUs do not have. Here routers leave them where vLLM leaves keys and values: by
-slot of its cache. So they are known of a prefix that another completion has read.
+vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Here routers leave them by slot of vLLM's cache. So they are
+known of a prefix that another completion has read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from burnish.records.samples import Experts
 
 
 def begin_recording(worker: Any) -> None:
-    """Have the routers of a worker's model record their choices. Raises `ValueError` if they do not tell."""
+    """Have a worker's routers record their choices. Raises `ValueError` if they cannot."""
     routers = _routers(worker)
     if not routers:
         raise ValueError("the model's kernels do not tell which experts they choose")
@@ -32,7 +32,7 @@ def begin_recording(worker: Any) -> None:
 
 
 def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
-    """Return the experts [count, L, k] of the first tokens of requests in vLLM's last step, given a number of tokens for each."""
+    """Return experts [count, L, k] of the first tokens of requests in vLLM's last step, given a count for each."""
     columns = [router.capture_fn.args[0] for router in _routers(worker)]
     requests, size = worker.model_runner.requests, _block_size(worker)
     blocks = {name.partition("-")[0]: each.block_ids[0] for name, each in requests.items()}
@@ -48,7 +48,7 @@ def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
 
 
 def _record(room: Tensor, chosen: Tensor) -> None:
-    """Leave the experts [n, k] of a router in the slots of their tokens; those of padding go to the last place."""
+    """Leave a router's experts [n, k] in their tokens' slots; those of padding go last."""
     mapping: Any = get_forward_context().slot_mapping
     slots = next(iter(mapping.values()), None)
     if slots is not None:
@@ -64,7 +64,6 @@ def _block_size(worker: Any) -> int:
 
 
 def _routers(worker: Any) -> list[Any]:
-    """Return the routers of the layers with experts, in order."""
     runners = [each for each in worker.get_model().modules() if hasattr(each, "router")]
     found = [each.router for each in runners if hasattr(each.router, "set_capture_fn")]
     return list(dict.fromkeys(found))

@@ -64,11 +64,10 @@ _CPU_BLOCK = 32
 
 
 class VllmGenerator(EngineGenerator):
-    """Sample with vLLM's engine what the built-in generator samples; a `Continuable`.
+    """Sample with vLLM what the built-in generator samples; a `Continuable`.
 
-    `eos_token_ids` end every completion. Stop strings need `decode`, which turns ids into text. A sequence has at most
-    `max_length` tokens, or as many as the model has positions. vLLM runs at most `slots` completions at once, as far as its
-    cache has room. With `experts` it can record those of tokens. `lora` is an adapter beside the model, or None.
+    A sequence has at most `max_length` tokens, or as many as the model has positions. vLLM runs at most `slots` completions at
+    once, as far as its cache has room. With `experts` it can record those of tokens. `lora` is an adapter beside the model.
     """
 
     def __init__(  # noqa: PLR0913
@@ -85,7 +84,7 @@ class VllmGenerator(EngineGenerator):
         experts: bool = False,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Start vLLM, without weights. Raises `MissingError` without vLLM, `IncompatibleError` for one that is too old or lacks model or device."""
+        """Start vLLM. Raises `MissingError` without it, `IncompatibleError` if it is too old or lacks model or device."""
         super().__init__(hf_config, device, eos_token_ids, decode, max_length)
         model = build_on_meta(hf_config)
         self._specs = held_specs(model, hf_config, dtype)
@@ -181,11 +180,9 @@ class VllmGenerator(EngineGenerator):
         return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Load a model's tensors, or those of its adapter, of which every call must bring all, whole or in pieces.
+        """Load all tensors of a model or of its adapter, whole or in pieces. Bring them by layer: vLLM copies incomplete layers.
 
-        vLLM holds no more of them a second time than the tensors of layers that are not complete, so bring them by layer. It
-        reads completions that run again. Raises `IncompatibleError` for a tensor that is missing, unknown or of another shape;
-        then the generator has no weights.
+        Completions under way are read again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
         """
         self._version = None
         if self._asleep:
@@ -224,11 +221,11 @@ class VllmGenerator(EngineGenerator):
             )
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """See `Generator.checksums`: of tensors read back from vLLM, which may have joined or packed them.
+        """See `Generator.checksums`: of tensors read back from vLLM.
 
-        On a CPU that is the product of a packed layer and the identity, so a stale or dropped tensor shows; only −0 reads as 0.
-        Left out are tensors that vLLM stores under other names, B of an adapter whose scale is no power of two, experts on accelerators in another order than Triton's, and with
-        tensor parallelism key heads that ranks share and what a checkpoint has joined.
+        On a CPU that is the product of a packed layer and the identity, so a stale tensor shows; only −0 reads as 0. Left out are
+        tensors under other names, B of an adapter whose scale is no power of two, and experts on accelerators in another order
+        than Triton's. So are, with tensor parallelism, shared key heads and what a checkpoint has joined.
         """
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
@@ -250,14 +247,14 @@ class VllmGenerator(EngineGenerator):
         self._engine.sleep(level=1 if self._described else 2)
 
     def close(self) -> None:
-        """Stop vLLM and close its process groups. The generator cannot be used afterwards."""
+        """Stop vLLM and close its process groups, for good."""
         self._version = None
         self._engine.engine_core.shutdown()
         del self._engine
         import_module("vllm.distributed").cleanup_dist_env_and_memory()
 
     def _step(self, running: dict[str, Running], rule: StopRule, experts: bool) -> int:
-        """Make a token of each completion that vLLM runs; take those that end from `running` and count them."""
+        """Make a token of each completion; take those that end from `running` and count them."""
         ended: dict[str, Any] = {}
         outputs, version = self._engine.step(), self._version or 0
         now = time.time()
@@ -276,7 +273,7 @@ class VllmGenerator(EngineGenerator):
         return len(ended)
 
     def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, Running]) -> None:
-        """Note the experts of completions that vLLM's last step has ended, given its outputs. Not run on accelerators."""
+        """Note the experts of completions that have ended. Not run on accelerators."""
         ends = [running[name] for name in ended]
         if not self._sleeps:
             counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
@@ -287,7 +284,7 @@ class VllmGenerator(EngineGenerator):
             each.experts = experts
 
     def _routed(self, name: str, made: Any) -> Experts:
-        """Return what vLLM itself says of a request: at its end, if it is one for vLLM, or else bit by bit."""
+        """Return what vLLM says of a request: at its end, if vLLM ended it, or else in chunks."""
         found: Any = made.routed_experts
         if found is None:
             processor = self._engine.output_processor
@@ -305,7 +302,7 @@ class VllmGenerator(EngineGenerator):
         return self._engine.collective_rpc(function, args=arguments)
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
-        """Return the bytes for keys and values of all slots, or the half of that and so on, for which memory has room."""
+        """Return the bytes for keys and values of all slots, or half of that and so on, as memory has room."""
         sizes = model_sizes(config)
         longest = self._max_positions or config.get_text_config().max_position_embeddings
         size = (slots + 1) * (longest + _CPU_BLOCK) * 2 * sizes.depth * sizes.key * dtype.itemsize
@@ -329,7 +326,6 @@ def require_adaptable(
 
 
 def _imported(device: torch.device) -> Any:
-    """Import vLLM with the environment that it needs here; refuse one that does not fit."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     vllm = import_engine("vLLM", _OLDEST)
@@ -345,13 +341,13 @@ def _imported(device: torch.device) -> Any:
 
 
 def supported(device: str) -> list[str]:
-    """Return vLLM's version and the classes of models that it has. Raises as `VllmGenerator` does; call it in a process of its own."""
+    """Return vLLM's version and the model classes that it has. Call it in its own process."""
     vllm = _imported(torch.device(device))
     return [vllm.__version__, *vllm.ModelRegistry.get_supported_archs()]
 
 
 def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
-    """Ask another process, for seconds, and raise `IncompatibleError` if the vLLM here does not fit or lacks the model's class."""
+    """Ask another process, for seconds; raise `IncompatibleError` if vLLM does not fit or lacks the model."""
     ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(

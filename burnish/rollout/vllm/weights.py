@@ -1,6 +1,6 @@
 """Give vLLM new weights, and read back those that it computes with.
 
-The functions whose first argument is a worker run in vLLM's workers.
+Functions that take a worker run in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROWS = 256
 
 
 def begin_load(worker: Any) -> frozenset[str]:
-    """Prepare for new weights; return vLLM's names of all that have to come."""
+    """Prepare for new weights; return vLLM's names of all that must come."""
     model = worker.get_model()
     names = _plain(name for name, _ in model.named_parameters())
     for module in model.modules() if current_platform.is_cpu() else ():
@@ -51,18 +51,18 @@ def begin_load(worker: Any) -> frozenset[str]:
 
 
 def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
-    """Hand tensors to the model; return vLLM's names of what they fill. vLLM keeps them until their layer is complete."""
+    """Hand tensors to the model, which keeps them until their layer is complete. Return vLLM's names of what they fill."""
     with set_current_vllm_config(worker.vllm_config):
         return _plain(worker.get_model().load_weights(tensors))
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:
-    """Return names of parameters without the wrappers that vLLM puts around layers with an adapter."""
+    """Return parameters' names without the wrappers of layers with an adapter."""
     return frozenset(name.replace(".base_layer.", ".") for name in names)
 
 
 def _joined(model: Any, modules: Mapping[str, Any], layer: str) -> tuple[str, list[str]]:
-    """Return the layer of vLLM's that has a layer of the checkpoint, and the names of those that it joins; else the same, and none."""
+    """Return the vLLM layer that has a checkpoint's layer, and the names of all that it joins, if it does."""
     parent, _, last = layer.rpartition(".")
     for one, parts in {**JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
         if layer not in modules and last in parts:
@@ -71,7 +71,7 @@ def _joined(model: Any, modules: Mapping[str, Any], layer: str) -> tuple[str, li
 
 
 def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str, Any]) -> None:
-    """Put an adapter's tensors, named as PEFT does, in the place of those before. `described` is PEFT's configuration."""
+    """Replace an adapter's tensors, named as PEFT does. `described` is PEFT's configuration."""
     manager, model = worker.model_runner.lora_manager, worker.get_model()
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
@@ -91,7 +91,7 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str
 
 
 def read_factor(worker: Any, name: str, scale: float) -> Tensor:
-    """Return this rank's part of A or B as it is computed with, B divided by `scale`."""
+    """Return this rank's part of A, or of B divided by `scale`, as it is computed with."""
     module, part = _adapted(worker.get_model(), name)
     is_a = ".lora_A." in name
     held: Tensor = (module.lora_a_stacked if is_a else module.lora_b_stacked)[part][0, 0]
@@ -117,7 +117,7 @@ def end_load(worker: Any) -> None:
 
 
 def clear_cache(worker: Any) -> None:
-    """Set all keys and values to 0: a NaN would spread to who gets its block, because 0 times NaN is NaN."""
+    """Set all keys and values to 0: a NaN would spread to its block's next owner, because 0 times NaN is NaN."""
     for held in worker.model_runner.kv_caches:
         held.zero_()
 
@@ -125,9 +125,9 @@ def clear_cache(worker: Any) -> None:
 def read_tensor(
     worker: Any, name: str, shapes: Mapping[str, tuple[int, ...]], head: bool = False
 ) -> Tensor | None:
-    """Return this rank's part of the checkpoint's tensor `name` as it is computed with; with `head`, as the output layer does.
+    """Return this rank's part of the checkpoint's tensor `name` as it is computed with, or None where this cannot be told.
 
-    None where this cannot be told. `shapes` are those of all tensors of the checkpoint.
+    With `head`, the output layer computes. `shapes` are the checkpoint's.
     """
     model, ranks = worker.get_model(), worker.parallel_config.tensor_parallel_size
     # Of a layer with an adapter the one inside, which comes after its wrapper.
@@ -157,7 +157,7 @@ def read_tensor(
 
 
 def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor | None:
-    """Return the tensor of which vLLM's ranks have parts: rows, columns, or all of it."""
+    """Join the parts of vLLM's ranks: rows, columns, or all of it."""
     held = [part for part in parts if part is not None]
     if len(held) < len(parts):
         return None
@@ -170,7 +170,7 @@ def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor
 
 
 def _matrix(module: Any, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a module with `width` inputs; of what is packed for the CPU, its product with the identity."""
+    """Return the weight of a module with `width` inputs; if packed for the CPU, its product with the identity."""
     weight: Tensor = module.weight.detach()
     is_head = isinstance(module, ParallelLMHead)
     looks_up = isinstance(module, VocabParallelEmbedding) and not is_head
@@ -201,7 +201,7 @@ def _expert(
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
-    """Undo vLLM's packing of an expert's matrix, by packing the places of its elements as it does."""
+    """Undo vLLM's packing of an expert's matrix: pack the places of its elements as vLLM does."""
     pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     places = torch.arange(packed.numel(), dtype=torch.int32).view(1, *packed.shape, 1)
     unit = torch.int32 if packed.itemsize == 4 else torch.int16
