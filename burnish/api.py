@@ -45,7 +45,7 @@ Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
 Reward: TypeAlias = Callable[..., Any]
 """A function with TRL's or verl's signature, at the top level of a script or of a module."""
-Rewards: TypeAlias = Reward | Sequence[Reward] | Mapping[str, Any] | None
+Rewards: TypeAlias = Reward | str | Sequence[Reward | str] | Mapping[str, Any] | None
 """One or several such functions, or the section `reward` as a mapping."""
 
 _log = logging.getLogger("burnish")
@@ -89,8 +89,8 @@ def sft(config: Config, **settings: Any) -> Result:
 def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     """Learn from a reward. An interrupted run goes on from its newest checkpoint.
 
-    `reward` is a Python function, or several, in place of `reward.functions`; a mapping sets the
-    section `reward`. Functions are called in processes of their own, which import the script that
+    `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of
+    `reward.functions`; a mapping sets the section `reward`. Functions are called in processes of their own, which import the script that
     defines them: a script has to call `rl` below `if __name__ == "__main__":`.
     """
     loaded = load_settings(config, _with_reward(settings, reward))
@@ -214,8 +214,8 @@ def _with_reward(settings: Mapping[str, Any], reward: Rewards) -> Mapping[str, A
         return settings
     if isinstance(reward, Mapping):
         return {**settings, "reward": reward}
-    functions = [reward] if callable(reward) else reward
-    named = [{"function": _name_of(function)} for function in functions]
+    functions = [reward] if callable(reward) or isinstance(reward, str) else reward
+    named = [{"function": each if isinstance(each, str) else _name_of(each)} for each in functions]
     return {**settings, "reward": {"functions": named}}
 
 
@@ -230,7 +230,8 @@ def _name_of(function: Reward) -> str:
             "reward is a function that other processes cannot import",
             have=f"{name or function!r} of {function.__module__}",
             want="a function at the top level of a script or a module",
-            do="move it into a file, and pass it by its name",
+            do='move it into a file (in a notebook: begin its cell with "%%writefile rewards.py"), '
+            f'and pass reward="rewards.py:{name if name.isidentifier() else "name"}"',
         )
     return f"{module}:{name}"
 

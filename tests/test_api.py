@@ -98,6 +98,12 @@ def test_a_reward_needs_a_name_that_other_processes_can_import(place: Path) -> N
             burnish.rl(RL, reward=function)
 
 
+def test_a_reward_may_be_named(place: Path) -> None:
+    for reward in ("none.py:score", ["none.py:score"]):
+        with pytest.raises(MissingError, match=r"none\.py"):
+            burnish.rl(RL, reward=reward)
+
+
 def test_the_reward_section_may_be_given_as_a_mapping(place: Path) -> None:
     with pytest.raises(UsageError, match=r"reward\.functions"):
         burnish.rl(RL, reward={"functions": []})

@@ -41,7 +41,7 @@ from burnish.data.loader import MEASURED, Difficulty
 from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
-from burnish.errors import UsageError
+from burnish.errors import UsageError, few
 from burnish.records import Example, Prompt, TokenIds
 from burnish.tracking.progress import Bar, Progress
 
@@ -187,9 +187,10 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     def _notice_raw(self, column: str) -> None:
         if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
             logger.warning(
-                "prompts in %r are strings and are used as they stand, although the tokenizer has a chat template; "
+                "prompts in %r of %s are strings and are used as they stand, although the tokenizer has a chat template; "
                 "data.string_prompts=user asks them as a user's message",
                 column,
+                few(self.rows.files),
             )
 
     def _tools(self, row: Row, name: str) -> Tools | None:

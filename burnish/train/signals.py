@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -82,10 +83,12 @@ class Stopper:
 def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
     """Let the signals that ask for an end set the yielded flag inside the block.
 
-    A SIGHUP that nohup has told this process to ignore stays ignored.
+    A SIGHUP that nohup has told this process to ignore stays ignored. A thread that is not the main one cannot catch signals.
     """
     stopper = Stopper(layout)
-    heard = [each for each in (*STOPPING, AFTER_SAVE) if not _is_ignored_hangup(each)]
+    is_main = threading.current_thread() is threading.main_thread()
+    known = (*STOPPING, AFTER_SAVE) if is_main else ()
+    heard = [each for each in known if not _is_ignored_hangup(each)]
     former = {number: signal.signal(number, stopper._handle) for number in heard}
     try:
         yield stopper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ranks import run_ranks
@@ -52,6 +53,15 @@ def test_nohup_is_respected() -> None:
         assert stopper.received is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_thread_beside_the_main_one_catches_no_signals() -> None:
+    def inside() -> int | None:
+        with catch_signals() as stopper:
+            return stopper.received
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(inside).result() is None
 
 
 def stopped_by(layout: Layout) -> tuple[int, int]:
