@@ -1,7 +1,4 @@
-"""Errors for people, and the exit code of each.
-
-Each says what was found (`have`), what was wanted (`want`) and what to do (`do`).
-"""
+"""Errors for people, and the exit code of each."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ _SHOWN = 5
 class BurnishError(Exception):
     """The base of all errors that Burnish raises on purpose.
 
-    `problem` is one sentence that names the thing at fault; `have`, `want` and `do` are short phrases,
-    printed on lines of their own.
+    `problem` is a sentence that names the thing at fault; `have`, `want` and `do` are short phrases on lines of their own.
     """
 
     exit_code = 1
@@ -49,13 +45,13 @@ class BurnishError(Exception):
         return {"problem": self.problem, "have": have, "want": want, "do": self.do}
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the parts as text, because not every library's exception can be pickled."""
+        """Pickle the parts as text: not every library's exception can be pickled."""
         problem, have, want, do = self.parts().values()
         return partial(type(self), have=have, want=want, do=do), (problem,)
 
 
 class UsageError(BurnishError):
-    """The command line, the configuration or the data cannot be used."""
+    """Command line, configuration or data cannot be used."""
 
     exit_code = 2
 
@@ -67,7 +63,7 @@ class CorruptError(BurnishError):
 
 
 class IncompatibleError(BurnishError):
-    """Two things that do not fit, such as a model and a checkpoint."""
+    """Two things do not fit, such as a model and a checkpoint."""
 
     exit_code = 4
 
@@ -92,13 +88,13 @@ class StoppedError(BurnishError):
         self.exit_code = 128 + signal_number
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the signal when the error crosses a process boundary."""
+        """Keep the signal."""
         return partial(StoppedError, self.problem, signal_number=self.signal_number), ()
 
 
 @contextmanager
 def of_setting(name: str) -> Iterator[None]:
-    """Put the name of a setting before errors of the block."""
+    """Put a setting's name before errors of the block."""
     try:
         yield
     except BurnishError as error:
@@ -110,7 +106,7 @@ def of_setting(name: str) -> Iterator[None]:
 def refusing(
     problem: str, kind: type[BurnishError] = UsageError, *, want: str | None = None, do: str
 ) -> Iterator[None]:
-    """Raise an error of this `kind` for whatever another library raises in the block; errors of Burnish pass."""
+    """Raise a `kind` for any error of another library in the block."""
     try:
         yield
     except BurnishError:
@@ -121,9 +117,9 @@ def refusing(
 
 
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:
-    """Return one error that lists all `errors`; a single one is returned as it is.
+    """Return one error that lists all `errors`, of their kind if they agree, else a `UsageError`.
 
-    `subject` names what is refused (`rl.yaml`) in the headline. The kind is that of the errors if they agree, else `UsageError`.
+    `subject` names what is refused (`rl.yaml`).
     """
     if len(errors) == 1:
         return errors[0]
@@ -141,7 +137,7 @@ def install(extra: str) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others."""
+    """Return the first names and the number of others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -153,14 +149,14 @@ def count_text(number: int, noun: str) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return bytes in the unit that leaves one to three digits before the point: "12.3 MB"."""
+    """Return bytes with one to three digits before the point: "12.3 MB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min((len(str(int(size))) - 1) // 3, len(units) - 1)
     return f"{size / 1000**power:.{1 if power else 0}f} {units[power]}"
 
 
 def neighbours(path: Path) -> str:
-    """Return the names beside a missing path: all, or those like it and of these the last, as the newest of steps."""
+    """Return the names beside a missing path: all, or those like it and the last of these."""
     if path.exists():
         return "a directory without data" if path.is_dir() else "a file"
     folder = next((each for each in path.parents if each.is_dir()), Path())
@@ -173,7 +169,7 @@ def neighbours(path: Path) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
-    """Yield aligned lines of `rows`; the first `right` columns are aligned to the right."""
+    """Yield aligned lines of `rows`, the first `right` columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

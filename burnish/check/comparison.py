@@ -1,7 +1,7 @@
-"""Compare what Burnish computes with a model with plain transformers, which runs its sequences one by one.
+"""Compare what Burnish computes with plain transformers, which runs sequences one by one.
 
-The comparison goes in the order in which a mistake shows: log-probs, the load-balancing loss, loss, the gradients' norm, every
-gradient before clipping, every weight after the step, and copies of a tensor on several ranks.
+The order is that in which a mistake shows: log-probs, the load-balancing loss, loss, the gradients' norm, gradients before
+clipping, weights after the step, and copies of a tensor on several ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A small model, and the settings and sequences that it is checked with."""
+    """A small model, and settings and sequences to check it with."""
 
     hf_config: PretrainedConfig
     """The model."""
@@ -88,7 +88,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The distance of a tensor from the plain one, or from its copy on another rank."""
+    """A tensor's distance from the plain one, or from another rank's copy."""
 
     what: str
     """As "gradient of model.norm.weight"."""
@@ -140,7 +140,7 @@ class RandomWeights:
 
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
-    """Compare one step of an engine, from fresh weights, with plain PyTorch, at the worst rank. Collective."""
+    """Compare an engine's step from fresh weights with plain PyTorch, at the worst rank. Collective."""
     weights = RandomWeights(given.seed)
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
@@ -154,9 +154,9 @@ def compared(engine: Engine, given: Material) -> list[Difference]:
 
 
 def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> BatchOutcome:
-    """Run one step at the engine's layout and put its pieces together. Collective.
+    """Run one step at the engine's layout and join its pieces. Collective.
 
-    After one step AdamW's first moment is the clipped gradient times 1 - β₁.
+    After it AdamW's first moment is the clipped gradient times 1 - β₁.
     """
     outputs = engine.forward(batch)
     mine: dict[str, Tensor] = {}
@@ -190,7 +190,7 @@ def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> d
 
 
 def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Difference]]:
-    """Return the tensors of a part, and the distances between copies on several ranks. Collective."""
+    """Return the tensors of a part, and the distances between ranks' copies. Collective."""
     pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
     built: dict[str, tuple[Tensor, Tensor]] = {}
     copies: dict[str, Difference] = {}
@@ -247,7 +247,7 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Record what modules return inside the block, by name: a tensor [T, ...] per call, on the CPU."""
+    """Record modules' outputs inside the block, by name: a tensor [T, ...] per call, on the CPU."""
     calls: dict[str, list[Tensor]] = {}
 
     def note(name: str) -> Any:
@@ -269,7 +269,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def eager_model(given: Material) -> PreTrainedModel:
-    """Return transformers' own model on the CPU, with its own eager attention and experts, and the random weights."""
+    """Return transformers' eager model on the CPU, with the random weights."""
     config = copy.deepcopy(given.hf_config)
     config._attn_implementation = config._experts_implementation = "eager"
     model = plain_model(config).eval()
@@ -289,14 +289,14 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
 
 
 def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return transformers' own load-balancing loss of all tokens and routers."""
+    """Return transformers' own load-balancing loss."""
     text, of_routers = hf_config.get_text_config(), tuple(torch.cat(list(each)) for each in routed)
     found: Tensor = load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
     return found
 
 
 def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
-    """Return log-probs and entropies [T] of one sequence, or values; 0 where it is not trained on."""
+    """Return one sequence's log-probs and entropies [T], or values; 0 where it is not trained on."""
     ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
     zero = torch.zeros(1)
     if has_value_head(
@@ -318,7 +318,7 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
 def packed_model(
     given: Material, device: torch.device
 ) -> tuple[PreTrainedModel, tuple[Region, ...]]:
-    """Return the model that Burnish builds, on one device with the random weights, and the tensors that are trained."""
+    """Return Burnish's model on one device with the random weights, and its trained tensors."""
     model = build_on_meta(given.hf_config)
     adapter = None if given.lora is None else Adapter(model, given.lora)
     fixed = () if adapter is None else adapter.base
@@ -329,7 +329,7 @@ def packed_model(
 
 
 def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
-    """Run the sequences in packed micro-batches of `budget` tokens in this process, forward and backward."""
+    """Run packed micro-batches of `budget` tokens in this process, forward and backward."""
     model, parts = packed_model(given, device)
     scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
     outputs: dict[str, Tensor] = {}
@@ -359,8 +359,8 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
     """Compare every tensor, in the order in which a mistake would show.
 
-    Gradients are compared before clipping, which would spread a mistake to all. Weights are compared with AdamW's first step from
-    the layout's own clipped gradients, since the sign of a gradient near 0 decides a whole step.
+    Gradients are compared before clipping, which would spread a mistake. Weights are compared with AdamW's first step from the
+    layout's own clipped gradients: the sign of a gradient near 0 decides a whole step.
     """
     clip, optim = given.engine.max_grad_norm, given.optim
     clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
@@ -388,7 +388,7 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
 
 
 def difference(what: str, mine: Tensor | None, wanted: Tensor, least: float = 0.0) -> Difference:
-    """Return how far two tensors are apart, relative to the wanted one's norm or, where that is smaller, to `least`."""
+    """Return the tensors' distance, relative to the wanted one's norm or at least to `least`."""
     if mine is None or mine.shape != wanted.shape:
         return Difference(what, math.inf)
     norm = max(float(wanted.double().norm()), least)
@@ -408,7 +408,7 @@ def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:
 def require_equal(
     differences: Sequence[Difference], layout: Layout, tolerance: float = TOLERANCE
 ) -> None:
-    """Raise `BurnishError` naming the first difference, the first of a parameter, and their number."""
+    """Raise `BurnishError` naming the first difference, a parameter's first, and their number."""
     wrong = [each for each in differences if not each.error <= tolerance]
     if wrong:
         first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]

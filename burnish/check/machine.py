@@ -1,6 +1,6 @@
 """What a machine has for training, what it lacks, and what to type.
 
-Every look takes at most seconds and changes nothing but a file of 64 MiB, which it removes.
+Looks take at most seconds and change nothing but a file of 64 MiB, which they remove.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NODES = {"cuda": "/dev/nvidia0", "cuda (ROCm)": "/dev/kfd", "npu": "/dev/davinc
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part of a machine: how it is and, unless all is well, how it should be."""
+    """How a part of a machine is and, unless all is well, how it should be."""
 
     part: str
     found: str
@@ -150,7 +150,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _affinity(layout: Layout) -> Iterator[Finding]:
-    """Compare the cores of this process with those near its device."""
+    """Compare this process's cores with those near its device."""
     own = pick_device(layout.local_rank)
     node = _numa_node(own)
     cores = Path(f"/sys/devices/system/node/node{node}/cpulist")
@@ -166,7 +166,7 @@ def _affinity(layout: Layout) -> Iterator[Finding]:
 
 
 def _numa_node(device: torch.device) -> int | None:
-    """Return the NUMA node that a CUDA device hangs on; None if the system does not say."""
+    """Return a CUDA device's NUMA node, or None if the system does not say."""
     if device.type != "cuda":
         return None
     about = torch.cuda.get_device_properties(device)
@@ -245,7 +245,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _disk(place: Path) -> Finding:
-    """Write 64 MiB with an fsync, and read them past the page cache where the system can."""
+    """Write 64 MiB with an fsync, and read them past the page cache where possible."""
     part = f"disk {place}"
     folder = next(each for each in (place, *place.absolute().parents) if each.is_dir())
     file = folder / f".burnish-doctor-{secrets.token_hex(4)}"
@@ -327,7 +327,7 @@ def _clock() -> Finding:
 
 
 def _ports(*, alone: bool) -> Finding:
-    """Connect to this machine by its own name, as other ranks will."""
+    """Connect to this machine by name, as other ranks will."""
     host = socket.gethostname()
     do = f"give {host} its address in /etc/hosts or the name server, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     try:

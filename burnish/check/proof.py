@@ -1,10 +1,10 @@
 """The proof before every run: a small model of the same kind computes what plain transformers compute, or the run is refused.
 
-No family is known to it. The small model has random weights and a layer of every kind (`burnish.check.shrinking`). Its packed
-micro-batches, with windows and common beginnings, are compared with each sequence alone in transformers' eager model: log-probs and
-gradients. Greedy completions of the built-in generator are compared with `generate` without a cache. Where several processes share
-a model, they take one step of it as well. A file in the cache remembers that a proof has passed, by configuration, the model's own
-code, versions, device and layout. Left out: bf16, and kernels that only bf16 uses.
+The small model has random weights and a layer of every kind (`burnish.check.shrinking`). Log-probs and gradients of packed
+micro-batches, with windows and common beginnings, are compared with each sequence alone in transformers' eager model. Greedy
+completions are compared with `generate` without a cache. Processes that share a model take one step of it as well. A file in the
+cache remembers a passed proof, by configuration, model code, versions, device and layout. Left out: bf16, and kernels that only
+bf16 uses.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def prove_layout(
     lora: LoraConfig | None,
     device: torch.device,
 ) -> None:
-    """Compare one step at the layout of `engine`, whose groups it uses. Collective. Raises as `prove` does."""
+    """Compare one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
     layout = engine.layout
     own = config.model_copy(update=_PLAIN).model_dump(mode="json")
     place = _place(hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")])
@@ -156,7 +156,7 @@ def prove_layout(
 
 
 def _computing(kind: str) -> AbstractContextManager[None]:
-    """Turn any error inside the block into one that says what cannot be computed."""
+    """Turn an error inside the block into one that names what cannot be computed."""
     return refusing(
         f"models of type {kind} cannot be computed",
         IncompatibleError,
@@ -188,7 +188,7 @@ def _material(
 
 
 def _examples(hf_config: PretrainedConfig) -> list[Example]:
-    """Return samples of one prompt, one of them the beginning of another, and sequences with nothing in common."""
+    """Return samples of one prompt, one the beginning of another, and sequences with nothing in common."""
     rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
     most = min(_positions(hf_config), LONGEST)
 
@@ -213,7 +213,6 @@ def _positions(hf_config: PretrainedConfig) -> int:
 
 
 def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    """Return the mean log-prob or value as a loss."""
     said = outputs.values if len(outputs.values) else outputs.logprobs
     return aggregation("token_mean", micro, 1)(-said.float()), Stats()
 
@@ -230,7 +229,7 @@ def _of_packing(given: Material, device: torch.device) -> list[Difference]:
 
 
 def _of_generation(given: Material, device: torch.device) -> list[Difference]:
-    """Compare every log-prob that the generator says of its greedy tokens, and their probability with the likeliest token's."""
+    """Compare the generator's log-probs of greedy tokens, and their probability with the likeliest token's."""
     model = eager_model(given)
     room = min(_PROMPT, _positions(given.hf_config) - _NEW)
     prompts = [example.token_ids[:room] for example in given.examples[2:] if room > 0]
@@ -307,7 +306,7 @@ def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Mo
 
 
 def _first_module(found: Modules, wanted: Modules) -> str | None:
-    """Name the first module, in the order of the plain pass, whose outputs differ."""
+    """Name the first module of the plain pass whose outputs differ."""
     for name, right in wanted.items():
         mine = found.get(name, {})
         if any(
@@ -322,7 +321,7 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
 
 
 def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
-    """Return the file that a proof leaves behind; where the model lies does not matter."""
+    """Return a proof's file; where the model lies does not matter."""
     fields = {n: v for n, v in hf_config.to_dict().items() if n != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
     versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
@@ -339,7 +338,7 @@ def _keep(place: Path, layout: Layout) -> None:
 
 
 def _model_code(hf_config: PretrainedConfig) -> str:
-    """Return a hash of the Python files that a model brings along; empty for a class of transformers."""
+    """Return a hash of a model's own Python files; empty for a class of transformers."""
     module = sys.modules[type(hf_config).__module__]
     if not module.__name__.startswith("transformers_modules."):
         return ""

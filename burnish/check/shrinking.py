@@ -1,7 +1,7 @@
 """A small model of the same kind: every width and depth made small.
 
-Kept is everything that can make two computations of a model differ: family, flags, scales, tied embeddings, biases, query heads
-per key head, and a layer of every kind, with its window and experts. Fields are found by the names that all families use.
+Kept is all that can make two computations differ: family, flags, scales, tied embeddings, biases, query heads per key head, and a
+layer of every kind, with its window and experts. Fields are found by the names that all families use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shrunk(
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
-    `vocabulary` is its size, where it shall have another one.
+    `vocabulary` is a size for it, or None.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
@@ -82,7 +82,7 @@ def shrunk(
 
 
 def _lowered(name: str, value: Any, tensor: int, expert: int) -> Any:
-    """Return a field's value, or the numbers in a list, as `_AT_MOST` allows. Soft caps and epsilons become such as matter."""
+    """Return a field's value as `_AT_MOST` allows; choose soft caps and epsilons that matter."""
     if isinstance(value, int | float) and "softcap" in name:
         return min(value, _SOFTCAP)
     if isinstance(value, float) and name.endswith(("_eps", "_epsilon")):
@@ -102,9 +102,9 @@ def _is_size(value: Any) -> bool:
 
 
 def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
-    """Keep the first layer of every kind, at least two layers, and as many as a multiple of the stages.
+    """Keep the first layer of every kind, at least two, and a multiple of the stages.
 
-    Return the fields that some layers have of their own, which the configuration then lacks.
+    Return fields that only some layers have, which the configuration then lacks.
     """
     fields: dict[str, Any] = dict(vars(text))
     own: int = getattr(text, "num_hidden_layers", None) or 0

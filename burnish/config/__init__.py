@@ -1,1 +1,1 @@
-"""Typed configuration: the schema, reading it, checking it, telling two of them apart."""
+"""Typed configuration: the schema, reading, checking and comparing."""

@@ -1,6 +1,6 @@
-"""Check settings against each other before anything heavy is loaded. All problems are reported at once.
+"""Check settings against each other before anything heavy is loaded.
 
-Bounds of single settings are in the schema. That files exist is checked by `burnish.train.preflight`.
+Bounds of single settings are in the schema. `burnish.train.preflight` checks that files exist.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ _OF_RL: Sequence[Constraint] = (
 
 
 def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
-    """Raise `UsageError` with everything that keeps `command` from running on `world` processes; None: on however many."""
+    """Raise `UsageError` with everything that keeps `command` from running on `world` processes; None: on any number."""
     shares = 1 if world is None else world // config.engine.sharing
     problems = list(_of_settings(config))
     if world is not None:
@@ -177,12 +177,12 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Raise `UsageError` for settings that this kind of engine does not have."""
+    """Raise `UsageError` for settings that this kind of engine lacks."""
     _refuse(list(_broken(config, _OF_ENGINE)), "this configuration")
 
 
 def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
-    """Raise `UsageError` if the settings do not divide `world` processes, or a step's work among them."""
+    """Raise `UsageError` if `world` processes cannot be divided, or a step's work among them."""
     divided = _of_examples if command == "sft" else _of_completions
     problems = [*_of_degrees(config.engine, world), *_broken(config, _OF_ACTIVATIONS)]
     problems += divided(config, world // config.engine.sharing)
@@ -213,7 +213,6 @@ def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[Bu
 
 
 def _parts(condition: str) -> tuple[str, list[str]]:
-    """Return the setting and the values of a condition."""
     name, _, values = condition.partition("=")
     return name, values.split("|") if values else []
 
@@ -227,7 +226,7 @@ def _holds(config: RunConfig, condition: str) -> bool:
 
 
 def _given(config: RunConfig, condition: str) -> list[str]:
-    """Return the setting of a condition, or the settings of a section, as far as they are not their defaults."""
+    """Return the setting of a condition, or the settings of a section, that are not their defaults."""
     name, values = _parts(condition)
     value = _value(config, name)
     if isinstance(value, Section):
@@ -242,7 +241,7 @@ def _value(config: RunConfig, name: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it stands in a configuration file."""
+    """Return a value as a configuration file has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -356,7 +355,7 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
 
 
 def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
-    """Yield which degrees of parallelism do not divide the processes."""
+    """Yield degrees of parallelism that do not divide the processes."""
     sharing, stage = engine.sharing, world // engine.pipeline_parallel
     if world % sharing:
         names = ["sequence_parallel", "tensor_parallel"]
@@ -525,7 +524,7 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
-    """Yield what keeps a step's examples from being divided among groups of processes."""
+    """Yield what keeps a step's examples from being divided."""
     examples, longest = config.batch.examples, config.data.max_length
     if longest is not None and longest > config.microbatch_tokens:
         yield UsageError(
@@ -544,7 +543,7 @@ def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
-    """Yield what keeps a step's completions from being divided among groups of processes."""
+    """Yield what keeps a step's completions from being divided."""
     prompts, parts = config.batch.prompts, config.batch.minibatches
     sequences = prompts // parts * config.rollout.n
     if prompts % parts:
@@ -579,14 +578,14 @@ def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _budget(config: RunConfig) -> str:
-    """Return how many tokens a micro-batch may have, by the settings that say so."""
+    """Return how many tokens a micro-batch may have, by these settings."""
     device, ranks = config.batch.tokens_per_device, config.engine.sequence_parallel
     shared = f" × engine.sequence_parallel: {ranks}" if ranks > 1 else ""
     return f"batch.tokens_per_device: {device}{shared}"
 
 
 def _per_device(tokens: int, config: RunConfig) -> int:
-    """Return the `batch.tokens_per_device` at which a micro-batch has room for `tokens`."""
+    """Return the `batch.tokens_per_device` whose micro-batch has room for `tokens`."""
     return -(-tokens // config.engine.sequence_parallel)
 
 
@@ -622,7 +621,6 @@ _WIDE_CLIP = 0.1
 
 
 def _of_ahead(config: RunConfig) -> Iterator[str]:
-    """Yield remarks on completions that older weights draw."""
     algorithm, ahead, steps = config.algorithm, config.rollout.ahead, config.steps
     is_corrected = algorithm.mismatch_cap is not None or algorithm.mismatch_reject != "none"
     if ahead and algorithm.old_logprobs == "recompute" and not is_corrected:

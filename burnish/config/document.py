@@ -1,6 +1,7 @@
 """Write a configuration as YAML, and read it back.
 
-Scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`, `1:30` and `2024-01-01` are texts. Numbers may have underscores.
+Scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`, `1:30` and `2024-01-01` are texts. Numbers may have
+underscores.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ class CoreLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes just what `CoreLoader` would otherwise read as something else."""
+    """Quotes only what `CoreLoader` would misread."""
 
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value out in full wherever it occurs."""
+        """Write a repeated value out in full."""
         return True
 
     def serialize(self, node: yaml.Node) -> None:
-        """Start a line for every key of the outermost mapping."""
+        """Start a line for every outermost key."""
         if isinstance(node, yaml.MappingNode):
             node.flow_style = False
         super().serialize(node)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Keep every text on one line, so that a comment can follow it."""
+    """Keep a text on one line, so that a comment can follow it."""
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -72,7 +73,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def write_yaml(value: Any) -> str:
-    """Return YAML that `parse_document` reads back equal, with innermost lists and mappings on one line."""
+    """Return YAML that `parse_document` reads back equal; innermost lists and mappings are on one line."""
     text: str = yaml.dump(
         value,
         Dumper=_Dumper,
@@ -90,9 +91,9 @@ def one_line(value: object) -> str:
 
 
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
-    """Return the whole configuration as YAML that `load_config` reads back equal.
+    """Return a configuration as YAML that `load_config` reads back equal.
 
-    `comments` maps dotted keys to a remark behind each setting, aligned.
+    `comments` maps dotted keys to remarks behind them.
     """
     rows, remarks = list(_rows(config, "", "")), comments or {}
     commented = [len(text) for text, name in rows if name in remarks and len(text) <= 60]
@@ -117,7 +118,7 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
 
 
 def recorded(path: Path) -> RunConfig:
-    """Read a configuration as `dump_yaml` wrote it. Raises `CorruptError` for a file that was changed since."""
+    """Read what `dump_yaml` wrote. Raises `CorruptError` for a file that was changed since."""
     try:
         return RunConfig.model_validate(yaml.load(path.read_text(), CoreLoader))
     except (OSError, yaml.YAMLError, ValueError, KeyError, RecursionError) as error:

@@ -1,6 +1,6 @@
 """The schema as a flat table of dotted keys, with words for the values of each.
 
-`burnish config explain`, the reference page and messages about wrong values read this table. It is made from pydantic's JSON schema.
+`burnish config explain`, the reference page and messages about wrong values read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting, or a section of settings."""
+    """A setting or a section."""
 
     name: str
     """Dotted (`rollout.n`). Fields of a list's items are written `reward.functions[].weight`."""
@@ -50,7 +50,7 @@ def known_keys() -> Mapping[str, Key]:
 
 
 def plain_name(name: str) -> str:
-    """Return `reward.functions[3].weight` as the table knows it: `reward.functions[].weight`."""
+    """Return `reward.functions[3].weight` as the table has it: `reward.functions[].weight`."""
     return re.sub(r"\[\d+\]", "[]", name)
 
 
@@ -81,7 +81,7 @@ def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) 
 
 
 def _referred(schema: _Schema, sections: _Schema) -> _Schema:
-    """Return the section that a schema refers to; an empty one if it refers to none."""
+    """Return the section that a schema refers to, or an empty one."""
     name = schema.get("$ref", "").rpartition("/")[2]
     return sections[name] if name else {}
 

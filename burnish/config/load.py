@@ -43,7 +43,7 @@ class Resolved:
 
     @cached_property
     def origin(self) -> Mapping[str, str]:
-        """The origin of every setting by its dotted key, or "default"."""
+        """The origin of every setting by dotted key, or "default"."""
         names = [key.name for key in known_keys().values() if not key.section]
         return {name: _origin(self.origins, name) for name in names if "[" not in name}
 
@@ -51,11 +51,12 @@ class Resolved:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resolved:
     """Read `path` (None: only defaults), then apply overrides `a.b=c` in order.
 
-    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one (`data.train=a.jsonl`), and
-    for a mapping with its main key (`reward.functions=numeric`); a text may look like a number. An override of a section
-    (`rollout={n: 4}`) changes the keys it names; a list is replaced. Keys inside a mapping `model.fresh` can be set one by one. Raises
-    `MissingError` for an absent file and `UsageError` for everything else: broken YAML, unknown keys with the nearest known one, wrong
-    types, values out of bounds.
+    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, and for a mapping
+    with its main key (`reward.functions=numeric`). An override of a section (`rollout={n: 4}`) changes the keys it names; a list
+    is replaced. Keys inside a mapping `model.fresh` can be set one by one.
+
+    Raises `MissingError` for an absent file. Raises `UsageError` for broken YAML, unknown keys, wrong types and values out of
+    bounds.
     """
     draft, subject = _Draft(), "the command line"
     if path is not None:
@@ -84,7 +85,7 @@ def load_settings(
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy with dictionaries, lists and texts in place of other mappings, tuples and paths."""
+    """Return a copy with dictionaries, lists and texts for other mappings, tuples and paths."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -94,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Draft:
-    """Values and their origins on the way to a `RunConfig`, with the problems so far."""
+    """Values on the way to a `RunConfig`, with origins and problems."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class _Draft:
             self.set(str(name), _fitted(str(name), value, {}), origin)
 
     def set(self, name: str, value: Any, origin: str) -> None:
-        """Set a key; of a section, those of its keys that `value` has."""
+        """Set a key; of a section, those keys that `value` has."""
         if isinstance(value, Mapping) and value and _is_section(name):
             self.set_all({f"{name}.{key}": each for key, each in value.items()}, origin)
             return
@@ -181,7 +182,7 @@ class _Draft:
                 return
 
     def _note_no_mapping(self, above: str, found: Any, name: str, value: Any) -> None:
-        """Note that `name` cannot be set, because the value above it is no mapping."""
+        """Note that the value above `name` is no mapping."""
         key = known_keys().get(above)
         if key is not None and "a mapping" in key.values:
             fault = "has a value that does not fit"
@@ -224,7 +225,7 @@ class _Draft:
 def _fitted(name: str, value: Any, written: Mapping[str, str]) -> Any:
     """Return a value as its setting has it: one item as a list, a main value as a mapping, a number as its text.
 
-    `written` says how numbers and truth values are written, by path.
+    `written` has the spelling of numbers and truth values, by path.
     """
     key = known_keys().get(plain_name(name))
     if isinstance(value, dict) and (key is None or key.section):
@@ -250,7 +251,7 @@ def _is_section(name: str) -> bool:
 
 
 def _origin(origins: Mapping[str, str], name: str) -> str:
-    """Return where a value came from; for part of a value, where the whole came from."""
+    """Return where a value, or the whole that it is part of, came from."""
     whole = name
     while whole and whole not in origins:
         whole = whole[: max(whole.rfind("."), whole.rfind("["), 0)]
@@ -265,7 +266,7 @@ def _origin(origins: Mapping[str, str], name: str) -> str:
 
 
 def _name_of(location: Sequence[int | str]) -> str:
-    """Return pydantic's location as a dotted key, without what lies inside a setting's own value."""
+    """Return pydantic's location as a dotted key, down to a setting."""
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
@@ -287,15 +288,15 @@ def _advice(name: str, key: Key, origin: str) -> str:
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
-    """Read the YAML mapping in a file, with the line of every key.
+    """Read a file's YAML mapping, with the line of every key.
 
-    Raises `MissingError` for an absent file and `UsageError` for anything but YAML.
+    Raises `MissingError` for an absent file, `UsageError` for anything but YAML.
     """
     return parse_document(read_text(path), str(path))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a file as far as it may be parsed. Raises `MissingError` or `UsageError` if it cannot be read."""
+    """Return a file's text, as much as may be parsed. Raises `MissingError` or `UsageError`."""
     try:
         if Path(path).is_dir():
             do = f"give a file in it, as {Path(path) / 'config.yaml'}"
@@ -329,7 +330,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _meant(path: str) -> str:
-    """Return what to type where something else stands in the place of the configuration file."""
+    """Return what to type where something else stands in the file's place."""
     if path.endswith((".jsonl", ".json", ".parquet")):
         return f"data are data.train={path}"
     if not path.endswith((".yaml", ".yml")) and path.count("/") == 1:

@@ -1,7 +1,7 @@
 """Read YAML text as plain values, with the line of every key.
 
-Unlike PyYAML's `safe_load`, a duplicate key is refused, and scalars follow YAML 1.2's core schema. Length, depth, the number of values
-and the size of numbers are bounded, so hostile text is refused at once.
+Unlike PyYAML's `safe_load`, refuse a duplicate key, and read scalars by YAML 1.2's core schema. Length, depth, number of values
+and size of numbers are bounded, so hostile text is refused at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def _constructors() -> dict[str | None, Any]:
-    """Return PyYAML's constructors of plain data, and the one that refuses every other tag."""
+    """Return PyYAML's constructors of plain data, and one that refuses other tags."""
     plain = {
         f"tag:yaml.org,2002:{tag}" for tag in ("null", "bool", "int", "float", "str", "seq", "map")
     }
@@ -38,7 +38,7 @@ def _constructors() -> dict[str | None, Any]:
 
 
 class _Loader(CoreLoader):
-    """Reads plain data of bounded size with the core schema's scalars, and every key once."""
+    """Reads bounded plain data, and every key once."""
 
     yaml_constructors = _constructors()
 
@@ -93,7 +93,7 @@ class _Loader(CoreLoader):
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that is given twice. Merged keys are added afterwards."""
+        """Refuse a duplicate key. Merged keys are added afterwards."""
         lines: dict[str, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             line = key.start_mark.line + 1
@@ -124,7 +124,7 @@ class Document:
 def parse_document(text: str, source: str) -> Document:
     """Read one YAML document whose top level is a mapping.
 
-    `source` names the text in errors. Raises `UsageError` with the line for broken YAML, a duplicate key, or anything but a mapping.
+    `source` names the text in errors. Raises `UsageError` with the line for anything else, and for a duplicate key.
     """
     found = parse_value(text, source)
     if not isinstance(found.values, dict | None):
@@ -138,7 +138,7 @@ def parse_document(text: str, source: str) -> Document:
 
 
 def parse_value(text: str, source: str, path: str = "") -> Document:
-    """Read any one value, such as that of an override of `path`. Raises `UsageError` naming `source`."""
+    """Read one value, such as an override of `path`. Raises `UsageError` naming `source`."""
     if len(text) > MOST_CHARACTERS:
         raise UsageError(
             f"{source} is too long for settings",
@@ -182,7 +182,7 @@ def parse_value(text: str, source: str, path: str = "") -> Document:
 
 
 def _below(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield the path, the first node and the value of all below a constructed node, where merged keys are in place."""
+    """Yield path, first node and value of all below a constructed node, where merged keys are in place."""
     if isinstance(node, yaml.MappingNode):
         inner = [
             (f"{path}.{key.value}" if path else str(key.value), key, value)

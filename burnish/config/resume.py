@@ -1,7 +1,7 @@
 """Whether two configurations describe the same run, so that it may be continued.
 
-The settings that do not say `MayChange` in the schema decide what a run computes. A run is continued only with the same ones.
-Model, tokenizer and data may move: `burnish.train.fingerprints` compares their content.
+The settings that are not `MayChange` in the schema decide what a run computes. Model, tokenizer and data may move:
+`burnish.train.fingerprints` compares their content.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from burnish.errors import IncompatibleError, UsageError, table
 
 
 def digest(config: RunConfig) -> str:
-    """Return sha256, in hex, of the settings that decide what the run computes."""
+    """Return sha256, in hex, of the deciding settings."""
     return hashlib.sha256(_canonical(dict(_deciding(config))).encode()).hexdigest()
 
 
 def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the deciding settings that differ, with both values, by dotted key; empty if `digest` agrees."""
+    """Return the deciding settings that differ, with both values, by dotted key."""
     wanted = dict(_deciding(after))
     return {
         key: (value, wanted[key])
@@ -34,7 +34,7 @@ def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The trainer and the configuration of a run, compared with what a directory or a mirror records."""
+    """A run's trainer and configuration, to compare with what a directory records."""
 
     trainer: str
     """The command: sft or rl."""
@@ -51,7 +51,7 @@ class RunIdentity:
             )
 
     def require_same(self, run_dir: PurePath, recorded: RunConfig) -> None:
-        """Raise `IncompatibleError`, with a table, if the configuration recorded in a directory describes another run."""
+        """Raise `IncompatibleError`, with a table, if the recorded configuration describes another run."""
         found = difference(recorded, self.config)
         if not found:
             return
@@ -67,7 +67,7 @@ class RunIdentity:
         )
 
     def require_may_resume(self, run_dir: PurePath, steps: Sequence[str]) -> None:
-        """Raise `UsageError` if a directory holds `steps` (names, oldest first) and `resume` is never."""
+        """Raise `UsageError` if there are `steps` (names, oldest first) and `resume` is never."""
         if steps and self.config.resume == "never":
             raise UsageError(
                 f"{run_dir} holds checkpoints, and resume is never",
@@ -91,12 +91,12 @@ def _cells(before: Any, after: Any, limit: int = 40) -> tuple[str, str]:
 
 
 def _canonical(value: Any) -> str:
-    """Return the same text for the same value, whatever the order of its keys."""
+    """Return the same text for the same value, whatever the order of keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and plain value of every setting that may not change."""
+    """Yield key and plain value of every setting that may not change."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if field.json_schema_extra == MAY_CHANGE:

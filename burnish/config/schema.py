@@ -1,8 +1,8 @@
 """Every setting of a run: its type, its bounds and, under the field, its meaning.
 
 Sizes that change the algorithm are global (`batch.prompts`). Sizes that change only speed are per device
-(`batch.tokens_per_device`). A field of type `MayChange[...]` may differ when a run is resumed. Importing this loads
-neither torch nor transformers.
+(`batch.tokens_per_device`). `MayChange[...]` may differ when a run is resumed. Importing this loads neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class Section(BaseModel):
-    """A group of settings. It refuses unknown keys, converts no types and cannot be changed once made."""
+    """A frozen group of settings, without unknown keys and conversions of types."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -113,12 +113,12 @@ class ModelConfig(Section):
 
     @property
     def adapter(self) -> LoraConfig | None:
-        """The adapter that is trained; None if the model itself is."""
+        """The adapter that is trained, or None."""
         return self.lora if self.lora.rank or self.lora.path else None
 
     @property
     def adapter_beside(self) -> LoraConfig | None:
-        """The adapter that the generator holds beside the model; None if there is none, or it is merged."""
+        """The adapter that the generator holds unmerged, or None."""
         return self.adapter if self.lora.publish == "adapter" else None
 
 
@@ -172,16 +172,16 @@ class EngineConfig(Section):
 
     @property
     def sharing(self) -> int:
-        """Number of processes that work on the same micro-batch."""
+        """Number of processes that share a micro-batch."""
         return self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
 
     def logprob_rows(self, vocabulary: int) -> int:
-        """Return the chunk size for logits of a model with a vocabulary of this size."""
+        """Return the chunk size for logits over a vocabulary of this size."""
         return self.logprob_chunk or max(1, _LOGITS_AT_ONCE // vocabulary)
 
     @property
     def expert_sharing(self) -> int:
-        """Number of processes that the experts of a layer are divided among."""
+        """Number of processes that a layer's experts are divided among."""
         return self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
 
 
@@ -367,7 +367,7 @@ class RewardConfig(Section):
     def part_names(self) -> list[str]:
         """Names of the reward's parts: functions, then models; the second of a name is `name_2`.
 
-        Further numbers that a verl function returns are called FUNCTION/NAME. They are not listed here, because only answers name them.
+        The numbers FUNCTION/NAME of verl functions are not there: only answers name them.
         """
         given = [function.function.rpartition(":")[2] for function in self.functions]
         given += [model.part_name for model in self.models]
@@ -651,17 +651,17 @@ class RunConfig(Section):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Most tokens in one micro-batch, on all the devices that share it."""
+        """Most tokens of a micro-batch, on all devices that share it."""
         return self.batch.tokens_per_device * self.engine.sequence_parallel
 
     @property
     def directory(self) -> Path:
-        """The run's directory, on this machine."""
+        """The run's local directory."""
         return Path("runs" if is_remote(self.output_dir) else self.output_dir) / self.run_name
 
     @property
     def run_name(self) -> str:
-        """The run's name; if none is given, that of the model, or of the run that made it, and the kind of training."""
+        """The run's name; by default that of the model, or of the run that made it, and the kind of training."""
         if self.name is not None:
             return self.name
         fresh, path = self.model.fresh, self.model.path or ""
@@ -673,16 +673,16 @@ class RunConfig(Section):
 
     @property
     def mirror_url(self) -> str | None:
-        """The URL of the copy of the run's directory; None if there is none."""
+        """The URL of the directory's copy, or None."""
         remote = self.output_dir if is_remote(self.output_dir) else self.checkpoint.mirror
         return None if remote is None else f"{remote.rstrip('/')}/{self.run_name}"
 
     @property
     def longest_completed(self) -> int:
-        """Tokens of the longest prompt and completion that the settings allow; a prompt without limit counts 1."""
+        """Most tokens of a prompt and its completion; a prompt without limit counts 1."""
         return self.rollout.max_response_length + (self.data.max_prompt_length or 1)
 
 
 def is_remote(place: str) -> bool:
-    """Return whether a setting names a URL, and not a path."""
+    """Return whether a setting names a URL."""
     return "://" in place

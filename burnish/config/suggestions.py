@@ -1,7 +1,4 @@
-"""Answer a key that does not exist: another framework's name, a misspelt one, or neither.
-
-Names of other frameworks (`foreign_names.yaml`) get the setting to write. A similar name becomes a question.
-"""
+"""Answer a key that does not exist: another framework's name, a misspelt one, or neither."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class ForeignNames(NamedTuple):
 
 @cache
 def foreign_names() -> ForeignNames:
-    """Return the table, which is read once."""
+    """Return `foreign_names.yaml`, read once."""
     tables = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
     values = {
         name: {str(value).lower(): settings for value, settings in found.items()}
@@ -47,7 +44,7 @@ def foreign_names() -> ForeignNames:
 
 
 def counterpart(name: str, value: Any) -> dict[str, Any] | None:
-    """Return the settings that say here what `name: value` says elsewhere; None if only a person can tell."""
+    """Return the settings for another framework's `name: value`; None if only a person can tell."""
     known, foreign = known_keys(), foreign_names()
     for end in _ends(name):
         if found := foreign.values.get(end):
@@ -64,13 +61,13 @@ def counterpart(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Return whether a setting has this value if nothing is set."""
+    """Return whether a setting has this value by default."""
     key = known_keys().get(name)
     return key is not None and key.default == value
 
 
 def suggestion(name: str, value: Any = None) -> tuple[str, str]:
-    """Return `want` and `do` of the error for a key that does not exist (`trainer.save_freq`, `rolout.n`), with its value if known."""
+    """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`), with its value if known."""
     name, known, foreign = plain_name(name), known_keys(), foreign_names()
     same = None if value is None else counterpart(name, value)
     if same is not None and all(is_default(*each) for each in same.items()):
@@ -104,8 +101,7 @@ def suggestion(name: str, value: Any = None) -> tuple[str, str]:
 def nearest(name: str) -> str | None:
     """Return the known key most like `name`, or None.
 
-    A key counts as alike by its last part or as a whole, whichever is more alike. A name as another framework spells it
-    counts by its last part.
+    A key counts by its last part or as a whole, whichever is more alike. Another framework's spelling counts by its last part.
     """
     if len(name) > _LONGEST:
         return None
@@ -127,7 +123,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the whole name, then the name without its first section, without its second, ..."""
+    """Yield the name, then without its first section, its second, ..."""
     while name:
         yield name
         name = name.partition(".")[2]

@@ -1,6 +1,6 @@
 """Turn arguments of verl, TRL and OpenRLHF into a configuration, with the help of `foreign_names.yaml`.
 
-Arguments are `key=value`, `--flag value`, YAML, or the lines of a shell script that have them. What has no counterpart becomes a comment.
+Arguments are `key=value`, `--flag value`, YAML, or lines of a shell script. What has no counterpart becomes a comment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Names = dict[str, Any]
 
 
 def translated(words: Sequence[str]) -> str:
-    """Return a configuration as YAML, with comments. `words` are a file's name or arguments. Raises `UsageError` if they set nothing."""
+    """Return YAML with comments. `words` are a file's name or arguments. Raises `UsageError` if they set nothing."""
     is_file = len(words) == 1 and "=" not in words[0] and not words[0].startswith("-")
     given = _of_file(words[0]) if is_file else _of_words(words)
     if not given:
@@ -104,7 +104,7 @@ def _of_file(name: str) -> Names:
 
 
 def _of_words(words: Sequence[str]) -> Names:
-    """Read `key=value` and `--flag value`; what is neither, such as the name of a program, is left out."""
+    """Read `key=value` and `--flag value`; leave out anything else."""
     given: Names = {}
     flag = ""
     for word in words:
@@ -152,13 +152,13 @@ def _require_numbers(names: Names) -> None:
 
 
 def _take(names: Names, *ends: str) -> list[Any]:
-    """Remove the first name that ends in each of `ends`; return their values, None for those that are missing."""
+    """Remove the first name that ends in each of `ends`; return their values, or None."""
     found = [next((name for name in names if f".{name}".endswith(f".{end}")), "") for end in ends]
     return [names.pop(name, None) for name in found]
 
 
 def _of_several(names: Names) -> Names:
-    """Translate what depends on several arguments, and remove those from `names`."""
+    """Translate what depends on several arguments, and remove those."""
     settings: Names = {}
     path, function = _take(names, "custom_reward_function.path", "custom_reward_function.name")
     if path:
@@ -222,7 +222,7 @@ def _batch(names: Names) -> Names:
 
 
 def _function(name: str) -> str:
-    """Return the name of a function here: TRL's own have a plain name, others a dotted one."""
+    """Return a function's name here: TRL's own have a plain name, others a dotted one."""
     if ":" in name:
         return name
     module, _, function = name.rpartition(".")
@@ -230,7 +230,7 @@ def _function(name: str) -> str:
 
 
 def _same_last_part(name: str) -> str | None:
-    """Return the one key that ends as a name does; of rollout's and evaluation's, rollout's."""
+    """Return the one key that ends as a name does, rollout's before evaluation's."""
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
     keys = [key for key in keys if not known_keys()[key].section and "[" not in key]
     if len(keys) > 1:

@@ -1,1 +1,1 @@
-"""Start the processes of a run, restart them when one dies, and fit the run to the devices that are left."""
+"""Start the processes of a run, and restart them when one dies."""

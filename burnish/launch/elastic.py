@@ -1,4 +1,4 @@
-"""Fit a run to a number of processes: which numbers have a layout, and which layout a run gets that its own does not fit."""
+"""Fit a run to a number of processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def adapted(planner: PlannerOf, engine: EngineConfig, layout: Layout) -> EngineC
 
 
 def has_layout(planner: PlannerOf, world: int) -> bool:
-    """Return whether there is a way to divide the run among so many processes, whatever their memory."""
+    """Return whether the run can be divided among so many processes, whatever their memory."""
     try:
         return bool(planner(_devices(world, None)).all_plans())
     except BurnishError:
@@ -68,7 +68,7 @@ def has_layout(planner: PlannerOf, world: int) -> bool:
 
 
 def _devices(world: int, here: int | None) -> Devices:
-    """Return this machine's devices, or if they are not known or not meant, some with memory enough for anything."""
+    """Return this machine's devices; if they are unknown or not meant, some with any memory."""
     found = None if here is None else devices_here(world, here)
     return found or Devices(world, "CPU", math.inf, 1e12, 1e12, 1e12)
 

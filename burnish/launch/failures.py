@@ -1,7 +1,6 @@
-"""Note how the starts of a run failed, and refuse to start again what fails alike again and again.
+"""Note how starts of a run failed, and refuse another start after equal failures.
 
-Whoever starts a run again (torchrun, `burnish rl --processes`, Ray, Slurm) cannot tell a machine that died from a reward that always
-raises at the same step. Rank 0 can.
+A launcher (torchrun, Ray, Slurm) cannot tell a machine that died from a reward that always raises at the same step. Rank 0 can.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _OTHERS = re.compile(r"^rank \d+ \(.*?\) (?=failed|died)| while rank \d+ was in 
 
 
 def forget_failures(directory: Path) -> None:
-    """Forget the failures of a run, as `logs` of its directory has them. A person has started it."""
+    """Forget the failures, because a person has started the run."""
     (directory / _NAME).unlink(missing_ok=True)
 
 
 def note_failure(directory: Path, error: Exception) -> None:
-    """Note an error that ends this rank, if its run has got as far as to have a log."""
+    """Note an error that ends this rank, if the run already has its directory."""
     if directory.is_dir():
         spans = logs.spans()
         line = {"step": spans and spans.step, "error": _head(error)}
@@ -36,7 +35,7 @@ def note_failure(directory: Path, error: Exception) -> None:
 
 
 def refuse_failing_alike(directory: Path) -> None:
-    """Raise `UsageError` if the last starts of a run failed at the same step with the same error."""
+    """Raise `UsageError` if the last starts failed at the same step with the same error."""
     path = directory / _NAME
     lines = path.read_text().splitlines()[-_ALIKE:] if path.is_file() else []
     if len(lines) < _ALIKE or len({*lines}) > 1:

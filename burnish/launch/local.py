@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, each a process of the same command."""
+"""Start the ranks of a run as processes of this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PAUSE_SECONDS = 0.05
 
 
 def free_port(host: str = "") -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a free port of this machine."""
     with socket.create_server((host, 0)) as listening:
         return int(listening.getsockname()[1])
 
 
 class RankProcess:
-    """A `burnish` command as a child of this process.
+    """A `burnish` command as a child.
 
     The system ends it when the thread that makes it ends.
     """
@@ -60,16 +60,16 @@ class RankProcess:
         return status
 
     def take_lines(self) -> list[str]:
-        """Return the lines that are kept and were not taken."""
+        """Return the lines that were not taken."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send it a signal, if it runs."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """End it at once and wait for its end."""
+        """Kill it and wait for its end."""
         self._process.kill()
         self._process.wait()
 
@@ -80,7 +80,7 @@ class RankProcess:
 
 
 class LocalAttempt:
-    """The ranks of one start. Rank 0 writes where this process does."""
+    """An `Attempt` on this machine. Rank 0 writes where this process does."""
 
     def __init__(self, argv: Sequence[str], world: int, attempt: int) -> None:
         shared = {
@@ -98,7 +98,7 @@ class LocalAttempt:
             self._ranks.append(RankProcess(argv, environ, cwd=os.getcwd(), keeps=keeps))
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        """Wait at most so long for an end; return the exit statuses in the order of their ends."""
+        """See `Attempt.poll`."""
         until, before = time.monotonic() + seconds, len(self._ended)
         while True:
             for rank, process in enumerate(self._ranks):
@@ -109,16 +109,16 @@ class LocalAttempt:
             time.sleep(_PAUSE_SECONDS)
 
     def last_lines(self, rank: int) -> Sequence[str]:
-        """Return the last lines of a rank other than 0, which are seen nowhere else."""
+        """See `Attempt.last_lines`."""
         return self._ranks[rank].take_lines()
 
     def send(self, number: int) -> None:
-        """Send every rank a signal."""
+        """See `Attempt.send`."""
         for process in self._ranks:
             process.send(number)
 
     def close(self) -> None:
-        """End what still runs, and wait for its end."""
+        """See `Attempt.close`."""
         for process in self._ranks:
             process.send(signal.SIGKILL)
         for process in self._ranks:
@@ -126,7 +126,7 @@ class LocalAttempt:
 
 
 class LocalLauncher:
-    """Starts all ranks on this machine."""
+    """A `Launcher` on this machine."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
@@ -136,14 +136,14 @@ class LocalLauncher:
         return 1
 
     def room(self) -> int:
-        """Return 0: this machine has no more devices than it had."""
+        """Return 0: devices do not come back here."""
         return 0
 
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
     ) -> LocalAttempt:
-        """Start the ranks. There is always room."""
+        """Start the ranks at once."""
         return LocalAttempt(self._argv, world, attempt)
 
     def close(self) -> None:
-        """Do nothing: nothing runs beside the ranks."""
+        """Do nothing."""

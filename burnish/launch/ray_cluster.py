@@ -1,6 +1,6 @@
-"""Place the ranks of a run on a Ray cluster: a placement group, one bundle and one actor a process.
+"""Place the ranks of a run on a Ray cluster: a placement group with one bundle and one actor per process.
 
-Each actor starts the command as its child, in a process with a main thread and signals of its own. The system ends the child when the
+Each actor starts the command as its child, which has a main thread and signals of its own. The system ends the child when the
 actor dies, and Ray ends the actors when the process that started them dies.
 """
 
@@ -39,7 +39,7 @@ log = logging.getLogger("burnish")
 
 
 class RankActor:
-    """One bundle's process on a node of the cluster, which has one rank as its child."""
+    """A process of one bundle, with one rank as its child."""
 
     def where(self) -> Mapping[str, Any]:
         """Return the node, its address, and the accelerators that Ray has given to this process."""
@@ -50,11 +50,11 @@ class RankActor:
         return {"node": context.get_node_id(), "address": address, "devices": devices}
 
     def port(self) -> int:
-        """Return a port of the node that nobody listens at."""
+        """Return a free port of the node."""
         return free_port()
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str, keeps: int) -> None:
-        """Start the command in the driver's directory, or if the node has none of this name, in that of the Ray job."""
+        """Start the command in the driver's directory, or if the node lacks it, in the Ray job's."""
         signal.signal(signal.SIGTERM, self._pass_on)
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *_OURS)}
         here = cwd if os.path.isdir(cwd) else os.getcwd()
@@ -66,7 +66,7 @@ class RankActor:
         self.start([*argv, "--host", address, "--port", "0"], environ, cwd, LAST_LINES)
 
     def poll(self, seconds: float, take: bool) -> tuple[int | None, list[str]]:
-        """Wait at most so long for its end; return its status, and the new lines if they are wanted."""
+        """Wait at most so long for its end; return its status, and new lines at its end or with `take`."""
         until = time.monotonic() + seconds
         while (status := self._process.poll()) is None and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
@@ -82,7 +82,7 @@ class RankActor:
 
 @dataclass
 class _Placed:
-    """An actor, the answer that is waited for, and what is known of its process."""
+    """An actor and what is known of its process."""
 
     actor: Any
     polled: Any = None
@@ -91,7 +91,7 @@ class _Placed:
     starts: int = 1
 
     def take(self) -> list[str]:
-        """Take the answer, which is there: the status if the process has ended. Return the lines that come with it."""
+        """Take the answer, which is there, and return its lines."""
         answer, self.polled = self.polled, None
         try:
             self.status, lines = ray.get(answer) or (None, [])
@@ -101,7 +101,7 @@ class _Placed:
 
 
 class RayServers:
-    """The generators of a run with `rollout.place: servers`, each an actor with devices of its own, which outlives the starts of the run."""
+    """The generators of a run with `rollout.place: servers`, which outlive its starts."""
 
     def __init__(self, argv: Sequence[str], count: int, amounts: Mapping[str, Any]) -> None:
         """Ask for `count` actors with `amounts` of resources, each to run `burnish argv`."""
@@ -141,16 +141,16 @@ class RayServers:
 
 
 class RayAttempt:
-    """The ranks of one start, on as many bundles. Rank 0's lines are written where this process writes."""
+    """An `Attempt` on as many bundles. Rank 0's lines appear here."""
 
     def __init__(self, group: PlacementGroup, actors: Sequence[Any], servers: RayServers) -> None:
-        """Take the actors of the ranks, which are started already."""
+        """Take the actors of ranks that have started."""
         self._group, self._servers = group, servers
         self._ranks = [_Placed(actor) for actor in actors]
         self._ended: dict[int, int] = {}
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        """Wait at most so long for an end; return the exit statuses in the order of their ends."""
+        """See `Attempt.poll`."""
         self._servers.keep()
         until, before = time.monotonic() + seconds, len(self._ended)
         while len(self._ended) == before and (left := until - time.monotonic()) > 0:
@@ -179,29 +179,29 @@ class RayAttempt:
             self._ended[rank] = placed.status
 
     def last_lines(self, rank: int) -> Sequence[str]:
-        """Return the last lines of a rank other than 0, which are seen nowhere else."""
+        """See `Attempt.last_lines`."""
         return self._ranks[rank].lines
 
     def send(self, number: int) -> None:
-        """Send every rank a signal."""
+        """See `Attempt.send`."""
         for placed in self._ranks:
             if placed.status is None:
                 placed.actor.send.remote(number)
 
     def close(self) -> None:
-        """End the actors, with their ranks, and give their bundles back."""
+        """End actors and ranks; give their bundles back."""
         for placed in self._ranks:
             ray.kill(placed.actor)
         remove_placement_group(self._group)
 
 
 class RayLauncher:
-    """Starts ranks on the bundles of a placement group, neighbours on one node."""
+    """A `Launcher` on the bundles of a placement group, neighbours on one node."""
 
     def __init__(
         self, address: str, argv: Sequence[str], servers: int = 0, devices: int = 1
     ) -> None:
-        """Connect to the cluster, and start so many servers of so many devices. Raises `UsageError` if there is none."""
+        """Connect to the cluster; start `servers` of so many `devices`. Raises `UsageError` if there is none."""
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
@@ -219,14 +219,14 @@ class RayLauncher:
         self._servers = RayServers(["serve", *argv[1:]], servers, self._amounts(devices))
 
     def _amounts(self, devices: int) -> dict[str, Any]:
-        """Return what an actor of so many devices asks for."""
+        """Return the resources of an actor with so many devices."""
         amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices * (self._kind == "GPU")}
         if self._kind not in (None, "GPU"):
             amounts["resources"] = {self._kind: devices}
         return amounts
 
     def processes(self) -> int:
-        """Return the number of the cluster's accelerators that servers leave. Raises `UsageError` if it has none."""
+        """Return the number of accelerators that servers leave. Raises `UsageError` if it is 0."""
         left = self._total(self._kind) - self._taken if self._kind else 0
         if left < 1:
             raise UsageError(
@@ -240,7 +240,7 @@ class RayLauncher:
         return int(ray.cluster_resources().get(kind, 0))
 
     def room(self) -> int:
-        """Return how many more bundles there is room for now."""
+        """See `Launcher.room`."""
         free = ray.available_resources()
         return int(min(free.get(kind, 0) // amount for kind, amount in self._each.items()))
 
@@ -251,7 +251,7 @@ class RayLauncher:
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
     ) -> RayAttempt | None:
-        """Start the run on `world` bundles; None if they are not there within `seconds`, or until `stopped`."""
+        """See `Launcher.start`."""
         group = placement_group([self._each] * world, strategy="PACK")
         until = time.monotonic() + seconds
         ready = group.ready()
@@ -301,7 +301,7 @@ def _passed() -> dict[str, str]:
 
 
 def _ranks(places: Sequence[Mapping[str, Any]], kind: str | None) -> list[dict[str, str]]:
-    """Return the variables of each rank. Ranks of a node see all accelerators of the run there, for these talk to each other."""
+    """Return the variables of each rank. Ranks see all the run's accelerators on their node, for these talk to each other."""
     nodes = [place["node"] for place in places]
     environs = []
     for rank, place in enumerate(places):

@@ -1,4 +1,4 @@
-"""Submit a run to a Ray cluster as a job, which goes on without the terminal that it was submitted from."""
+"""Submit a run to a Ray cluster as a job, which needs no terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burnish.errors import UsageError
 def submit(address: str | None, argv: Sequence[str]) -> int:
     """Submit `burnish argv` in this directory, print its output until it ends, and return its exit code.
 
-    `address` is the dashboard's; None: RAY_API_SERVER_ADDRESS, or that of this machine. Raises `UsageError` if nobody answers there.
+    `address` is the dashboard's; None: RAY_API_SERVER_ADDRESS, or that of this machine. Raises `UsageError` if nobody answers.
     """
     command = shlex.join(["python", "-m", "burnish", *argv])
     try:

@@ -1,6 +1,6 @@
-"""Keep a run going: start its processes, and start them again from the newest commit when one of them dies.
+"""Keep a run going: start its processes, again from the newest commit when one of them dies.
 
-The supervisor does not know where processes run. A `Launcher` does: on this machine, or on a Ray cluster.
+Only a `Launcher` knows where processes run.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Attempt(Protocol):
         """
 
     def last_lines(self, rank: int) -> Sequence[str]:
-        """Return the last lines that a rank said and nobody has seen yet."""
+        """Return last lines of a rank that nobody has seen yet."""
 
     def send(self, number: int) -> None:
         """Send every rank a signal."""
 
     def close(self) -> None:
-        """End what still runs, and wait for its end."""
+        """End what still runs, and wait for it."""
 
 
 class Launcher(Protocol):
-    """Where the processes of a run are started."""
+    """Starts the processes of a run."""
 
     def processes(self) -> int:
-        """Return how many processes a run has if nobody says it. Raises `UsageError` if that is not known."""
+        """Return a run's number of processes by default. Raises `UsageError` if that is not known."""
 
     def room(self) -> int:
         """Return how many more processes there is room for now."""
@@ -59,14 +59,14 @@ class Launcher(Protocol):
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
     ) -> Attempt | None:
-        """Start the run on `world` processes; None if it gets no room within `seconds`, or until `stopped`."""
+        """Start `world` processes; None if they get no room within `seconds`, or until `stopped`."""
 
     def close(self) -> None:
         """End what runs beside the ranks."""
 
 
 class Supervisor:
-    """Runs one command to its end, over as many starts as it takes."""
+    """Runs one command to its end, over several starts."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Supervisor:
         world: int,
         is_possible: Callable[[int], bool] = lambda world: True,
     ) -> None:
-        """Take the wanted number of processes, and which other numbers have a layout."""
+        """Take the wanted number of processes, and which others have a layout."""
         self._launcher, self._settings = launcher, settings
         self._wanted = self._world = world
         self._is_possible = is_possible
@@ -83,7 +83,7 @@ class Supervisor:
         self._passed_on = 0
 
     def run(self) -> int:
-        """Return the exit code of the run. Raises `BurnishError` if it failed too often, or nowhere is room for it."""
+        """Return the run's exit code. Raises `BurnishError` if it failed too often or finds no room."""
         restarts = 0
         with self._hearing():
             for attempt in range(1 << 30):
@@ -122,7 +122,7 @@ class Supervisor:
         raise AssertionError
 
     def _placed(self, attempt: int) -> Attempt | None:
-        """Start as many processes as before, or fewer if these find no room in time; None if a signal came first."""
+        """Start as many processes as before, or fewer if these find no room; None if a signal came first."""
         settings = self._settings
         started = self._start(self._world, attempt, settings.replace_seconds)
         if started is None and not self._signals and settings.min_processes is not None:
@@ -152,7 +152,7 @@ class Supervisor:
         return filter(self._is_possible, range(most, least - 1, -1))
 
     def _watched(self, started: Attempt) -> tuple[int, dict[int, int]]:
-        """Wait for the end of all ranks; return the number of processes to go on with if there is room for more, and the statuses."""
+        """Wait for the end of all ranks; return the larger number that there is room for, or 0, and the statuses."""
         asked, larger, deadline = False, 0, float("inf")
         while True:
             while self._passed_on < len(self._signals):
@@ -175,7 +175,7 @@ class Supervisor:
                 asked = True
 
     def _larger(self) -> int:
-        """Return a larger number of processes that there is room for; 0 for none."""
+        """Return a larger number of processes that there is room for, or 0."""
         if self._world == self._wanted:
             return 0
         room = min(self._wanted, self._world + self._launcher.room())
@@ -183,7 +183,7 @@ class Supervisor:
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Note the signals that ask for an end, for the ranks, but not a SIGHUP that nohup ignores."""
+        """Note signals that ask for an end, but not a SIGHUP that nohup ignores."""
 
         def hear(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
@@ -205,7 +205,7 @@ class Supervisor:
 
 
 def run_once(launcher: Launcher, world: int | None) -> int:
-    """Start a command on its processes, and not again; return its exit code. Raises `UsageError` if they find no room."""
+    """Start a command once; return its exit code. Raises `UsageError` if its processes find no room."""
     world = launcher.processes() if world is None else world
     started = launcher.start(world, 0, _SMALLER_SECONDS, lambda: False)
     if started is None:

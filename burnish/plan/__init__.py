@@ -1,1 +1,1 @@
-"""`burnish plan`: memory and time of a run, without torch."""
+"""Memory and time of a run, without torch."""

@@ -1,7 +1,7 @@
 """Describe devices, and estimate a step's time on them: work divided by speed.
 
-The time ranks layouts and tells minutes from hours. It rests on assumptions that `burnish plan` prints. An update takes the
-longer of its arithmetic and its communication. A critic counts as the policy's model.
+The time ranks layouts and tells minutes from hours. An update takes the longer of its arithmetic and its communication. A critic
+counts as the policy's model.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Devices:
 
     @property
     def cpu(self) -> bool:
-        """Whether they are processes on CPUs."""
+        """Whether they are CPUs."""
         return self.name == "CPU"
 
     @property
@@ -135,9 +135,9 @@ def parse_devices(
 
 
 def devices_here(processes: int, local_processes: int) -> Devices | None:
-    """Return one device of this machine per process; None if its accelerator is not in the table.
+    """Return this machine's device per process; None for an accelerator that is not in the table.
 
-    Processes without an accelerator share the machine's memory.
+    Processes without one share the machine's memory.
     """
     if (found := _nvidia()) is not None:
         name, memory = found
@@ -163,7 +163,7 @@ def _plain(name: str) -> str:
 
 
 def _nvidia() -> tuple[str, float] | None:
-    """Return the first visible NVIDIA device's name and bytes, or None."""
+    """Return the first NVIDIA device's name and bytes."""
     command = shutil.which("nvidia-smi")
     if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
@@ -177,7 +177,7 @@ def _nvidia() -> tuple[str, float] | None:
 
 
 def _host_memory() -> float:
-    """Return the machine's bytes of memory, or its control group's limit."""
+    """Return the bytes of the machine or its control group."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
@@ -195,7 +195,7 @@ class Clock:
     """The models of `reward.models`."""
 
     def operations(self, engine: EngineConfig) -> dict[str, float]:
-        """Return floating-point operations by phase; publishing and saving compute nothing."""
+        """Return floating-point operations by phase."""
         work, forward = self.work, self._mine(engine) * self._sequence
         found = dict[str, float]()
         if work.slots:
@@ -213,7 +213,7 @@ class Clock:
         operations: Mapping[str, float],
         slots: int,
     ) -> dict[str, float]:
-        """Return seconds by phase; `microbatches` are those of an optimizer step, `slots` the sequences generated at one time."""
+        """Return seconds by phase; `microbatches` are an optimizer step's, `slots` the sequences generated at once."""
         work = self.work
         found = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
@@ -248,7 +248,7 @@ class Clock:
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
     def _mine(self, engine: EngineConfig) -> float:
-        """A device's share of sequences that several devices work on together."""
+        """A device's share of sequences that several devices share."""
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:
@@ -310,8 +310,7 @@ class Clock:
     def _exchanged(self, engine: EngineConfig, passes: float) -> float:
         """Seconds of exchanges inside layers, which nothing hides.
 
-        Ulysses exchanges queries, keys, values and outputs; tensor parallelism gathers the hidden
-        state twice and sums it twice.
+        Ulysses exchanges queries, keys, values and outputs. Tensor parallelism gathers and sums the hidden state twice each.
         """
         shape = self.model.shape
         mine = self._numbers(engine) * passes

@@ -1,4 +1,4 @@
-"""Find the layouts of a run that fit on some devices, quickest first, and why others do not."""
+"""Find the layouts of a run that fit on some devices, quickest first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DEGREES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run and its needs. A process has one device."""
+    """One way to run and its needs, with a process per device."""
 
     engine: EngineConfig
     phases: dict[str, Parts]
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Processes that divide one copy by FSDP, or Megatron's data-parallel processes."""
+        """See `shards_of`."""
         return shards_of(self.engine, self.devices.count)
 
     @cached_property
@@ -80,12 +80,12 @@ class Plan:
         return total_of(self.phases[phase])
 
     def divides_like(self, other: Plan) -> bool:
-        """Say whether both plans divide the work in the same way."""
+        """Return whether both divide the work alike."""
         return self.overrides() == other.overrides()
 
     @property
     def is_default(self) -> bool:
-        """Whether no setting divides the work otherwise than the defaults do."""
+        """Whether the work is divided as by default."""
         return self.divides_like(replace(self, engine=EngineConfig(kind=self.engine.kind)))
 
     def overrides(self) -> list[str]:
@@ -112,8 +112,8 @@ class Planner:
     ) -> None:
         """Take the shapes of the policy and of `reward.models`.
 
-        Raises `UsageError` for a model that the engine does not compute, and `IncompatibleError`
-        for an adapter of layers that the model lacks.
+        Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of layers that the
+        model lacks.
         """
         if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
             raise UsageError(
@@ -137,7 +137,7 @@ class Planner:
         self._clock = Clock(self.model, self.work, devices, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
-        """Return the plan of the present settings, and why they cannot run or do not fit."""
+        """Return the present settings' plan, and why they cannot run or do not fit."""
         config, engine = self._config, self._config.engine
         try:
             check_layout(config, self._command, self._devices.count)
@@ -148,7 +148,7 @@ class Planner:
         return plan, None if plan.fits else self.refusal(plan)
 
     def refusal(self, plan: Plan) -> UsageError:
-        """Return the error of a plan that does not fit, with the settings that would help most."""
+        """Return the error of a plan that does not fit, with settings that would help."""
         parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts[:4])
         settings = self._config.model_copy(update={"engine": plan.engine})
@@ -166,7 +166,7 @@ class Planner:
         )
 
     def all_plans(self) -> list[Plan]:
-        """Return a plan per layout and checkpointing: those that fit first, then by time and need."""
+        """Return a plan per layout and checkpointing: fitting ones first, then by time and need."""
         engine = self._config.engine
         limited = engine.kind == "torch" and (engine.activation_offload or engine.compile)
         kinds = [kind for kind in _CHECKPOINTING if kind != "selective" or not limited]

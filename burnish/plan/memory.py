@@ -1,9 +1,8 @@
 """Compute the bytes that one process needs in each phase of a step, in closed form.
 
-A phase needs as much as its fullest moment; a moment is a sum of named parts. The formulas follow
-both engines, the generator and the checkpoints; `bench.planning` compares them with measured runs.
-On CPUs, parts that leave the device stay in memory, as `host`. Left out: interpreter, libraries,
-drivers, uneven loads of experts.
+A phase needs as much as its fullest moment; a moment is a sum of named parts. `bench.planning` compares the formulas with
+measured runs. On CPUs, parts that leave the device stay in memory, as `host`. Left out: interpreter, libraries, drivers, uneven
+loads of experts.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Needs:
         return type(self)(*given, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
-        """Return the parts of each phase's fullest moment, in the order of a step."""
+        """Return the parts of each phase's fullest moment, in a step's order."""
         update = self._learning | max(self._updates(checkpointing), key=total_of)
         found = self._before | {"update": update} | self._after
         if self._cpu and (away := total_of(self._away(checkpointing))):
@@ -162,7 +161,7 @@ class Needs:
 
     @cached_property
     def _state(self) -> Parts:
-        """Weights and optimizer, where they are not on the host."""
+        """Weights and optimizer on the device."""
         frozen = self._width * self._frozen if self._model.lora else 0.0
         parts = {"weights": FP32 * self._trained + frozen}
         return parts if self._engine.optimizer_offload else parts | {"optimizer": self._slots}
@@ -206,7 +205,7 @@ class Needs:
 
     @property
     def _learning(self) -> Parts:
-        """What rests beside an update; a generator that gets all its weights anew is not there (`Generator.release`)."""
+        """What rests beside an update: no generator that gets all its weights anew (`Generator.release`)."""
         if self._cpu or self._model.published_adapter or self._work.generates_beside:
             return self._resting
         return {name: size for name, size in self._resting.items() if name != "generator"}
@@ -219,7 +218,7 @@ class Needs:
 
     @property
     def _ordered(self) -> int:
-        """Elements of matrices that a generator on a CPU holds twice (`burnish.rollout.builtin`)."""
+        """Elements of matrices that a generator on a CPU holds twice (`FusedLinear.refresh`)."""
         family = self._model.shape.family
         if not self._cpu or self._width != _BF16:
             return 0
@@ -234,7 +233,7 @@ class Needs:
     # What is on the host.
 
     def _away(self, checkpointing: str) -> Parts:
-        """Optimizer state, and activations or parked weights, which share one arena in turn."""
+        """Optimizer state, and activations or parked weights, which take turns in one arena."""
         engines = [self, self._critic] if self._critic else [self]
         offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
         in_turn: Parts = {}
@@ -265,7 +264,7 @@ class Needs:
 
     @cached_property
     def slots(self) -> int:
-        """Sequences that the process generates at one time."""
+        """Sequences that the process generates at once."""
         slots, work = self._work.slots, self._work
         room = self._devices.usable - total_of(self._while_generating)
         while work.fits_slots and slots > 1 and total_of(self._generating(slots)) > room:
@@ -324,7 +323,7 @@ class Needs:
         return parts | {"merging": float(FP32 * (model.adapter + 2 * min(_MERGED, widest)))}
 
     def _saving(self) -> Parts:
-        """Blocks of the step's files, as `burnish.checkpoint.save` exchanges them."""
+        """Blocks of files, as `burnish.checkpoint.save` exchanges them."""
         elements = self._model.adapter or self._model.elements
         elements += self._critic._model.elements if self._critic else 0
         world = self._world
@@ -362,7 +361,7 @@ class Needs:
 
     @cached_property
     def _logits(self) -> tuple[float, float]:
-        """Bytes of a chunk of logits, both passes (`burnish.models.logprobs`)."""
+        """Bytes of a chunk of logits in both passes."""
         shape, engine = self._model.shape, self._engine
         words, rows = (
             self._model.outputs / engine.tensor_parallel,
@@ -443,7 +442,7 @@ class Needs:
 
     @cached_property
     def _stepping(self) -> Parts:
-        """The optimizer step's needs beside weights, gradients and lasting state."""
+        """The optimizer step's needs beside weights, gradients and state."""
         optim, parts = self._optim, Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
@@ -477,13 +476,13 @@ class Needs:
 class MegatronNeeds(Needs):
     """Bytes of one process of a pipeline stage of the Megatron engine.
 
-    A lasting fp32 buffer collects gradients. Data-parallel processes divide the fp32 weights and
-    moments. The first stage has most micro-batches in flight, the last has the logits.
+    A lasting fp32 buffer collects gradients. Data-parallel processes divide the fp32 weights and moments. The first stage has
+    most micro-batches in flight, the last has the logits.
     """
 
     @cached_property
     def _chunks(self) -> list[Counter[LayerShape]]:
-        """The stage's layers by virtual stage, as `burnish.engines.megatron.model` deals them."""
+        """The stage's layers by virtual stage, as the engine deals them."""
         layers, stages = self._model.shape.layers, self._engine.pipeline_parallel
         runs = stages * self._engine.virtual_stages
         each, over = divmod(len(layers), runs)
@@ -606,7 +605,7 @@ class MegatronNeeds(Needs):
         return total
 
     def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
-        """Name a moment's parts; `gradients` are not in the buffer yet."""
+        """Name a moment's parts; `gradients` are outside the buffer."""
         return {
             "gradients": self._state["gradients"] + gradients,
             "gathered": self._gathered,

@@ -1,7 +1,6 @@
 """Count a model and a step: parameters on a rank, sequences, and bytes of a token in each layer.
 
-`token_bytes` is the planner's table of activations. It follows both engines' layers
-(`burnish.models.kernels`, transformers, Megatron-Core) operation by operation, in closed form.
+`token_bytes` follows both engines' layers (`burnish.models.kernels`, transformers, Megatron-Core) operation by operation.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def shards_of(engine: EngineConfig, processes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter. FSDP2 cuts it along its rows, its first dim."""
+    """A parameter. FSDP2 cuts it along its first dim."""
 
     rows: int
     """Size of the first dim."""
@@ -68,7 +67,7 @@ class Weight:
 
     @property
     def is_mlp(self) -> bool:
-        """Whether it belongs to the MLP or to experts."""
+        """Whether it is of the MLP or of experts."""
         return self.experts > 0 or self.linear in ("gate_proj", "up_proj", "down_proj")
 
     def held(self, shards: int, tensor: int) -> int:
@@ -76,7 +75,7 @@ class Weight:
         return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
 
     def factors(self, rank: int) -> tuple[Weight, Weight]:
-        """Return a LoRA's A and B of this rank. Tensor parallelism divides the one at the cut."""
+        """Return this rank's A and B of a LoRA. Tensor parallelism divides the one at the cut."""
         inner, by_columns = rank * (self.experts or 1), self.linear.endswith(_CUT_BY_COLUMNS)
         rows = self.elements // ((self.experts or 1) * self.width)
         a = Weight(inner, self.width, self.linear, self.shared and by_columns)
@@ -84,13 +83,13 @@ class Weight:
 
 
 def held(weights: Iterable[Weight], shards: int, tensor: int) -> int:
-    """Return the elements of weights on the rank that holds most."""
+    """Return the elements of weights on the fullest rank."""
     return sum(weight.held(shards, tensor) for weight in weights)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """A causal language model, or one that scores values instead."""
+    """A causal language model, or one that scores values."""
 
     shape: ModelShape
     """Sizes and parameters, from its config.json."""
@@ -106,7 +105,7 @@ class PlannedModel:
 
     @cached_property
     def trained(self) -> dict[LayerShape, tuple[Weight, ...]]:
-        """The trained parameters of each kind of layer, or of its adapter."""
+        """Trained parameters by kind of layer."""
         if self.lora is None:
             return self.layers
         return {kind: tuple(self._factors(weights)) for kind, weights in self.layers.items()}
@@ -117,18 +116,18 @@ class PlannedModel:
                 yield from weight.factors(self.lora.rank)
 
     def adapts(self, linear: str) -> bool:
-        """Say whether the adapter is for linear layers of this name."""
+        """Return whether the adapter is for linear layers of this name."""
         if self.lora is None or not linear:
             return False
         return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
 
     def trains(self, linear: str) -> bool:
-        """Return whether a linear layer of this name, or its adapter, gets gradients."""
+        """Return whether such a linear layer, or its adapter, gets gradients."""
         return self.lora is None or self.adapts(linear)
 
     @cached_property
     def root(self) -> tuple[Weight, ...]:
-        """Parameters outside the layers: embedding, last norm, output layer."""
+        """Parameters outside the layers."""
         table, norm = (
             Weight(self.shape.vocabulary, self.shape.hidden, shared=True),
             Weight(self.shape.hidden),
@@ -137,7 +136,7 @@ class PlannedModel:
 
     @property
     def outputs(self) -> int:
-        """Numbers that it computes of a token: logits, or one value."""
+        """Numbers per token: logits, or one value."""
         return 1 if self.scores_values else self.shape.vocabulary
 
     @cached_property
@@ -159,18 +158,18 @@ class PlannedModel:
 
     @cached_property
     def adapter(self) -> int:
-        """Elements of the adapter; 0 if there is none."""
+        """Elements of the adapter, or 0."""
         return 0 if self.lora is None else self.total(self.trained)
 
     def require_targets(self) -> None:
-        """Raise `IncompatibleError` if the adapter is for layers that the model lacks."""
+        """Raise `IncompatibleError` if the model lacks the adapter's layers."""
         if self.lora is not None:
             names = {weight.linear for weights in self.layers.values() for weight in weights}
             require_targets(self.lora.targets, sorted(names - {""}))
 
     @property
     def published_adapter(self) -> int:
-        """Elements of the adapter that generators hold unmerged; else 0."""
+        """Elements of the adapter that generators hold unmerged, or 0."""
         return self.adapter if self.lora is not None and self.lora.publish == "adapter" else 0
 
     @cached_property
@@ -208,7 +207,7 @@ def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token in one layer and rank. The first three fields are kinds of checkpointing."""
+    """Bytes of a token in one layer and rank, by checkpointing."""
 
     none: float
     """Kept for the backward pass."""
@@ -227,7 +226,7 @@ class TokenBytes(NamedTuple):
 def token_bytes(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, *, cpu: bool
 ) -> TokenBytes:
-    """Return a token's bytes in a layer whose matrix products take numbers of `width` bytes."""
+    """Return a token's bytes in a layer whose matrix products take `width` bytes a number."""
     part = _hidden(model, engine, width)
     make = _of_megatron if engine.kind == "megatron" else _of_torch
     attention, mlp = make(model, layer, engine, width, cpu)
@@ -281,7 +280,7 @@ def _of_torch(
     norm_work = 0.0 if fused else 3 * exact * part
 
     def inputs(source: float, *names: str) -> float:
-        """Inputs of some linear layers, and their adapters' narrow outputs."""
+        """Inputs of linear layers, and their adapters' narrow outputs."""
         kept = source if any(map(trains, names)) else 0.0
         return kept + rank * sum(map(model.adapts, names))
 
@@ -370,7 +369,7 @@ def _of_megatron(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The sequences of a step, each as long as it may be."""
+    """The sequences of a step, each as long as allowed."""
 
     budget: int
     """Most tokens of a micro-batch on each device."""
@@ -407,7 +406,7 @@ class Workload:
 
     @classmethod
     def of_examples(cls, batch: BatchConfig, data: DataConfig) -> Self:
-        """Return the work of supervised fine-tuning."""
+        """Return the work of fine-tuning."""
         budget = batch.tokens_per_device
         return cls(budget, batch.examples, 0, data.max_length or budget)
 
