@@ -1,11 +1,9 @@
-"""Floating-point operations that a model needs, given what its matrices and its attention cost, without torch.
+"""Floating-point operations that a model needs, without torch.
 
-A matrix product of [m, k] and [k, n] counts 2 m k n. Per token every weight matrix costs two
-operations per element (of the experts, the share that is active). Attention costs 4 · heads ·
-head_dim per pair of a query and a key it sees. Training costs three forward passes: the backward
-pass computes two products for each one of the forward. Recomputation is not counted (PaLM, arXiv
-2204.02311, appendix B). Nor are beginnings that sequences share, but for the first, the output
-layer's products for tokens that nobody scores, norms, activations, softmax and embedding look-ups.
+A product of [m, k] and [k, n] counts 2 m k n. Of the experts, the active share counts. Attention
+costs 4 · heads · head_dim per pair of query and key. Training costs three forward passes. As in
+PaLM (arXiv 2204.02311, appendix B), recomputation does not count. Nor do norms, activations, softmax,
+embeddings, later copies of a shared beginning, and the output layer for unscored tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ class Passed:
 
     @classmethod
     def all_of(cls, lengths: Iterable[int]) -> Self:
-        """Sequences of these lengths, in tokens, of which all is computed."""
+        """Count sequences of these lengths, of which all is computed."""
         each = tuple(lengths)
         return cls(sum(each), sum(each), each)
 
     def __add__(self, other: Passed) -> Passed:
-        """Both."""
         return Passed(
             self.tokens + other.tokens,
             self.predictions + other.predictions,
@@ -43,7 +40,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The coefficients of a model's cost; made once, then cheap to ask."""
+    """The coefficients of a model's cost."""
 
     per_token: float
     """Operations of all weight matrices, output layer included, for one token, forward."""
@@ -58,24 +55,24 @@ class ModelFlops:
     """Elements of all parameters."""
 
     def each(self, lengths: Iterable[int]) -> list[float]:
-        """Return the operations over each sequence of these lengths, in tokens."""
+        """Return the operations over each sequence, given lengths in tokens."""
         every = [int(length) for length in lengths]
         cost = {n: self.per_token * n + self._attention(n) for n in set(every)}
         return [cost[length] for length in every]
 
     def forward(self, lengths: Iterable[int]) -> float:
-        """Return the operations of one forward pass over sequences of these lengths, in tokens."""
+        """Return the operations of one forward pass over sequences."""
         return sum(self.each(lengths))
 
     def training(self, passed: Passed, *, frozen: bool = False) -> float:
-        """Return the operations of forward and backward; with `frozen`, of a model whose weights get no gradients (an adapter's)."""
+        """Return the operations of forward and backward; with `frozen`, weights get no gradients."""
         costs = self.of_training(frozen=frozen)
         products = costs.per_token * passed.tokens
         products -= costs.head * (passed.tokens - passed.predictions)
         return products + sum(costs._attention(length) for length in passed.attended)
 
     def of_training(self, *, frozen: bool = False) -> Self:
-        """Return the coefficients of forward and backward together; with `frozen`, of weights that get no gradients."""
+        """Return the coefficients of forward and backward together; see `training`."""
         products = 2.0 if frozen else 3.0
         attention = {window: 3 * cost for window, cost in self.attention.items()}
         return replace(
@@ -86,11 +83,10 @@ class ModelFlops:
         )
 
     def _attention(self, length: int) -> float:
-        """Operations of one forward pass between the tokens of a sequence."""
         return float(sum(each * pairs(length, window) for window, each in self.attention.items()))
 
 
 def pairs(length: int, window: int | None) -> int:
-    """Count pairs of a token and one it sees: itself and those before it, at most `window` in all."""
+    """Count pairs of a token and one it sees: at most `window`, itself included."""
     within = length if window is None else min(length, window)
     return within * (within + 1) // 2 + (length - within) * within

@@ -1,7 +1,6 @@
-"""Read a model's configuration and weights from a directory, draw fresh weights, and write the files beside weights.
+"""Read a model's configuration and weights, draw fresh weights, and write the files beside weights.
 
 `read_model_config` → `build_on_meta` → (sharding) → `materialize` → `Source.fill(model_shards(model))`.
-No rank ever holds more than its own part and a buffer.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _log = logging.getLogger(__name__)
 
 
 def read_model_config(config: ModelConfig) -> PretrainedConfig:
-    """Return the configuration of the model directory `config.path`, or of the new model `config.fresh`.
+    """Return the configuration of the directory `config.path`, or of the new model `config.fresh`.
 
-    Raises `MissingError` for a directory or file that is not there and `UsageError` for a
-    configuration that is not JSON or names no known `model_type`.
+    Raises `MissingError` for a missing directory or file, and `UsageError` for a configuration that is
+    not JSON or names no known `model_type`.
     """
     if config.fresh is not None:
         return _fresh_config(config.fresh)
@@ -83,9 +82,9 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
 def weights_source(
     config: ModelConfig, hf_config: PretrainedConfig, seed: int
 ) -> FreshSource | SafetensorsSource:
-    """Return the source of the model's first weights, checked against the model before any is read.
+    """Return the source of the model's first weights, checked before any is read.
 
-    Raises `MissingError`, `IncompatibleError` or `CorruptError` for weights that are not all there, of other shapes, or damaged.
+    Raises `MissingError`, `IncompatibleError` or `CorruptError` for missing weights, other shapes, or damage.
     """
     if config.path is None:
         return FreshSource(hf_config, seed)
@@ -96,7 +95,7 @@ def weights_source(
 
 
 def require_embeddings(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `IncompatibleError` where the tokenizer has tokens that the model has no embedding for."""
+    """Raise `IncompatibleError` if the tokenizer has tokens without an embedding."""
     vocabulary = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise IncompatibleError(
@@ -125,7 +124,7 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
 
 
 def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
-    """Return the model's settings for sampling: its directory's generation_config.json, or defaults from its configuration."""
+    """Return the sampling settings of the model's generation_config.json, or its configuration's defaults."""
     origin = hf_config.name_or_path
     if origin and (Path(origin) / "generation_config.json").is_file():
         with refusing(
@@ -147,8 +146,7 @@ def save_model_assets(
 ) -> None:
     """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
 
-    These are config.json, generation_config.json (not beside a value head), the tokenizer's files, and a model's own Python files
-    where its configuration was read with `trust_remote_code`. The weights are not quantized, whatever they were trained from.
+    A model with a value head gets no generation_config.json. The configuration describes no quantization.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -171,7 +169,6 @@ def save_model_assets(
 
 
 def _json_object(path: Path, setting: str) -> dict[str, Any]:
-    """Return the content of the JSON file that a setting names. Raises `UsageError` if it is no object."""
     try:
         values = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -189,23 +186,23 @@ def _json_object(path: Path, setting: str) -> dict[str, Any]:
 
 
 class SafetensorsSource:
-    """The weights of a Hugging Face model directory; a `ShardSource`. Opening reads headers only.
+    """The weights of a Hugging Face model directory; a `ShardSource`. Opening reads only headers.
 
-    Raises `MissingError` for absent files, and `CorruptError` for a file whose header is wrong.
+    Raises `MissingError` for absent files, and `CorruptError` for a wrong header.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], tied: Mapping[str, str] | None = None
     ) -> None:
-        """Open a directory, in which tensors may also have the names in `tied` (`tied_names(model)`)."""
+        """Take tensors under the names in `tied` (`tied_names(model)`) as well."""
         self.directory = Path(directory)
         self._tied = dict(tied or {})
         self._reader = DirectoryReader(self.directory)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
-        """Compare with the whole list of a model's tensors, before any of them is read.
+        """Compare with all tensors of a model; log and return the names that it has no use for.
 
-        Log and return the names that the model has no use for. Raises as `fill` does.
+        Raises as `fill` does.
         """
         wanted = {spec.name for spec in map(self._checked, specs)}
         held = self._reader.tensors
@@ -216,14 +213,13 @@ class SafetensorsSource:
         return extra
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Read each shard's own bytes; see `ShardSource.fill`. Holds a buffer of 1 MiB."""
+        """Read each shard's own bytes. Holds a buffer of 1 MiB."""
         with self._reader:
             for shard in shards:
                 self._checked(shard.spec)
                 self._reader.read(self._find(shard.spec.name), shard.box, shard.tensor)
 
     def _find(self, name: str) -> str:
-        """Return the name that the directory has for a tensor."""
         names = [name, *(alias for alias, kept in self._tied.items() if kept == name)]
         if found := next((each for each in names if each in self._reader.tensors), None):
             return found
@@ -255,9 +251,9 @@ class SafetensorsSource:
 
 
 class FreshSource:
-    """Random first weights, as the model family itself draws them; a `ShardSource`.
+    """A `ShardSource` of random first weights, as the model family draws them.
 
-    Each module has its own generator, seeded with the run's seed and the module's name, so the number of ranks does not matter.
+    Each module has a generator seeded with the run's seed and its name, so the number of ranks does not matter.
     """
 
     def __init__(self, hf_config: PretrainedConfig, seed: int) -> None:
@@ -269,7 +265,7 @@ class FreshSource:
         }
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Draw each shard's values; see `ShardSource.fill`. Holds one module; its shards should come together."""
+        """Draw each shard's values. Holds one module, so the shards of a module should come together."""
         current: str | None = None
         values: dict[str, Tensor] = {}
         for shard in shards:

@@ -1,12 +1,11 @@
 """Log-probability of each token and entropy of its distribution, without holding the logits.
 
-For a row of hidden state h, head weight W, token y and z = f(W h) / temperature, where f scales and
-soft-caps the logits as some families do:
+For a row of hidden state h, head weight W, token y and z = f(W h) / temperature, where f is the
+family's `LogitTransform`:
 
     m = max z,  S = Σ exp(z - m),  log p_y = z_y - m - log S,  H = log S - Σ p (z - m)
 
-in fp32 from logits in the compute dtype. Logits exist for `chunk` rows at a time. The backward pass
-makes them again:
+in fp32 from logits in the compute dtype, `chunk` rows at a time. The backward pass makes them again:
 
     ∂ log p_y / ∂z_j = [j = y] - p_j,    ∂H / ∂z_j = -p_j (log p_j + H).
 
@@ -30,7 +29,7 @@ _SUMMED_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """A family's transform of `W h` before the softmax: `softcap · tanh(scale · W h / softcap)`."""
+    """A family's transform of `W h`: `softcap · tanh(scale · W h / softcap)`."""
 
     scale: float = 1.0
     """Factor on the raw logits (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`)."""
@@ -46,7 +45,7 @@ class LogitTransform:
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Settings of the computation of log-probs from hidden states."""
+    """How to compute log-probs."""
 
     chunk: int
     """Rows whose logits exist at one time."""
@@ -65,9 +64,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
-    Differentiable in `hidden` and `weight`. Rows whose outputs get no gradient cost nothing in the
-    backward pass. With `part` (`burnish.models.parts.VocabularyPart`), `weight` has its rows, results are of
-    the whole vocabulary, and the gradient of `hidden` is the part's share. Collective then.
+    Rows whose outputs get no gradient cost nothing in the backward pass. With `part`
+    (`burnish.models.parts.VocabularyPart`), `weight` has its rows, and the gradient of `hidden` is the
+    part's share. Collective then.
     """
     columns = targets if part is None else part.columns(targets)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]
@@ -126,10 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Return m, S, D and z_y - m [4, N] of `hidden` [N, H] over the rows of `weight`, and the last chunk's logits.
-
-    z_y - m is -∞ where y is not among the rows (`columns` is -1).
-    """
+    """Return m, S, D and z_y - m [4, N], and the last chunk's logits. z_y - m is -∞ where `columns` is -1."""
     exact = _exact_dtype(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
     logits = None
@@ -144,7 +140,6 @@ def _softmax_sums(
 def _sums_of(
     logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> Tensor:
-    """Return `_softmax_sums` [4, n] of some rows' logits [n, V]."""
     z, column = _transformed(logits, options, exact)[0], columns[:, None]
     top = z.amax(dim=-1, keepdim=True)
     exponents = z.sub_(top)
@@ -157,8 +152,6 @@ def _sums_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The rows that take part in a backward pass."""
-
     hidden: Tensor
     columns: Tensor
     """The row of the weight for each target, -1 if it is another rank's."""
@@ -175,7 +168,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of the rows' hidden states, and of the weight if it is wanted.
 
-    `last` may hold the last chunk's logits, which are taken out and written over.
+    `last` may hold the last chunk's logits, which are written over.
     """
     exact = _exact_dtype(few.hidden)
     hidden_gradient = torch.empty_like(few.hidden)
@@ -198,7 +191,7 @@ def _gradients(
 
 
 def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
-    """Return the gradient of the raw logits [n, V] of some rows, in fp32."""
+    """Return the gradient of the raw logits [n, V], in fp32."""
     exact = few.normalizer.dtype
     z, slope = _transformed(logits, options, exact)
     chosen = few.logprob_gradient[rows, None]
@@ -226,7 +219,7 @@ def _transformed(
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield pieces of a chunk: their rows in the chunk, and among all rows. One piece, but on a CPU."""
+    """Yield pieces of a chunk: their rows in the chunk, and among all rows. Only a CPU has several."""
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])

@@ -1,11 +1,9 @@
-"""Canonical names: of which tensors of a Hugging Face checkpoint Megatron's parameters on a rank are made.
+"""The tensors of a Hugging Face checkpoint in Megatron's parameters on a rank.
 
 Megatron keeps q, k and v of a query group together, gate above up, pads the vocabulary, and cuts all
-of that over tensor ranks. Each parameter is described as `Region`s: boxes of checkpoint tensors
-that lie in it. Padding belongs to nobody. Pure arithmetic on names and shapes.
+of that over tensor ranks. Padding belongs to nobody.
 
-Left out: who holds which layers and experts, and their memory (`burnish.engines.megatron.distributed_optimizer`);
-experts that are kept transposed in one parameter (Megatron's legacy grouped experts).
+Left out: experts that are kept transposed in one parameter (Megatron's legacy grouped experts).
 """
 
 from __future__ import annotations
@@ -69,10 +67,9 @@ def regions_of(
 ) -> tuple[Region, ...]:
     """Return the checkpoint tensors in a rank's part of a Megatron parameter, by tensor and within it ascending.
 
-    `parameter` is Megatron's name with layers and experts counted over the whole model, experts always
-    as `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `tensor`
-    cuts all but experts, which `expert` cuts. Raises `IncompatibleError` for a parameter that no
-    checkpoint tensor is known for.
+    `parameter` counts layers and experts over the whole model, experts always as
+    `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `tensor` cuts all
+    but experts, which `expert` cuts. Raises `IncompatibleError` for an unknown parameter.
     """
     layer, prefix, seat = _LAYER.fullmatch(parameter), "", tensor
     projections = ("gate_proj", "up_proj", "down_proj")
@@ -117,7 +114,7 @@ def regions_of(
 
 
 def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
-    """Return the checkpoint tensors in a parameter whose first dim numbers parts, of which `regions_of` tells."""
+    """Return the tensors in a parameter whose first dim numbers `parts` of `regions_of`."""
     return tuple(
         replace(
             region,
@@ -132,10 +129,9 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
 def _by_group(
     parameter: str, shape: Shape, name: str, sizes: ModelSizes, seat: Seat
 ) -> tuple[Region, ...]:
-    """Return q, k and v of an equal run of rows on each rank.
+    """Return q, k and v of an equal run of rows on each rank, which may begin and end within a group.
 
-    For each group Megatron has the queries of its heads, then its keys, then its values. Where there are more ranks than groups, a
-    rank's rows begin and end within one.
+    A group has the queries of its heads, then its keys, then its values.
     """
     dim, own = sizes.head_dim, Box((seat.rank * shape[0],), (shape[0],))
     queries = sizes.heads // sizes.key_heads * dim
@@ -159,7 +155,7 @@ def _by_group(
 def _part(
     name: str, parameter: str, shape: Shape, dim: int, span: tuple[int, int, int, int]
 ) -> Region:
-    """Return a part of a parameter along `dim`; `span`: its first index, its size, its first index in the tensor, the tensor's size."""
+    """Return a part along `dim`; `span`: its first index, its size, its first index in the tensor, the tensor's size."""
 
     def along(index: int, others: Shape) -> Shape:
         return (*others[:dim], index, *others[dim + 1 :])

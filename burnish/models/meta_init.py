@@ -1,8 +1,6 @@
 """Build a model on the meta device, and give it memory.
 
-It is then sharded, given undefined memory, and filled from a source. Buffers that no checkpoint holds
-are computed here. Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such a
-backbone with a value head.
+Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such a backbone with a value head.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ OF_SEQUENCES = "ForSequenceClassification"
 
 
 def has_own_code(config: PretrainedConfig) -> bool:
-    """Return whether the configuration's class is code of the model's directory, read with `trust_remote_code`."""
+    """Return whether the configuration's class comes from the model's directory (`trust_remote_code`)."""
     return type(config).__module__.startswith("transformers_modules.")
 
 
 def has_value_head(config: PretrainedConfig) -> bool:
-    """Return whether the model has a head that classifies, tokens or sequences."""
+    """Return whether the model has a head that classifies tokens or sequences."""
     return any(
         name.endswith(("ForTokenClassification", OF_SEQUENCES))
         for name in config.architectures or ()
@@ -57,7 +55,7 @@ def has_value_head(config: PretrainedConfig) -> bool:
 
 
 def has_routers(config: PretrainedConfig) -> bool:
-    """Return whether at least one layer of the model has a router that is known."""
+    """Return whether a layer of the model has a known router."""
     text = config.get_text_config()
     if not family_of(text.model_type).has_router or not text.num_experts:
         return False
@@ -67,7 +65,7 @@ def has_routers(config: PretrainedConfig) -> bool:
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in fp32 on the meta device, with packed attention and without dropout or noise.
 
-    Raises as `plain_model` does. `burnish.check.proof` finds whether it computes what transformers does.
+    Raises as `plain_model` does.
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False
@@ -86,7 +84,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
 
 
 def model_sizes(config: PretrainedConfig) -> ModelSizes:
-    """Return the sizes of the language model, whatever its family calls the fields of its configuration."""
+    """Return the sizes of the language model, whatever its family calls the fields."""
     text = config.get_text_config()
     fields = text.to_dict()
     for name in SIZE_FIELDS:
@@ -96,9 +94,9 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence, in tokens, that others in its pass do not change; None without a limit.
+    """Return the longest sequence, in tokens, that leaves others in its pass unchanged; None without a limit.
 
-    The rotary frequencies of "longrope" and "dynamic" change if a sequence of the pass is longer than those of pretraining.
+    Rotary frequencies of "longrope" and "dynamic" change if a sequence is longer than those of pretraining.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -112,13 +110,13 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Return the most tokens of a sequence that is generated; None without a limit."""
+    """Return the most tokens of a generated sequence; None without a limit."""
     limits = (getattr(config, "max_position_embeddings", None), position_limit(config))
     return min(filter(None, limits), default=None)
 
 
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
-    """Return the weights that transformers keeps in fp32 in any model dtype, such as DeepSeek-V3's router biases."""
+    """Return the weights that transformers always keeps in fp32, such as DeepSeek-V3's router biases."""
     kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
     return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
@@ -154,7 +152,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
-    """Give a meta model (or a sharded one that contains it) memory: undefined weights, right buffers, ties kept."""
+    """Give a meta model (or a sharded one around it) undefined weights and right buffers; keep ties."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -169,9 +167,9 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
+    """Compute the buffers that no checkpoint holds, on the CPU, so that every device has the same ones.
 
-    They are made on the CPU, so that every device has the same ones. Raises as `initialized` does.
+    Raises as `initialized` does.
     """
     for name, module, owner in owned_modules(model):
         own = [key for key, _ in module.named_buffers(recurse=False)]
@@ -181,7 +179,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Return every module with its name and the innermost `PreTrainedModel` around it, which initializes it."""
+    """Return every module with its name and the innermost `PreTrainedModel` around it."""
     found: list[tuple[str, nn.Module, PreTrainedModel]] = []
 
     def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:
@@ -198,10 +196,9 @@ def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrain
 def initialized(
     name: str, module: nn.Module, owner: PreTrainedModel, keys: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers of one module as `owner._init_weights` makes them, on the CPU.
+    """Return the parameters and buffers `keys` of one module as `owner._init_weights` makes them, on the CPU.
 
-    `keys` are their names in the module. Draws come from torch's global generator. Raises
-    `IncompatibleError` for one that `_init_weights` does not set.
+    Draws come from torch's global generator. Raises `IncompatibleError` for one that `_init_weights` does not set.
     """
 
     def undefined(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
@@ -233,7 +230,7 @@ _EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 
 
 def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
-    """Count the operations of a model of this configuration, from one built without memory."""
+    """Count the operations of a model, built without memory."""
     model = build_on_meta(hf_config)
     text = hf_config.get_text_config()
     head = model.get_output_embeddings()
@@ -249,7 +246,7 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 
 
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
-    """Yield the elements of each matrix that a token is multiplied with (tied heads count, embeddings do not)."""
+    """Yield the elements of each matrix that a token is multiplied with."""
     chosen = getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, list):  # of each layer
         chosen = sum(chosen) / len(chosen)

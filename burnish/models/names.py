@@ -1,10 +1,7 @@
 """Canonical names: the tensors of a Hugging Face checkpoint in a model's parameters.
 
-Most parameters are the tensor of the same name. transformers fuses some on loading (all experts of
-a layer into one 3-D parameter) and undoes that on saving, by views only. So saving runs once on
-shapes without data, and the place of each checkpoint tensor in a parameter is read off: a `Region`.
-
-Conversions that move elements about (rotary permutations, transposed experts) are refused by name.
+transformers fuses some tensors on loading and undoes that on saving, by views only. So saving runs
+once on shapes without data, and the place of each checkpoint tensor in a parameter is read off.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ class Region:
         return kept.shift(self.start) if self.start else kept
 
     def shard_of(self, held: Tensor, box: Box, prefix: str = "") -> Shard | None:
-        """Return this tensor's elements in `held`, the parameter's elements in `box`, as a view; None if there are none. `prefix` goes before the name."""
+        """View this tensor's elements, if any, in `held`, the parameter's elements in `box`. `prefix` goes before the name."""
         common = intersect(self.box, box)
         if common is None:
             return None
@@ -96,11 +93,11 @@ def model_shards(
     prefix: str = "",
     parts: Iterable[Region] | None = None,
 ) -> Iterator[Shard]:
-    """Yield this rank's pieces as views of local memory; pieces without elements are skipped.
+    """Yield this rank's pieces with elements, as views of local memory.
 
-    If given, `tensors` (optimizer slots) are described instead of the parameters: by parameter
-    name, each with the (local) shape of its parameter; names without an entry are skipped.
-    `prefix` goes before every canonical name. `parts` saves working out `regions(model)` again.
+    If given, `tensors` (optimizer slots) are described instead of the parameters: some or all
+    parameters' names, each with a tensor of its parameter's (local) shape. `prefix` goes before every
+    canonical name. `parts` replaces `regions(model)`.
     """
     held = _held(model)
     for region in regions(model) if parts is None else parts:
@@ -115,7 +112,7 @@ def model_shards(
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names a checkpoint may also use for a tied weight, each with the canonical name (`lm_head.weight` → embeddings)."""
+    """Return other names for tied weights, each with the canonical name (`lm_head.weight` → embeddings)."""
     kept = _held(model)
     canonical = {id(tensor): name for name, tensor in kept.items()}
     state = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -123,7 +120,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Return the part of a parameter that this process holds: all of a plain one, some rows under FSDP2.
+    """Return the part of a parameter that this process holds.
 
     FSDP2 cuts dim 0 as `torch.chunk` does: into pieces of ceil(rows / ranks), the last ones
     shorter or empty. Raises `IncompatibleError` for any other sharding.
@@ -149,7 +146,7 @@ def local_box(parameter: Tensor) -> Box:
 
 
 class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes `contiguous` return its input, so that saving's reshuffle leaves views that can be traced."""
+    """Makes `contiguous` return its input, so that saving leaves views that can be traced."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:

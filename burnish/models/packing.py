@@ -1,9 +1,8 @@
 """Packed sequences: taking rows of tensors, and computing common beginnings of sequences once.
 
-In a causal model a hidden state depends on the tokens up to it only. So packed sequences form a tree
-of prefixes (a trie), and each node is one row of the forward and backward pass: samples of a prompt
-share the prompt. Only attention goes through every sequence. Results equal those of the sequences
-one by one, up to rounding. Micro-batches share no prefixes.
+A hidden state depends only on the tokens up to it. So packed sequences form a tree of prefixes
+(a trie), and each node is one row. Only attention goes through every sequence. Results equal those
+of the sequences one by one, up to rounding. Micro-batches share no prefixes.
 
 Rows are then taken several times. torch's `index_select` adds up their gradients in any order on an
 accelerator. `RowMap` adds a row at most once per round, in fp32, so the sum is always the same.
@@ -30,7 +29,7 @@ _WORTHWHILE = 8
 
 
 def on_device(values: Indices, device: torch.device) -> Tensor:
-    """Copy numbers from the host to a tensor on `device`."""
+    """Copy numbers from the host to a tensor."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 
@@ -47,7 +46,7 @@ class PrefixTree:
 
     @classmethod
     def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        """Build the tree of sequences end to end in `token_ids` [T]; if it saves little, every token is computed."""
+        """Build the tree of sequences end to end in `token_ids` [T]. If it saves little, all tokens are computed."""
         ends = np.cumsum(lengths)
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
@@ -68,7 +67,6 @@ class PrefixTree:
 
 
 def _common(one: Indices, other: Indices) -> int:
-    """Count the equal tokens at the beginning."""
     shorter = min(len(one), len(other))
     different = one[:shorter] != other[:shorter]
     return int(different.argmax()) if different.any() else shorter
@@ -76,10 +74,10 @@ def _common(one: Indices, other: Indices) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:
-    """The tokens of each rank, of `count` in all, where several ranks share a micro-batch.
+    """The tokens of each rank, where several ranks share a micro-batch.
 
-    Token t goes to rank t mod ranks. Prompts cost the output layer nothing and completions do; this
-    spreads both evenly. Padding rows, which nothing reads, give every rank equally many.
+    Token t goes to rank t mod ranks, which spreads cheap prompts and expensive completions evenly.
+    Padding rows, which nothing reads, give every rank equally many.
     """
 
     rank: int
@@ -95,7 +93,7 @@ class Deal:
 
     @classmethod
     def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
-        """Divide `count` tokens among the ranks of `group` (None: this rank); each gets a multiple of `multiple`."""
+        """Divide `count` tokens among the ranks of `group`, in multiples of `multiple`."""
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         rows = -(-count // (ranks * multiple)) * multiple
         return cls(rank, ranks, count, rows, group)
@@ -125,7 +123,7 @@ class RowMap:
 
     @classmethod
     def of(cls, index: Indices, device: torch.device) -> RowMap:
-        """Plan the sums on the host, for rows on `device`."""
+        """Plan the sums on the host."""
         order = np.argsort(index, kind="stable")
         ordered = index[order]
         steps = np.arange(len(index))
@@ -146,7 +144,7 @@ class RowMap:
 def select_rows(
     source: Tensor, rows: Tensor, backward_rows: Tensor, zero_rows: Tensor | None
 ) -> Tensor:
-    """Return `source[rows]`, whose gradient is `gradient[backward_rows]`, 0 in `zero_rows`; all int64 row numbers.
+    """Return `source[rows]`, whose gradient is `gradient[backward_rows]`, 0 in `zero_rows`; all int64.
 
     Right if at most one use of a source row gets a gradient, or it is in `zero_rows`.
     """

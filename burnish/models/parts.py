@@ -1,4 +1,4 @@
-"""What a rank holds of a model whose matrices and vocabulary several ranks share (tensor parallelism)."""
+"""A rank's part of a model whose matrices and vocabulary several ranks share (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cut:
 
     @classmethod
     def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> Cut:
-        """Return a rank's part of a parameter with `size` indices that joins so many tensors of one size."""
+        """Return a rank's part of `size` indices that join so many equal tensors."""
         each = size // joined
         start, stop = each * rank // ranks, each * (rank + 1) // ranks
         return cls(dim, tuple(range(n * each + start, n * each + stop) for n in range(joined)))
@@ -38,7 +38,7 @@ class Cut:
 
 
 def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Region, ...]:
-    """Return the checkpoint tensors as boxes of the cut parameters; those of which this rank holds nothing are left out."""
+    """Return the checkpoint tensors that this rank holds any of, as boxes of the cut parameters."""
     found: list[Region] = []
     for region in regions:
         cut = cuts.get(region.parameter)
@@ -47,7 +47,7 @@ def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Reg
 
 
 def _parts(region: Region, cut: Cut) -> Iterator[Region]:
-    """Yield the parts of one checkpoint tensor that lie in a cut parameter, one per span."""
+    """Yield the parts of one checkpoint tensor, one per span."""
     first, size = region.box.offsets[cut.dim], region.box.sizes[cut.dim]
     held = 0  # where the span begins in the cut parameter
     for span in cut.spans:
@@ -75,13 +75,13 @@ class VocabularyPart:
         return torch.where((columns >= 0) & (columns < len(self.tokens)), columns, -1)
 
     def embed(self, embedding: nn.Module, token_ids: Tensor) -> Tensor:
-        """Return embeddings [C / ranks, H] of this rank's part of tokens [C]; `embedding` has this rank's rows. Collective."""
+        """Return embeddings [C / ranks, H] of this rank's part of tokens [C], from its rows in `embedding`. Collective."""
         columns = self.columns(token_ids)
         rows = embedding(columns.clamp(min=0))
         return scatter_sums(torch.where(columns[:, None] >= 0, rows, 0), self.group)
 
     def merged(self, sums: Tensor) -> Tensor:
-        """Return m, S, D and z_y - m [4, N] of the whole vocabulary from those of this rank's part. Collective."""
+        """Return m, S, D and z_y - m [4, N] of the whole vocabulary from this rank's. Collective."""
         ranks = gather_rows(sums[None], self.group)
         top, total, dot, chosen = ranks.unbind(dim=1)
         highest = top.amax(dim=0)
@@ -97,7 +97,7 @@ class VocabularyPart:
         )
 
     def all_rows(self, rows: Tensor) -> Tensor:
-        """Return the hidden states of all ranks' tokens; gradients of the ranks add up. Collective."""
+        """Return the states of all ranks' tokens; gradients of the ranks add up. Collective."""
         return gather_rows(rows, self.group)
 
     def all_values(self, values: Tensor) -> Tensor:

@@ -1,20 +1,18 @@
 """The experts of each token: recorded, prescribed, and balanced, by hooks on a model's routers.
 
-A mixture may send a token to other experts when it is updated than when it was sampled; the ratio then compares two networks.
+A mixture may send a token to other experts when it is updated than when it was sampled.
 Routing replay prescribes the experts that were chosen before (arXiv 2507.18071, section 5.3; arXiv 2510.11370). With
 p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i has the weight
 
     p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
 
-so the router keeps its gradient. Instructions travel as the keyword argument `routing` beside `packing`, so recomputation in the
-backward pass does the same.
+so the router keeps its gradient. Instructions travel as the keyword argument `routing`, so recomputation does the same.
 
 The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6): of E experts, N tokens and L routers,
 
     E Σ_e f_e P_e,  f_e = choices of e / (N L),  P_e = Σ p_e / (N L),
 
-over all tokens and routers of a step. f_e has no gradient. With f_e known (`balance_factors`) the loss is a sum over tokens, and each
-router adds the gradient of its own tokens.
+over all tokens and routers of a step. f_e has no gradient. Each router adds the gradient of its own tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _LEAST = 1e-30
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
-    """Raise `UsageError`, naming the `setting` that needs routers, for a model without known ones."""
+    """Raise `UsageError`, naming the `setting`, for a model without known routers."""
     if not has_routers(hf_config):
         kind = hf_config.get_text_config().model_type
         without = " without a layer of experts" if family_of(kind).has_router else ""
@@ -58,7 +56,7 @@ def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Routing:
-    """Instructions to the routers of one forward pass, and their choices. R rows, L routers, k of E experts each."""
+    """Instructions to the routers of one forward pass, and their choices. R rows, L routers, k of E experts."""
 
     prescribed: Tensor | None = None
     """[R, L, k] integers: the experts that rows go to; None: those that the routers choose."""
@@ -83,9 +81,9 @@ class Routing:
         part: slice = slice(None),
         copies: int = 1,
     ) -> Routing:
-        """Prescribe the micro-batch's experts, if it names any; `factors` add the load-balancing loss.
+        """Prescribe the micro-batch's experts, if any; `factors` add the load-balancing loss.
 
-        This rank's routers see `part` of the rows, as do those of `copies` ranks.
+        The routers of `copies` ranks see `part` of the rows.
         """
         routing = cls()
         if micro.experts is not None:
@@ -125,7 +123,7 @@ class Routing:
 
 
 class Routers:
-    """The routers of a model. Hooks are added at the first `listen`, so compiled layers of other runs have none."""
+    """The routers of a model. The first `listen` adds hooks, so compiled layers of other runs have none."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers: Any = getattr(model.base_model, "layers", ())
@@ -142,7 +140,7 @@ class Routers:
         """k."""
 
     def listen(self) -> None:
-        """From now on, do what the `routing` of a forward pass says."""
+        """Do what the `routing` of a forward pass says, from now on."""
         for number, layer in enumerate(self._layers if not self._listening else ()):
             router = _Router(number, self._normalizes)
             layer.register_forward_pre_hook(router.take, with_kwargs=True)
@@ -150,14 +148,14 @@ class Routers:
         self._listening = True
 
     def require_fitting(self, experts: Tensor, tokens: int) -> None:
-        """Raise `IncompatibleError` if `experts` [T, L, k] cannot be those of so many tokens in this model."""
+        """Raise `IncompatibleError` if `experts` [T, L, k] cannot be those of so many tokens."""
         require_recorded(experts, (tokens, self.count, self.chosen), self.experts)
 
 
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
     """Raise `IncompatibleError` unless experts have the shape `want`, tokens × routers × chosen, and are below `count`.
 
-    Values on a device are not looked at: they were recorded there.
+    Values on a device are trusted: they were recorded there.
     """
     outside = recorded.device.type == "cpu" and recorded.numel() > 0
     least, largest = (int(each) for each in recorded.aminmax()) if outside else (0, 0)
@@ -171,15 +169,12 @@ def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -
 
 
 class _Router:
-    """The hooks of one router."""
-
     def __init__(self, number: int, normalizes: bool) -> None:
         self._number, self._normalizes = number, normalizes
         self._routing: Routing | None = None
 
     @uncompiled
     def take(self, _: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note, before the layer, what its router is to do."""
         self._routing = options.get("routing")
 
     @uncompiled
@@ -245,7 +240,7 @@ class TokenRows:
         return on_device(self.plan.deal.mine(np.bincount(self.plan.tree.rows)), device).float()
 
     def tokens_of(self, values: Tensor) -> Tensor:
-        """Return integers of all tokens [T, ...] from those of this rank's rows [R, ...]. Collective if ranks share them."""
+        """Return integers of all tokens [T, ...] from this rank's rows [R, ...]. Collective if ranks share them."""
         deal, tokens = self.plan.deal, self.plan.tree.rows
         if deal.group is not None:  # as bytes, since not every backend sends int16
             values = join(values.view(torch.uint8), deal.group).view(values.dtype)
@@ -270,7 +265,7 @@ def expert_counts(
 
 
 def balance_factors(counts: Tensor, coefficient: float, chosen: int) -> Tensor:
-    """Return c E f_e / (N L), [E] fp32 (see `Routing.balance`), from counts [L, E] and `chosen` experts per token."""
+    """Return c E f_e / (N L), [E] fp32 (see `Routing.balance`), from counts [L, E]."""
     choices = counts.sum(dim=0)
     rows = (choices.sum() / chosen).clamp(min=1)
     return coefficient * len(choices) * choices / rows.square()

@@ -1,4 +1,4 @@
-"""The model as the training engine sees it: packed tokens in, a log-prob and an entropy per token out, or a value.
+"""The model as the training engine sees it: packed tokens in, a log-prob and an entropy, or a value, per token out.
 
 The head is inside this forward, so sharding this module gathers the head's weight, tied or not.
 """
@@ -52,16 +52,15 @@ class Scorer(nn.Module):
 
     @cached_property
     def routers(self) -> Any:
-        """What chooses experts for its tokens: `burnish.models.routing.Routers`."""
+        """The model's `burnish.models.routing.Routers`."""
         return import_module("burnish.models.routing").Routers(self.model)
 
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Any = None
     ) -> TokenOutputs:
-        """Score the tokens that the plan names; `temperature` divides the logits.
+        """Score the plan's tokens; `temperature` divides the logits, `routing` instructs the routers.
 
-        `routing` (`burnish.models.routing.Routing`) instructs the routers. Entry t of the outputs [T]
-        concerns the prediction of token t; entries that the plan does not name hold 0.
+        Entry t of the outputs [T] concerns the prediction of token t; it is 0 if the plan does not name t.
         """
         part, longest = self.vocabulary, max(plan.passed.attended, default=0)
         if self._position_limit is not None and longest > self._position_limit:
@@ -99,7 +98,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringPlan:
-    """The work of one forward pass over packed sequences on this rank, with tensors where the model is.
+    """The work of one forward pass over packed sequences on this rank, on the model's device.
 
     Of T tokens this rank computes C (`burnish.models.packing`). Of the predictions it scores N.
     """
@@ -141,8 +140,8 @@ class ScoringPlan:
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
-        Tokens in `loss_mask` [T] are scored, without a mask all; the first of a sequence has no
-        prediction. The ranks of `group` share the tokens; each gets a multiple of `multiple`.
+        Tokens in `loss_mask` [T], or all, are scored, except the first of a sequence. The ranks of `group`
+        share the tokens; each gets a multiple of `multiple`.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
@@ -173,10 +172,7 @@ class ScoringPlan:
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values [T] of all tokens, 0 if not scored, from those of this rank's predictions [N].
-
-        Collective if ranks share the tokens.
-        """
+        """Return values [T] of all tokens, 0 if not scored, from this rank's predictions [N]. Collective if ranks share tokens."""
         predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
         if self.deal.group is not None:
             collectives = import_module("burnish.distributed.tensor_collectives")
@@ -186,7 +182,7 @@ class ScoringPlan:
 
 
 def attention_of_part(packing: Attends, deal: Deal) -> Attends:
-    """Return attention for the tokens of this rank, where `packing` is attention for all tokens."""
+    """Return attention for this rank's tokens; `packing` is for all."""
     if deal.group is None and deal.rows == deal.count:
         return packing
     shared: Attends = import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
@@ -194,10 +190,7 @@ def attention_of_part(packing: Attends, deal: Deal) -> Attends:
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Return the tokens [N] int64 that have a prediction (all but the first of a sequence) and are in the mask [T], if given.
-
-    All is on the host.
-    """
+    """Return the tokens [N] int64 on the host that are in the mask [T], if given, and not the first of a sequence."""
     starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
     wanted[starts[starts < total]] = False
@@ -205,7 +198,7 @@ def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """Return what the model does to its logits, from its configuration."""
+    """Return what the model does to its logits."""
     text = config.get_text_config()
     family = family_of(text.model_type)
     scale = float(getattr(text, "logit_scale", None) or 1.0)

@@ -1,9 +1,7 @@
 """A scalar head on a language model's backbone: critics and reward models.
 
-A critic is transformers' token classification model with one label, so its directory loads with
-`AutoModelForTokenClassification`. A sequence classification model has the same head. The field
-`architectures` of the configuration says whether a model has a head or a vocabulary. Left out:
-heads on several layers, on pooled states, and models that bring their own code.
+A critic is transformers' token classification model with one label. A sequence classification model
+has the same head. Left out: heads on several layers, on pooled states, and models with own code.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the family's token classification model, made as transformers makes them if it has none.
 
-    If the configuration says so and transformers has one, it classifies sequences. Raises
-    `IncompatibleError` for a model that is not one of transformers' language models.
+    A configuration that names one gets transformers' sequence classification model. Raises `IncompatibleError` for a model that is
+    not one of transformers' language models.
     """
     mappings = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
     if any(name.endswith(OF_SEQUENCES) for name in config.architectures or ()):
@@ -67,12 +65,12 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def head_has_bias(config: PretrainedConfig) -> bool:
-    """Return whether a value head has a bias: transformers gives one to those that classify tokens."""
+    """Return whether a value head has a bias, as transformers' token classifiers do."""
     return issubclass(value_class(config), GenericForTokenClassification)
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:
-    """Return the output layer of a model with a scalar head."""
+    """Return a model's scalar head."""
     return next(child for child in model.children() if isinstance(child, nn.Linear))
 
 

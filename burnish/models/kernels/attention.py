@@ -1,11 +1,10 @@
 """Causal attention over packed sequences, as a transformers attention implementation.
 
-A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. Every attention layer
-calls the object in the keyword argument `packing`: a `PackedLayout` when scoring, a KV cache when
-generating. Attention is never compiled, because it depends on the lengths.
+A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. The keyword argument
+`packing` attends: a `PackedLayout` when scoring, a KV cache when generating.
 
 On CUDA, one call of flash attention takes all sequences. Elsewhere, sequences of similar length
-share a block [n, L], which is one call of a dense kernel. Shorter ones are padded at their end.
+share a block [n, L], which is one call of a dense kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Attends(Protocol):
-    """The argument `packing` of a model's forward, which decides what keys a query sees."""
+    """Decides what keys a query sees."""
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Return the attention output `[1, T, heads, head_dim]`, contiguous.
@@ -61,7 +60,7 @@ def attention_forward(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Call `options["packing"]`; transformers calls this in every attention layer.
+    """Call `options["packing"]`. Not compiled, because it depends on the lengths.
 
     Raises `IncompatibleError` for a mask, softcap, sinks, position bias, or a bidirectional layer.
     """
@@ -102,7 +101,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, sources: Indices, device: torch.device) -> SharedRows:
-        """Plan from the computed row of each sequence row, [A]; every computed row is in it."""
+        """Plan from the computed row of each sequence row, [A]."""
         _, kept = np.unique(sources, return_index=True)
         others = np.setdiff1d(np.arange(len(sources)), kept)
         return cls(RowMap.of(sources, device), on_device(kept, device), on_device(others, device))
@@ -119,7 +118,7 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of one micro-batch lie, for all layers."""
+    """Where the sequences of one micro-batch lie."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence, in order."""
@@ -132,7 +131,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        """Lay out sequences of these lengths, for tokens on `device`."""
+        """Lay out sequences of these lengths."""
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), ends.to(device, non_blocking=True), max(lengths, default=0))
 
@@ -140,7 +139,7 @@ class PackedLayout:
     def of_tree(
         cls, tree: PrefixTree, lengths: Sequence[int], device: torch.device
     ) -> PackedLayout:
-        """Lay out sequences that share computed rows; only the leaves of the tree go through attention."""
+        """Lay out sequences that share computed rows. Only leaves of the tree go through attention."""
         if len(tree.computed) == len(tree.rows):
             return cls.of(lengths, device)
         sequences = np.split(tree.rows, np.cumsum(lengths)[:-1])
@@ -154,7 +153,7 @@ class PackedLayout:
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """See `Attends.attend`. Every token sees its own sequence up to itself."""
+        """See `Attends.attend`. A token sees its own sequence up to itself."""
         window = window if window and window < self.max_seqlen else None
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:
@@ -184,7 +183,6 @@ class PackedLayout:
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention over packed sequences takes these queries and values."""
     return (
         query.is_cuda
         and torch.version.cuda is not None
@@ -212,7 +210,7 @@ class BlockPlan:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> BlockPlan:
-        """Group sequences by length, the longest first. Each gets at most an eighth, or 15 rows, of padding."""
+        """Group sequences by length, longest first. Each gets at most an eighth, or 15 rows, of padding."""
         numbers = np.asarray(lengths, np.int64)
         starts, kinds = numbers.cumsum() - numbers, _rounded_up(numbers)
         blocks, rows, real = [], [np.empty(0, np.int64)], [np.empty(0, np.bool)]
@@ -231,7 +229,7 @@ class BlockPlan:
         return cls(tuple(blocks), on_device(gather, device), on_device(scatter, device), padding)
 
     def attend(self, rows: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
-        """Return attention [T, heads, head_dim] of queries, keys and values [T, heads, head_dim]."""
+        """Return attention of queries, keys and values, all [T, heads, head_dim]."""
         if self.gather is not None and self.scatter is not None:
             rows = [select_rows(part, self.gather, self.scatter, None) for part in rows]
         sizes = [count * length for count, length in self.blocks]
@@ -247,7 +245,7 @@ class BlockPlan:
 
 
 def _rounded_up(lengths: Indices) -> Indices:
-    """Round lengths up to a multiple of 16, long ones to one of a sixteenth of the next power of two."""
+    """Round up to a multiple of 16, long ones to one of a sixteenth of the next power of two."""
     powers = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     steps = np.maximum(16, powers // 16)
     rounded: Indices = -(-lengths // steps) * steps
@@ -255,7 +253,6 @@ def _rounded_up(lengths: Indices) -> Indices:
 
 
 def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
-    """Return causal attention `[n, heads, L, head_dim]`, over the last `window` tokens if given."""
     query, key, value = dense
     length, gqa = query.shape[2], query.shape[1] != key.shape[1]
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:

@@ -1,14 +1,13 @@
 """Causal attention on a CPU in bf16, by batched matrix products in fp32.
 
-The scores of a span of queries and the keys that they see are one product, which stays in the cores'
-caches. The backward pass computes scores again, so only queries, keys and values are kept (Dao et
-al., arXiv 2205.14135, without its loop over keys). Queries that share a key head are rows of one product.
+The scores of a span of queries stay in the caches. The backward pass computes them again (Dao et al.,
+arXiv 2205.14135, without its loop over keys). Queries that share a key head are rows of one product.
 
     O = P V,  P = softmax(S),  S = s Q Kᵀ, -∞ where a query does not see a key
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - rowsum(P ∘ dP)),  dQ = s dS K,  dK = s dSᵀ Q
 
-Products are oneDNN's: twice as fast as MKL's on AMD processors. Matrix units (AMX) round factors to
-bf16. With them torch's own kernel computes the forward pass where it can: it is twice as fast.
+oneDNN's products are twice as fast as MKL's on AMD. Matrix units (AMX) round factors to bf16; with
+them torch's own kernel, twice as fast, computes the forward pass where it can.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _FEWEST_QUERIES, _MOST_QUERIES = 64, 512
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
 ) -> Tensor:
-    """Return attention `[n, heads, L, dv]`: each token sees itself and the `window - 1` tokens before it.
+    """Return attention `[n, heads, L, dv]`: each token sees `window` tokens, itself included.
 
     `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, all bf16.
-    It is an operator, so that selective checkpointing keeps its result and nothing else.
+    It is an operator, so that selective checkpointing keeps only its result.
     """
     heads, width = query.shape[1], value.shape[3]
     if has_matrix_units(query.device) and window >= query.shape[2] and query.shape[3] == width:
@@ -124,7 +123,6 @@ class _Span(NamedTuple):
         return _fp32(part[..., self.asking, :]).flatten(2, 3).flatten(0, 1)
 
     def write(self, rows: Tensor, part: Tensor) -> None:
-        """Write rows back to the span's queries of `part`."""
         target = part[..., self.asking, :]
         target.copy_(rows.view(target.shape))
 
@@ -137,7 +135,6 @@ class _Span(NamedTuple):
 
 
 def _spans(queries: torch.Size, window: int) -> Iterator[_Span]:
-    """Yield the spans that cover queries of this shape, [n, key heads, shared, L, d]."""
     n, key_heads, shared, length, _ = queries
     total = n * key_heads
     count = min(_MOST_QUERIES, max(_FEWEST_QUERIES, length // 8))
@@ -156,7 +153,7 @@ def _spans(queries: torch.Size, window: int) -> Iterator[_Span]:
 
 @contextmanager
 def _onednn_products() -> Iterator[None]:
-    """Have oneDNN compute fp32 products of all threads, in bf16 where the processor has units for it."""
+    """Let oneDNN compute fp32 products in bf16 where the processor has units for it."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

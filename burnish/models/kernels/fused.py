@@ -1,8 +1,7 @@
 """RMSNorm and rotary positions, each as one step of autograd, and the layers that use them.
 
-One function keeps its input only, computes in fp32 and rounds once. Chains of operations would keep
-most activations. On a CPU it works in blocks of rows that stay in the core's cache; elsewhere the
-norm is torch's kernel.
+One function keeps only its input, computes in fp32 and rounds once. On a CPU it works in blocks of
+rows that stay in the cache. Elsewhere the norm is torch's kernel.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864
@@ -29,10 +28,7 @@ _CPU_BLOCK_ELEMENTS = 1 << 18
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Replace norms and attention of Llama-shaped families; parameters keep their names and identities.
-
-    Models with code of their own are left as they are.
-    """
+    """Replace norms and attention of Llama-shaped families; parameters keep their names and identities."""
     if not family_of(model.config.model_type).has_llama_layers or not is_of_transformers(model):
         return
     replace_layers(model, "RMSNorm", partial(FusedRMSNorm, norm=rms_norm))
@@ -42,7 +38,7 @@ def fuse(model: PreTrainedModel) -> None:
 
 
 def replace_layers(model: nn.Module, kind: str, make: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace every module whose class name ends with `kind` by what `make` returns for it."""
+    """Replace every module whose class name ends with `kind` by `make` of it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(kind):
@@ -50,7 +46,7 @@ def replace_layers(model: nn.Module, kind: str, make: Callable[[nn.Module], nn.M
 
 
 def is_of_transformers(model: PreTrainedModel) -> bool:
-    """Return whether the model is a class of transformers, not code from a model directory."""
+    """Return whether the model's class is of transformers, not from a model directory."""
     return type(model).__module__.startswith("transformers.models.")
 
 
@@ -75,10 +71,7 @@ Positioning = Callable[[Pair, tuple[FusedRMSNorm | None, FusedRMSNorm | None], P
 
 
 class FusedAttention(nn.Module):
-    """Grouped attention with rotary positions, with the layers of the module it replaces.
-
-    Norms of queries and keys, if it has any (Qwen3), come before rotation.
-    """
+    """Grouped attention with rotary positions, with the layers of the module it replaces."""
 
     is_causal = True
 
@@ -125,7 +118,7 @@ class FusedAttention(nn.Module):
 def rotate_both(
     heads: Pair, norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None], positions: Pair
 ) -> Pair:
-    """Normalize queries [T, heads, d] and keys [T, key heads, d] if they have norms, then rotate them.
+    """Apply any norms to queries [T, heads, d] and keys [T, key heads, d], then rotate them.
 
     `positions` are cosines and sines [1, T, d].
     """
@@ -145,12 +138,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(heads: Tensor, rotation: Pair) -> Tensor:
-    """Rotate `heads` [T, heads, d] to the positions of `rotation` (see `rotation_of`)."""
+    """Rotate `heads` [T, heads, d]; see `rotation_of`."""
     return norm_rotate(heads, None, 0.0, rotation)
 
 
 def rotation_of(cos: Tensor, sin: Tensor) -> Pair:
-    """Return cosine and signed sine [T, 1, d] fp32, from those of transformers' rotary modules [1, T, d]."""
+    """Return cosine and signed sine [T, 1, d] fp32, from transformers' [1, T, d]."""
     half = sin.shape[-1] // 2
     signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
     return cos[0, :, None].float(), signed[0, :, None].float()
@@ -159,7 +152,7 @@ def rotation_of(cos: Tensor, sin: Tensor) -> Pair:
 def norm_rotate(
     rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair | None
 ) -> Tensor:
-    """Normalize `rows` [T, ..., n] if there is a weight [n], then rotate them if there is a rotation.
+    """Apply any norm by `weight` [n], then any `rotation`, to `rows` [T, ..., n].
 
     Without gradients, `weight` may be [heads, n].
     """
@@ -194,8 +187,6 @@ def _plainly(rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair
 
 
 class _NormRotate(torch.autograd.Function):
-    """`norm_rotate`, block by block, and its gradient."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -265,7 +256,6 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 
 
 def _block_length(rows: Tensor) -> int:
-    """Return how many rows the cache of a CPU holds; elsewhere all of them."""
     if rows.device.type != "cpu":
         return max(len(rows), 1)
     return max(1, _CPU_BLOCK_ELEMENTS * len(rows) // max(rows.numel(), 1))

@@ -1,8 +1,7 @@
 """Liger's Triton kernels (Hsu et al., arXiv 2410.10989), on CUDA if `liger-kernel` is installed.
 
-They replace the gated activation of MLPs, the rotation of queries and keys, and the norms of
-families that `burnish.models.kernels.fused` leaves to transformers. Not used: for experts and log-probs,
-in compiled layers, in the generator, in the Megatron engine.
+They replace gated activations, rotations, and norms that `burnish.models.kernels.fused` leaves. Experts, log-probs, compiled
+layers, the generator and the Megatron engine do without.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ def liger_kernels() -> Kernels:
 
 
 def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
-    """Replace layers of known families by ones that use `kernels`; parameters keep their names and identities.
-
-    Models with code of their own are left as they are.
-    """
+    """Replace layers of known families; parameters keep their names and identities."""
     if not is_of_transformers(model):
         return
     config = model.config.get_text_config()
@@ -111,7 +107,6 @@ def _rotate_both(
     norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None],
     positions: Pair,
 ) -> Pair:
-    """Do what `fused.rotate_both` does. Inputs are cloned: the kernel writes over them, and checkpointing may keep them."""
     query, key = (
         (part.clone() if norm is None else norm(part)).transpose(0, 1)[None]
         for part, norm in zip(heads, norms, strict=True)

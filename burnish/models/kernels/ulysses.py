@@ -1,9 +1,7 @@
 """Ulysses sequence parallelism: several ranks share the tokens of a micro-batch (arXiv 2309.14509).
 
-Each rank runs all layers but attention on its own tokens. For attention, an all-to-all turns [own
-tokens, all heads] into [all tokens, own heads], and a second one turns the output back.
-
-`burnish.models.packing.Deal` says which rank has which tokens.
+For attention, an all-to-all turns [own tokens, all heads] into [all tokens, own heads], and a
+second one turns the output back.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Ulysses:
     deal: Deal
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """See `Attends.attend`. The ranks divide the heads. Key heads are repeated if they are fewer than ranks."""
+        """See `Attends.attend`. Key heads are repeated if they are fewer than ranks. Collective."""
         query, key, value = parts
         times = _repeats(query.shape[1], key.shape[1], self.deal.ranks)
         if times > 1:
@@ -55,7 +53,7 @@ class Ulysses:
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:
-    """Return the least number of repeats that gives every rank whole key heads for its queries."""
+    """Return the fewest repeats that give every rank whole key heads for its queries."""
     sharing = heads // key_heads
     return next(
         times

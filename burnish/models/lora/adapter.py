@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685), as PEFT's own modules: added, switched off, merged, and their first values.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685), as PEFT's own modules.
 
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
 (rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. Left out: dropout, which would make outputs more than
-a function of the tokens; adapters on embeddings and output layers. Fused experts are in `burnish.models.lora.experts`.
+a function of the tokens; adapters on embeddings and output layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The part of an adapter that is added to one tensor [rows, columns] of the model's checkpoint."""
+    """The part of an adapter that is added to one tensor [rows, columns] of the checkpoint."""
 
     layer: str
     """The layer of PEFT's that has A and B, `model.layers.0.self_attn.q_proj`."""
@@ -64,7 +64,7 @@ class Change:
     """Experts that A and B are for."""
 
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of its layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
+        """Return views of the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
 
         A fused expert has its own rows of A [E r, in] and every E-th column of B [out, r E].
         """
@@ -74,14 +74,14 @@ class Change:
 
 
 class Adapter:
-    """The adapter of one model. Making it puts it there and freezes the model's own weights."""
+    """The adapter of one model, whose own weights it freezes."""
 
     def __init__(
         self, model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype | None = None
     ) -> None:
         """Add an undefined fp32 adapter on the model's device; the model's own weights get `base_dtype`.
 
-        Raises `IncompatibleError` if the model lacks layers that `config` names, PEFT would adapt others, or it could not be merged, and
+        Raises `IncompatibleError` if the model lacks layers of `config`, PEFT would adapt others, or merging is impossible, and
         `UsageError` without PEFT.
         """
         plain = regions(model)
@@ -123,13 +123,13 @@ class Adapter:
         self._gathering: Transfer | None = None
 
     def cut(self, cuts: Mapping[str, Cut]) -> None:
-        """From now on these parameters are parts of themselves; `base` and `weights` say of what."""
+        """Describe parameters that have been cut."""
         self.base = cut_regions(self.base, cuts)
         self.weights = cut_regions(self.weights, cuts)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside the block the model computes what it does without an adapter."""
+        """Compute without the adapter inside the block."""
         # Not by PEFT's enable_adapters: that sets requires_grad, which FSDP2 reads once and keeps.
         self._set_scale(0.0)
         try:
@@ -142,10 +142,7 @@ class Adapter:
             layer.scaling[ADAPTER_NAME] = scale
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
-        """Return this rank's pieces of the checkpoint with W + s B A for W, computed as they are read. Collective.
-
-        Holds the rows of B and columns of A that these pieces need.
-        """
+        """Yield this rank's pieces of the checkpoint with W + s B A for W, computed as they are read. Collective."""
         base = list(model_shards(self._model, parts=self.base))
         factors = [self._factors_of(piece) for piece in base]
         have = [_by_expert(s, self._rank) for s in model_shards(self._model, parts=self.weights)]
@@ -161,7 +158,7 @@ class Adapter:
                 yield piece
 
     def _factors_of(self, piece: Shard) -> tuple[Shard, ...]:
-        """Return memory for the columns of A [E r, in] and rows of B [out, r, E] that change a piece; () for one that stays."""
+        """Return memory for the columns of A [E r, in] and rows of B [out, r, E] that change a piece."""
         change = self.changes.get(piece.spec.name)
         if change is None:
             return ()
@@ -187,7 +184,7 @@ class Adapter:
 
 
 def _by_expert(factor: Shard, rank: int) -> Shard:
-    """Return a piece of B [out, r E] as [out, r, E], in the same memory; a piece of A unchanged."""
+    """View a piece of B [out, r E] as [out, r, E]; leave one of A unchanged."""
     if ".lora_A." in factor.spec.name:
         return factor
     out, width = factor.spec.shape
@@ -212,7 +209,7 @@ class MergedShard(Shard):
     """s."""
 
     def part(self, box: Box) -> Tensor:
-        """See `Shard.part`: in memory of its own, computed in fp32 and rounded once."""
+        """See `Shard.part`. Computed in fp32 and rounded once."""
         rows, columns = box.relative_to(self.box).slices
         base, a, b = self.tensor[rows, columns], self.a[:, columns], self.b[rows]
         result = torch.empty_like(base)
@@ -224,7 +221,7 @@ class MergedShard(Shard):
 
 
 def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the weights that `config` adapts. Raises `IncompatibleError` where the model lacks some of its targets."""
+    """Return the names of the weights that `config` adapts. Raises `IncompatibleError` if some are missing."""
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     layers = [f"{name}.weight" for name in linear]
@@ -235,7 +232,6 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Let PEFT wrap the targets. Raises `IncompatibleError` if it wraps others."""
     peft, targets = import_peft(), target_weights(model, config)
     with model.device, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # what is wrong is said below
@@ -251,7 +247,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _computing_layers(model: PreTrainedModel) -> list[Any]:
-    """Return PEFT's layers that compute, with `AdaptedExperts` in the place of the outermost one that wraps experts."""
+    """Return PEFT's layers that compute, with `AdaptedExperts` in place of the outermost wrapper of experts."""
     found: list[Any] = []
     for name, layer in list(model.named_modules()):
         if not hasattr(layer, "lora_A") or name.endswith(".base_layer"):
@@ -264,21 +260,20 @@ def _computing_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _saved_name(parameter: str) -> str:
-    """Return the name of an adapter's parameter in PEFT's file."""
     return ADAPTER_PREFIX + parameter.replace(f".{ADAPTER_NAME}.", ".")
 
 
 class FreshAdapter:
-    """Initial values of an adapter, a `ShardSource`: A as PEFT draws it, B zero, so the model starts unchanged.
+    """A `ShardSource` of initial values: A as PEFT draws it, B zero, so the model starts unchanged.
 
-    Each A has its own generator, seeded with the run's seed and its name, so the number of ranks does not matter.
+    Each A has a generator seeded with the run's seed and its name, so the number of ranks does not matter.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """See `ShardSource.fill`. Holds one A."""
+        """Draw each shard's values. Holds one A."""
         for shard in shards:
             if shard.spec.name.endswith(".lora_B.weight"):
                 shard.tensor.detach().zero_()
@@ -294,7 +289,7 @@ class FreshAdapter:
 def adapter_record(
     model: ModelConfig, hf_config: PretrainedConfig, url: str | None = None
 ) -> dict[str, Any]:
-    """Return what a checkpoint's state records of `model.lora`, on the model at `model.path`, which may be a copy of `url`.
+    """Return what a checkpoint's state records of `model.lora`. `model.path` may be a copy of `url`.
 
     Raises `IncompatibleError` for layers that the model lacks.
     """
@@ -314,7 +309,7 @@ def first_adapter(
 ) -> ShardSource:
     """Return the initial values of `model.lora`, checked before any is read.
 
-    Raises `IncompatibleError` for an adapter of another model or with other tensors, and as `SafetensorsSource.check` does.
+    Raises `IncompatibleError` for another model's adapter or other tensors, and as `SafetensorsSource.check` does.
     """
     if model.lora.path is None:
         return FreshAdapter(seed)

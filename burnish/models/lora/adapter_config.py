@@ -1,7 +1,6 @@
 """PEFT's adapter_config.json and its names, without torch.
 
-A directory of PEFT's that training starts from gives rank, alpha and layers in place of the configuration. Whatever PEFT can
-do and Burnish does not is refused by its name there.
+A directory of PEFT's that training starts from gives rank, alpha and layers. Options that Burnish lacks are refused by name.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 def plain_names(model: Any) -> dict[str, tuple[str, str]]:
-    """Return the name of each of a model's parameters without PEFT, and "".
+    """Return each parameter's name without PEFT, and "".
 
-    For the factor A or B of an adapter, return the name of the weight that it changes, and "A" or "B".
+    For a factor of an adapter, return the name of the weight that it changes, and "A" or "B".
     """
     weights = {
         name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
@@ -47,12 +46,12 @@ def plain_names(model: Any) -> dict[str, tuple[str, str]]:
 
 
 def factor_name(layer: str, letter: str) -> str:
-    """Return the name in PEFT's files of A or B of a layer, such as `model.layers.0.self_attn.q_proj`."""
+    """Return the name of A or B of a layer (`model.layers.0.self_attn.q_proj`) in PEFT's files."""
     return f"{ADAPTER_PREFIX}{layer}.lora_{letter}.weight"
 
 
 def adapted_weights(names: Iterable[str]) -> dict[str, str]:
-    """Return, from an adapter's tensor names, the weights of linear layers that it changes, each with its layer."""
+    """Return the weights of linear layers that an adapter's tensors change, each with its layer."""
     layers = dict.fromkeys(name.removeprefix(ADAPTER_PREFIX).split(".lora_")[0] for name in names)
     return {f"{layer}.weight": layer for layer in layers}
 
@@ -65,12 +64,12 @@ def kinds_of(weights: Iterable[str]) -> list[str]:
 
 
 def are_parameters(kind: str) -> bool:
-    """Return whether a target is a parameter of experts (PEFT's `target_parameters`), not a linear layer."""
+    """Return whether a target is a parameter of experts (PEFT's `target_parameters`)."""
     return "." in kind
 
 
 def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
-    """Raise `IncompatibleError` if a model with these `kinds` of weights lacks some of the targets, or has none."""
+    """Raise `IncompatibleError` if a target is not among the model's `kinds`, or there are none."""
     unknown = [target for target in asked if target not in kinds]
     if unknown or not kinds:
         raise IncompatibleError(
@@ -97,7 +96,7 @@ def import_peft() -> Any:
 
 
 def peft_config(lora: LoraConfig, kinds: Sequence[str]) -> Any:
-    """Return PEFT's description of an adapter of these kinds of weights. Raises `UsageError` without PEFT."""
+    """Return PEFT's description of an adapter. Raises `UsageError` without PEFT."""
     return import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -109,7 +108,7 @@ def peft_config(lora: LoraConfig, kinds: Sequence[str]) -> Any:
 
 
 def save_adapter_config(record: Mapping[str, Any], directory: Path) -> None:
-    """Write the description of an adapter (`burnish.models.lora.adapter.adapter_record`) as PEFT reads it."""
+    """Write an `adapter_record` as PEFT reads it."""
     lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
     values = peft_config(lora, record["targets"]).to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
@@ -122,7 +121,7 @@ def save_adapter_config(record: Mapping[str, Any], directory: Path) -> None:
 
 
 def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
-    """Raise `IncompatibleError` if the adapter in `directory` belongs to another model; warn if that cannot be known."""
+    """Raise `IncompatibleError` if the adapter belongs to another model; warn if that cannot be known."""
     digest = _base_digest(directory)
     if digest is None:
         _log.warning(
@@ -140,7 +139,7 @@ def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def _base_digest(directory: Path) -> str | None:
-    """Return the digest of an adapter's model: as its run recorded it, else of the model that its configuration names."""
+    """Return the digest of the adapter's model from its run's record, else of the model that its configuration names."""
     try:
         # A run's step has state.json beside model/; a file of that name may be of any other program.
         recorded = json.loads((directory.parent / "state.json").read_bytes())

@@ -1,9 +1,8 @@
 """Low-rank adapters on fused experts: PEFT's parameters, computed by grouped products.
 
 transformers keeps a layer's experts as one parameter [E, out, in]. PEFT gives it A [E r, in], expert after expert, and B [out, r E],
-in which experts alternate, and computes all of W + s B A in every forward pass. That takes the experts' memory twice, and replaces
-the tensor that FSDP2 gathers. Here tokens go through A and B, and W is only read. Names, shapes and files are PEFT's. Left out:
-experts with biases, without a gate, or laid out [E, in, out]; dropout.
+in which experts alternate. PEFT computes all of W + s B A in every forward pass, which takes the experts' memory twice and replaces
+the tensor that FSDP2 gathers. Here tokens go through A and B. Left out: experts with biases, without a gate, or laid out [E, in, out].
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def expert_parameters(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the parameters with the experts of a layer that can be adapted."""
+    """Yield the names of fused experts' parameters that can be adapted."""
     for name, module in model.named_modules():
         held = dict(module.named_parameters(recurse=False))
         is_plain = (
@@ -37,7 +36,7 @@ def expert_parameters(model: nn.Module) -> Iterator[str]:
 
 
 class AdaptedExperts(nn.Module):
-    """A layer's experts with an adapter, in place of PEFT's outermost ParamWrapper, with its parameters and names."""
+    """A layer's adapted experts, with the parameters and names of PEFT's outermost ParamWrapper."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class AdaptedExperts(nn.Module):
         """s, by the adapter's name, as PEFT's layers have it; with 0 the adapter is off."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the experts' outputs for tokens [T, H], each sent to k experts [T, k] and weighted [T, k]."""
+        """Return the outputs for tokens [T, H], each sent to k experts [T, k] and weighted [T, k]."""
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         layer: Any = self
         while hasattr(layer, "base_layer"):
@@ -65,9 +64,9 @@ class AdaptedExperts(nn.Module):
 
 
 def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, in, r'] and B [E, r', out] for grouped products, from PEFT's A [E r, in] and B [out, r E].
+    """Return A [E, in, r'] and B [E, r', out] for grouped products, from A [E r, in] and B [out, r E].
 
-    r' is the rank, rounded up with columns of 0.
+    r' is the rank, padded with zeros.
     """
     rank = len(a) // experts
     narrow = a.view(experts, rank, -1).transpose(1, 2)
