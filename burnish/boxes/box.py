@@ -1,6 +1,6 @@
-"""Intersect and subtract n-dimensional boxes, and convert flat ranges.
+"""Intersect and subtract n-dimensional boxes, and convert flat ranges: in C order over the whole tensor.
 
-Coordinates are global unless a function says otherwise. "Flat" means C order over the whole tensor.
+Coordinates are global unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of this box in an array of the whole shape."""
+        """Its index in an array of the whole shape."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """Move the box by this many elements per dim."""
+        """Move the box by so many elements per dim."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def relative_to(self, other: Box) -> Box:
-        """Return this box in coordinates that start at another's first element."""
+        """Return this box in coordinates of another."""
         return self.shift(tuple(-o for o in other.offsets))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether it lies inside a tensor of this shape."""
+        """Tell whether it lies inside a tensor."""
         return len(self.sizes) == len(shape) == len(self.offsets) and all(
             o >= 0 and s >= 0 and o + s <= d
             for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
@@ -45,7 +45,7 @@ class Box:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """Return the box that covers a whole tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -82,7 +82,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return the flat elements `start` to `stop` (exclusive) as contiguous boxes, in order; at most 2 per dim.
+    """Return the flat elements `start` to `stop` as contiguous boxes, in order; at most 2 per dim.
 
     Raises `ValueError` outside the tensor.
     """
@@ -113,9 +113,9 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def flat_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield a box's maximal contiguous runs in C order: (flat start, count), ascending.
+    """Yield a box's maximal contiguous runs in C order: (flat start, count).
 
-    Raises `ValueError` for a box outside the tensor.
+    Raises `ValueError` outside the tensor.
     """
     if not box.fits(shape):
         raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")

@@ -41,19 +41,16 @@ class _Part(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the size of a rank's elements."""
         return self.box.elements * self.spec.dtype.itemsize
 
     @property
     def all(self) -> Box:
-        """Return the elements of all of `ranks`."""
         if len(self.ranks) < 2:
             return self.box
         rows, *sizes = self.box.sizes
         return Box(self.box.offsets, (rows * len(self.ranks), *sizes))
 
     def of(self, number: int) -> Box:
-        """Return the elements of the rank at place `number`."""
         if number == 0:
             return self.box
         rows, *columns = self.box.offsets
@@ -93,10 +90,11 @@ class Gather:
         self._waves = waves_of(tables, want, alike, own, layout.rank, wave_bytes)
 
     def run(self, have: Iterable[Shard]) -> Iterator[Shard]:
-        """Yield pieces that make up the wanted tensors, one tensor after the other, in the wanted dtype. Collective.
+        """Yield pieces of the wanted tensors, one tensor after the other, in the wanted dtype. Collective; all ranks must take
+        all.
 
-        A piece is valid until the next is asked for, and what a rank has itself is a view. All ranks must take all. Raises
-        `ValueError` unless the shards are those of the plan, in its order.
+        A piece may be a view, and is valid until the next. Raises `ValueError` unless the shards are those of the plan, in its
+        order.
         """
         have = list(have)
         if pieces_of(have) != self._have:
@@ -129,7 +127,6 @@ class Gather:
         return room
 
     def _gather(self, room: Tensor, own: int) -> None:
-        """Fill all rows of the messages from this rank's own. Each machine gets others' once."""
         if not self._machines:
             all_gather(room.view(-1), room[own].clone())
             return
@@ -139,7 +136,6 @@ class Gather:
         all_gather(room.view(-1), column.clone().view(-1), group=within)
 
     def _broadcast(self, message: Tensor, sender: int) -> None:
-        """Fill a message from its sender's; each machine gets it once."""
         if not self._machines:
             dist.broadcast(message, sender)
             return
@@ -149,7 +145,7 @@ class Gather:
         dist.broadcast(message, group=within, group_src=sender % within.size())
 
     def _elements(self, room: Tensor, part: _Part) -> Tensor:
-        """Return the elements of a part in the messages, [ranks, *sizes of its box]; a view, unless machines share them."""
+        """Return a part's elements in the messages, [ranks, *sizes of its box]; a view, unless machines share them."""
         ranks = slice(part.ranks.start, part.ranks.stop)
         rows = room[:, part.start : part.start + part.bytes][
             self._rows[ranks] if self._machines else ranks
@@ -167,8 +163,8 @@ def waves_of(
 ) -> list[tuple[list[_Part], Ints]]:
     """Return the parts of each wave and the bytes of each rank's message.
 
-    `alike` has for each wanted tensor the first that is cut as it is, and `own` this rank's pieces of it. Every rank's `tables` have
-    the pieces of those first ones. So the plan of a layer is that of all layers.
+    `alike` has for each wanted tensor the first that is cut as it is, and `own` this rank's pieces of it. `tables` have all
+    ranks' pieces of those first ones.
     """
     tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
     asked = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
@@ -227,7 +223,6 @@ def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Pa
 
 
 def _placed(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
-    """Return a wave's parts with their places in the messages, and the bytes of each rank's message."""
     ends, found = np.zeros(world, np.int64), list[_Part]()
     for part in parts:
         rows = slice(part.ranks.start, part.ranks.stop)
@@ -252,7 +247,7 @@ def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
 
 
 def assembled(pieces: Iterable[Shard]) -> Iterator[Shard]:
-    """Join the pieces of each tensor, which follow each other; yield whole tensors. Those in one piece are not copied."""
+    """Join the pieces of each tensor, which follow each other. Tensors in one piece are not copied."""
     for spec, group in groupby(pieces, lambda piece: piece.spec):
         tensor: Tensor | None = None
         for piece in group:

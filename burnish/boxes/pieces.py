@@ -34,14 +34,14 @@ class PieceTable:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> PieceTable:
-        """A table with a row for each."""
+        """Return a table with a row for each."""
         numbers: dict[TensorSpec, int] = {}
         rows = [(numbers.setdefault(tensor, len(numbers)), box) for tensor, box in pieces]
         dims = max([1, *(len(tensor.shape) for tensor in numbers)])
         return cls(tuple(numbers), BoxTable.of(rows, dims))
 
     def digest(self) -> str:
-        """Return a digest of the pieces and their order."""
+        """Return a digest of the pieces in order."""
         return f"{_digest(self.tensors)} {self.boxes.digest()}"
 
 
@@ -57,7 +57,7 @@ def _columns(boxes: BoxTable) -> tuple[Ints, Ints, Ints]:
 
 
 def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
-    """Return the tensors of every rank's table, by rank. Collective. Sends names only if they differ by rank."""
+    """Return the tensors of every rank's table. Collective. Sends names only if they differ by rank."""
     digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
@@ -70,7 +70,7 @@ def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
 def alike_tensors(
     mine: Sequence[Sequence[Piece]], want: Sequence[TensorSpec], layout: Layout
 ) -> list[int]:
-    """Return, for each wanted tensor, the number of the first that is cut as it is on every rank. Collective.
+    """Return for each wanted tensor the number of the first that every rank cuts as it is. Collective.
 
     `mine` has this rank's pieces of each.
     """
@@ -83,7 +83,7 @@ def alike_tensors(
 
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
-    """Return every rank's table, by rank. Collective."""
+    """Return every rank's table. Collective."""
     tensors, held = gather_tensors(mine, layout), np.flatnonzero(mine.boxes.elements)
     told = gather_objects((held, *_columns(mine.boxes.take(held))), layout)
     return [
@@ -99,9 +99,9 @@ def gather_some(
     layout: Layout,
     dims: int,
 ) -> list[PieceTable]:
-    """Return every rank's pieces of the tensors that are `wanted` here, by rank; `tensors` are all ranks'. Collective.
+    """Return every rank's pieces of the tensors that are `wanted` here; `tensors` are all ranks'. Collective.
 
-    The ranks of the first `dims` of the grid tell each other everything, and those further off what each of them wants.
+    The ranks of the first `dims` of the grid exchange everything, those further off what each of them wants.
     """
     inner, outer = layout.groups[:dims], layout.groups[dims:]
     everything = (np.arange(len(mine.boxes)), *_columns(mine.boxes))
@@ -150,11 +150,11 @@ class TensorIndex:
 
     @property
     def dims(self) -> int:
-        """Of the tensor that has the most; 1 at least."""
+        """Most dims of a tensor; 1 at least."""
         return max([1, *map(len, self.shapes)])
 
     def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
-        """Merge each list of tables by rank into one table of all ranks' pieces.
+        """Merge each list of tables by rank into one.
 
         Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
         """
@@ -205,7 +205,7 @@ def _merged(
     numbers: dict[Tensors, tuple[Ints, Ints]],
     dims: int,
 ) -> Pieces:
-    """Merge tables by rank. Ranks in a row that name the same tensors are merged at once, because they are many."""
+    """Merge tables by rank, at once for ranks in a row that name the same tensors, because they are many."""
     found, rank = list[Pieces](), 0
     for named, alike in groupby(tables, lambda table: (table.tensors, table.boxes.dims)):
         run = list(alike)

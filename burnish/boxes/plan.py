@@ -1,4 +1,4 @@
-"""Plan who sends which box to whom, for publishing, saving, loading and resharding."""
+"""Plan who sends which box to whom, to publish, save, load and reshard."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Move:
 
     @property
     def bytes(self) -> int:
-        """How many bytes travel."""
+        """Bytes that travel."""
         return self.box.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves(Columns):
-    """Hold a plan's moves as a table, one `Move` a row."""
+    """Moves as columns."""
 
     tensors: TensorIndex
     source: Ints
@@ -62,7 +62,7 @@ class Moves(Columns):
 
     @property
     def bytes(self) -> Ints:
-        """How many bytes each is."""
+        """`[rows]`: bytes of each."""
         return self.boxes.elements * self.tensors.itemsizes()[self.dtype]
 
     def digest(self) -> str:
@@ -74,8 +74,8 @@ class Moves(Columns):
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     """Cover every wanted element once, in the order of the wanted pieces; `have` and `want` are tables by rank.
 
-    A rank reads elements that it holds itself; else holders take turns. Raises `MissingError` naming tensor and box where nobody
-    holds it, and `IncompatibleError` where two pieces disagree on a tensor's shape.
+    A rank reads elements that it holds itself; else holders take turns. Raises `MissingError` for an element that nobody holds,
+    and `IncompatibleError` where two pieces disagree on a tensor's shape.
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
@@ -102,11 +102,11 @@ class Cover:
 
     @classmethod
     def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
-        """Find the holders of all wanted elements, or raise `MissingError` naming tensor and box."""
+        """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box."""
         return cls._of_cells(*_cells(held, tensors), wanted, tensors)
 
     def of_others(self, wanted: Pieces) -> Cover:
-        """Find the holders of other wanted elements of the same tensors."""
+        """Find the holders of other elements of the same tensors."""
         return self._of_cells(self.cells, self.held, self.cell_held, wanted, self.tensors)
 
     @classmethod
@@ -145,7 +145,7 @@ class Cover:
 
     @property
     def turns(self) -> int:
-        """Return the number of turns after which holders are again the first."""
+        """Return the number of turns after which holders repeat."""
         return int(np.lcm.reduce(np.unique(self._of_cell()[1]), initial=1))
 
     def in_turn(self, rank: int, world: int, turn: int) -> tuple[Moves, Ints]:
@@ -162,7 +162,6 @@ class Cover:
         return self._moves(chosen, np.full(len(chosen), rank)), everywhere.astype(np.int64)
 
     def _moves(self, chosen: Ints, target: Ints) -> Moves:
-        """Move each part from the `chosen` row of `held` to a rank."""
         return Moves(
             self.tensors,
             self.held.rank[chosen],
@@ -222,7 +221,6 @@ def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
 
 
 def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:
-    """Add a box to parts and their holders, cutting the parts it overlaps."""
     found: list[tuple[Box, list[int]]] = []
     left = [box]
     for part, holders in parts:

@@ -1,6 +1,6 @@
 """Schedule a plan's moves in rounds that bound the bytes a rank sends or receives at a time.
 
-Every rank computes all rounds and keeps its part of them.
+Every rank computes all rounds and keeps its part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Group:
     """From or to another rank, by round: as many rounds on every rank."""
 
     def shifted(self, by: int) -> Group:
-        """Return the same moves, the numbers of what they are wanted for so much higher."""
+        """Return the same moves, with `want` higher by so much."""
         shift = [[replace(m, want=m.want + by) for m in some] for some in (self.own, *self.waves)]
         return Group(shift[0], shift[1:])
 
@@ -114,7 +114,6 @@ class _Room:
         self._full = np.zeros(self._rank.max(initial=-1) + 1, np.int64)
 
     def earliest(self) -> Ints:
-        """Return the first round in which each move could go on this side."""
         upto = _running(self._rank, self._size)
         return (upto - 1) // self._limit
 

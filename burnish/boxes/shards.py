@@ -1,7 +1,7 @@
 """Shards: pieces of tensors that know their canonical name and their place in the whole tensor.
 
-Names, shapes and dim order are those of the Hugging Face checkpoint, in optimizer state behind a slot (`exp_avg/model.layers.0...`).
-To save, load, reshard or publish, an engine only describes its shards.
+Names, shapes and dim order are those of the Hugging Face checkpoint, in optimizer state behind a slot
+(`exp_avg/model.layers.0...`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from burnish.boxes.box import Box
 
 
 class TensorSpec(NamedTuple):
-    """A whole tensor: its canonical name, global shape (() for a scalar), dtype."""
+    """A whole tensor; its shape is () for a scalar."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Shard:
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
 
     def checksum(self) -> str:
-        """Return the xxh3_128 of the elements' bytes, in row-major order."""
+        """Return the xxh3_128 of the elements' bytes in C order."""
         flat = self.tensor.detach().contiguous().cpu().view(-1)
         return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
 
@@ -61,7 +61,7 @@ class ShardSource(Protocol):
     """A source that fills shards: a model directory, a checkpoint, fresh values."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Write each of this rank's shards in place, converting to its dtype.
+        """Write each shard in place, converting to its dtype.
 
         Raises `MissingError` for an unknown name, `IncompatibleError` for another global shape.
         """

@@ -23,7 +23,7 @@ class Columns:
     """A table: the subclass's arrays, and the tables among its fields, have one entry per row."""
 
     def take(self, rows: NDArray[np.generic] | slice) -> Self:
-        """Return some of the rows, by index or mask."""
+        """Return rows by index or mask."""
         return replace(
             self,
             **{
@@ -43,7 +43,7 @@ class Columns:
         return replace(tables[0], **joined)
 
     def digest(self) -> str:
-        """Return a digest of all rows and their order."""
+        """Return a digest of all rows in order."""
         found = xxhash.xxh3_128()
         for _, column in self._columns():
             if isinstance(column, Columns):
@@ -72,7 +72,7 @@ class BoxTable(Columns):
 
     @classmethod
     def of(cls, boxes: Iterable[tuple[int, Box]], dims: int) -> BoxTable:
-        """A table of (tensor, box)."""
+        """Return a table of (tensor, box)."""
         rows = [(t, padded(box.offsets, dims, 0), padded(box.sizes, dims, 1)) for t, box in boxes]
         tensor, offsets, sizes = (
             np.array([row[column] for row in rows], np.int64) for column in range(3)
@@ -89,12 +89,12 @@ class BoxTable(Columns):
 
     @property
     def elements(self) -> Ints:
-        """`[rows]`: how many elements each holds."""
+        """`[rows]`: elements of each."""
         found: Ints = np.multiply.reduce(self.sizes, axis=1)
         return found
 
     def box(self, row: int, dims: int) -> Box:
-        """One box, of a tensor that has so many dims."""
+        """Return the box of a tensor with so many dims."""
         offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
         return Box(tuple(offsets), tuple(sizes))
 
@@ -107,7 +107,7 @@ def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
 class BoxIndex:
     """Look boxes up by overlap; for boxes cut like a grid, in time proportional to the results.
 
-    Indexes each tensor along the dim in which its boxes have the most different offsets.
+    Indexes each tensor along the dim with the most different offsets.
     """
 
     def __init__(self, boxes: BoxTable) -> None:
@@ -149,7 +149,6 @@ class BoxIndex:
         return rows, self._order[ranges(first, counts)]
 
     def _spans(self, boxes: BoxTable) -> tuple[Ints, Ints]:
-        """Return each box's first and end index along the indexed dim; any dim if unknown."""
         known = np.minimum(boxes.tensor, max(len(self._dims) - 1, 0))
         dim = self._dims[known] if len(self._dims) else np.zeros_like(known)
         rows = np.arange(len(boxes))
@@ -158,7 +157,6 @@ class BoxIndex:
 
 
 def _busiest_dims(boxes: BoxTable) -> Ints:
-    """Return each tensor's dim with the most different offsets."""
     tensors = int(boxes.tensor.max(initial=-1)) + 1
     most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
     for dim in range(boxes.dims):
@@ -175,7 +173,7 @@ def _busiest_dims(boxes: BoxTable) -> Ints:
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """Return `counts` integers from each start on, all in one row."""
+    """Return `counts` integers from each start on, joined."""
     before = np.cumsum(counts) - counts
     found: Ints = np.arange(counts.sum()) + np.repeat(starts - before, counts)
     return found

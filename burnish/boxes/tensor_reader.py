@@ -1,10 +1,4 @@
-"""Read tensors: the contents of safetensors files, and any part by `read(key, box, into)`.
-
-Loading, resuming, export, comparison, import and verification use it. A subclass says where bytes
-come from: `DirectoryReader` reads a Hugging Face directory as it is;
-`burnish.checkpoint.load.StepReader` checks every block against its hash. Threads may share a
-reader.
-"""
+"""Read any part of the tensors in safetensors files, by `read(key, box, into)`. Threads may share a reader."""
 
 from __future__ import annotations
 
@@ -48,7 +42,7 @@ Put = Callable[[Tensor, Tensor], object]
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the format's name of a dtype, or raise `IncompatibleError` naming the tensor."""
+    """Return the format's name of a dtype. Raises `IncompatibleError` naming the tensor."""
     if dtype not in _NAMES:
         raise IncompatibleError(
             f"tensor {tensor} has a dtype that safetensors files cannot hold",
@@ -61,7 +55,7 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """A tensor that is not read."""
 
     dtype: torch.dtype
     """The dtype that loses nothing; `read` converts to whatever it is given."""
@@ -94,8 +88,8 @@ class Location:
 def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
     """Return the tensors of files, by key, in the order of their bytes.
 
-    A header comes with its prefix of keys and file name. Raises `CorruptError` for a tensor that is
-    there twice, `IncompatibleError` for a dtype that torch lacks.
+    A header comes with its prefix of keys and file name. Raises `CorruptError` for a tensor that is there twice,
+    `IncompatibleError` for a dtype that torch lacks.
     """
     found: dict[str, Location] = {}
     for prefix, file, header in headers:
@@ -119,10 +113,7 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
 
 
 class TensorReader(Closing, ABC):
-    """Read any part of tensors by key into any memory. A context manager.
-
-    Holds a buffer of 1 MiB for each thread that reads.
-    """
+    """Read any part of tensors by key into any memory. A context manager. Holds a buffer of 1 MiB for each thread that reads."""
 
     path: PurePath
     """The directory."""
@@ -140,10 +131,9 @@ class TensorReader(Closing, ABC):
         self._buffers: list[Tensor] = []
 
     def read(self, key: str, box: Box, into: Tensor) -> None:
-        """Write a box of a tensor into memory of the box's shape, converting to its dtype.
+        """Write a box of a tensor into memory of its shape, converting to its dtype.
 
-        The memory may have any strides and be on any device. Raises `CorruptError` for a file that
-        has changed.
+        The memory may have any strides and be on any device. Raises `CorruptError`.
         """
         self.fill([(key, Tensor.copy_)], box, into)
 
@@ -225,8 +215,8 @@ class TensorReader(Closing, ABC):
 class DirectoryReader(TensorReader):
     """Read the weights of a Hugging Face directory, by name behind `prefix`; check headers only.
 
-    Follows links, because Hugging Face's cache uses them. Raises `MissingError` without safetensors
-    or one of its files, `CorruptError` for a broken file, `IncompatibleError` for an unknown dtype.
+    Follows links, because Hugging Face's cache uses them. Raises `MissingError` without a file, `CorruptError` for a broken
+    one, `IncompatibleError` for an unknown dtype.
     """
 
     def __init__(self, directory: Path, prefix: str = "") -> None:

@@ -21,8 +21,7 @@ from burnish.distributed.layout import Layout
 class Exchange:
     """Run rounds: pack what this rank sends, all-to-all, unpack what it receives.
 
-    The buffer lives on `device`, which the process group must reach, and stays between rounds. A host buffer comes from `arena`
-    if given.
+    The buffer lives on `device`, which the process group must reach; a host buffer comes from `arena` if given.
     """
 
     def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
@@ -68,7 +67,6 @@ class Exchange:
 
 
 def _parts(moves: Sequence[Move], buffer: Tensor) -> Iterable[tuple[Move, Tensor]]:
-    """Yield each move and its part of the buffer, in its dtype and shape."""
     start = 0
     for move in moves:
         flat = buffer[start : start + move.bytes].view(move.dtype)
@@ -123,12 +121,12 @@ class Transfer:
 
 
 def pieces_of(shards: Iterable[Shard]) -> list[Piece]:
-    """Return shards without their memory, in the dtype of that memory."""
+    """Return shards without their memory, in its dtype."""
     return [(shard.spec._replace(dtype=shard.tensor.dtype), shard.box) for shard in shards]
 
 
 def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
-    """Return the device of the first shard that is on an accelerator, or None."""
+    """Return the device of the first shard on an accelerator, or None."""
     return next((s.tensor.device for s in shards if s.tensor.device.type != "cpu"), None)
 
 

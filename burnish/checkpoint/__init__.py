@@ -1,5 +1,4 @@
 """Checkpoints, format 1: a Hugging Face model and a resumable training state, safe across crashes.
 
-`manager.Checkpoints` saves into and resumes from a run's `checkpoints/`. `layout` plans files, `save` commits a step,
-`background` saves beside training, `load` reads shards. `manifest`, `steps` and `retention` load no torch.
+`manager.Checkpoints` saves into and resumes from a run's `checkpoints/`. `manifest`, `steps` and `retention` load no torch.
 """

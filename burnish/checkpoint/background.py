@@ -1,7 +1,6 @@
 """Save while training goes on: a copy in shared memory, and a writer process beside each rank.
 
-At most one save is in flight, and all ranks get its outcome. A save that fails on any rank leaves nothing behind. A writer that
-died is restarted.
+All ranks get a save's outcome. A failed save leaves nothing behind. A writer that died is restarted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Memory:
-    """Unnamed shared memory that two processes map by its descriptor. It grows and is reused between saves."""
+    """Unnamed shared memory that two processes map by its descriptor. Grows, and is reused."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -55,16 +54,15 @@ class Memory:
 
     @classmethod
     def make(cls) -> Memory:
-        """Create memory that the system frees when its last user closes it."""
+        """Create memory that the system frees with its last user."""
         if hasattr(os, "memfd_create"):
             return cls(os.memfd_create("burnish-staging", os.MFD_CLOEXEC))
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     def take(self, size: int, *, pin: bool = False) -> Tensor:
-        """Return the first `size` bytes; their address changes only when they grow. Raises `OSError` without room.
-
-        `pin` page-locks them for copies from the accelerator.
+        """Return the first `size` bytes, page-locked if `pin`. Their address changes only when they grow. Raises `OSError`
+        without room.
         """
         if size > self._bytes.numel():
             self._release()
@@ -99,7 +97,7 @@ def _allocate(descriptor: int, size: int) -> None:
 def stage(contents: Contents, memory: Memory) -> Contents:
     """Copy the shards into the memory; they may change when this returns. Raises `OSError` without room.
 
-    The result, which can be sent, has only their dtypes and shapes. `staged_in` restores the elements.
+    The result has only dtypes and shapes; `staged_in` restores the elements.
     """
     device = accelerator_of(contents.shards)
     size, on_cuda = sum(map(_room, contents.shards)), device is not None and device.type == "cuda"
@@ -148,7 +146,7 @@ Answer = Saved | BurnishError
 
 
 def serve(pipe: int, parent: int, memory: int) -> None:
-    """Run the writer of the process `parent`, with this process's own descriptors."""
+    """Run the writer of `parent`, with its own descriptors."""
     accompany(parent)
     torch.set_num_threads(1)
     shared, arena = Memory(memory), Arena(torch.device("cpu"))
@@ -227,8 +225,8 @@ class Finished:
 class BackgroundSaver:
     """One rank's writer process and its memory. All methods but `close` are collective.
 
-    Writers wait for each other at most `timeout_seconds`; one without progress for as long is killed. The writer holds the
-    descriptors `keep_open`.
+    Writers wait for each other at most `timeout_seconds`; one without progress for as long is killed. The writer holds
+    `keep_open`.
     """
 
     def __init__(
@@ -258,7 +256,7 @@ class BackgroundSaver:
         self._writer = self._start_writer()
 
     def begin(self, step: int, contents: Contents) -> None:
-        """Copy the contents and start writing them; they may change when this returns. No save may be in flight.
+        """Copy the contents and start writing them. No save may be in flight.
 
         Raises on every rank if copying fails on any, or if the step exists. Later saves reuse the first one's assets.
         """
@@ -297,7 +295,6 @@ class BackgroundSaver:
         return Finished(step, None, next(iter(warnings), None))
 
     def _look(self, seconds: float) -> Answer | None:
-        """Return the writer's next message. A writer without progress for too long counts as hung."""
         answer: Answer | None = self._writer.answer(seconds)
         if answer is not None:
             return answer

@@ -1,10 +1,7 @@
-"""The names of tensors, and their places in files and blocks.
+"""The names of tensors, and their places in files and blocks, which depend only on names, dtypes and shapes.
 
-A step holds models, told apart by role. A model's tensors come in sets: weights ("model"), the bits that bf16 lacks ("residual"),
-and one per optimizer slot ("exp_avg"). Sets of other roles than `MAIN` begin with the role ("critic/model"). A tensor's key is
-set/weight.
-
-All depends only on names, dtypes and shapes of tensors, so any number of ranks writes the same bytes.
+A step holds models, by role. A model's tensors come in sets: weights ("model"), the bits that bf16 lacks ("residual"), and one
+per optimizer slot ("exp_avg"). Sets of roles other than `MAIN` begin with the role ("critic/model"). A key is set/weight.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ _ROLE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def prefix_of(role: str) -> str:
-    """Return the prefix of a role's sets and directories. Raises `ValueError` for an impossible name."""
+    """Return the prefix of a role's sets. Raises `ValueError` for an impossible name."""
     if role == MAIN:
         return ""
     if not _ROLE.fullmatch(role) or role in (MODEL, RESIDUAL, TRAINING):
@@ -81,26 +78,26 @@ def prefix_of(role: str) -> str:
 
 
 def key_parts(key: str, roles: Iterable[str]) -> tuple[str, str]:
-    """Split a key into its set and its weight's name, given the existing roles."""
+    """Split a key into its set and its weight's name."""
     prefix = next((f"{role}/" for role in roles if role and key.startswith(f"{role}/")), "")
     kind, _, name = key.removeprefix(prefix).partition("/")
     return prefix + kind, name
 
 
 def path_of(tensor_set: str) -> str:
-    """Return the path of a set's files, without number and suffix: "critic/training/exp_avg"."""
+    """Return the path of a set's files without number and suffix."""
     role, slash, kind = tensor_set.rpartition("/")
     return f"{role}{slash}{MODEL if kind == MODEL else TRAINING}/{kind}"
 
 
 def set_of(path: str) -> str | None:
-    """Return the set of a step's file; None for a file without tensors."""
+    """Return the set of a file; None without tensors."""
     match = _FILE.fullmatch(path)
     return None if match is None else match[1] + (match[2] or match[3])
 
 
 def roles_in(paths: Iterable[str]) -> list[str]:
-    """Return the roles whose weights lie in these files, the run's own first."""
+    """Return the roles with weights in these files, `MAIN` first."""
     sets = {tensor_set for path in paths if (tensor_set := set_of(path)) is not None}
     return sorted(
         s.removesuffix(MODEL).removesuffix("/") for s in sets if s.split("/")[-1] == MODEL
@@ -109,7 +106,7 @@ def roles_in(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """The disk of each rank; rank 0's is the first. Disks divide a step's files, which meet on the mirror."""
+    """The disk of each rank; rank 0's is the first."""
 
     of_rank: tuple[int, ...]
     """Which disk a rank writes to, by rank."""
@@ -118,7 +115,7 @@ class Disks:
 
     @classmethod
     def one(cls, world: int) -> Self:
-        """Return one disk for `world` ranks."""
+        """Return one disk for all."""
         return cls((0,) * world, (0,))
 
     @property
@@ -127,7 +124,7 @@ class Disks:
         return len(self.leaders) > 1
 
     def divide(self, sizes: Sequence[int]) -> list[int]:
-        """Assign a disk to each file, so that ranks write about equally much. The same on all ranks."""
+        """Assign files to disks, so that ranks write about equally much."""
         writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
         filled = [0] * len(writers)
         found = [0] * len(sizes)
@@ -140,7 +137,7 @@ class Disks:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as stored on disk."""
+    """A tensor on disk."""
 
     tensor_set: str
     """The set it belongs to, which names the files: "model", "residual", "exp_avg", "critic/model", ..."""
@@ -157,7 +154,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A safetensors file: its header, its tensors in byte order, and its total size."""
+    """A safetensors file."""
 
     path: str
     """Below the step, with forward slashes."""
@@ -170,13 +167,13 @@ class PlannedFile:
     size: int
 
     def header_within(self, start: int, stop: int) -> bytes:
-        """Return the bytes of the header between two of the file."""
+        """Return the header's part of a range of the file."""
         return self.header[start:stop].ljust(min(stop, self.header_bytes) - start)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive blocks of a file (by index) with one writer."""
+    """Consecutive blocks of a file with one writer, in bytes."""
 
     file: int
     start: int
@@ -185,7 +182,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanTable:
-    """A table of spans, in the order of files and bytes, with the fields of `Span`."""
+    """Spans as columns, in the order of files and bytes."""
 
     file: Ints
     start: Ints
@@ -208,7 +205,7 @@ class SpanTable:
         return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
 
     def joined(self, owner: Ints, most_bytes: int) -> tuple[SpanTable, Ints]:
-        """Join neighbours of one file and owner that begin within the same `most_bytes`; return spans and owners."""
+        """Join neighbours of one file and owner within the same `most_bytes`; return spans and owners."""
         key = np.stack([self.file, self.start // most_bytes, owner])
         first = np.flatnonzero((np.diff(key, prepend=-1) != 0).any(axis=0))
         last = np.append(first[1:], len(owner)) - 1 if len(first) else first
@@ -218,10 +215,10 @@ class SpanTable:
 def plan_files(
     tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES, align: int = ALIGN
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
-    """Return the safetensors files for these tensors, and their index files by path.
+    """Return the safetensors files for these tensors, and their index files by path. Names are Hugging Face's or PEFT's.
 
-    Names are Hugging Face's, or PEFT's for an adapter. Files get tensors by name. In a file, multiples of `align` bytes come
-    first, then those of half of it, and so on. So ranks' rows begin where blocks do, and no element crosses blocks.
+    In a file, multiples of `align` bytes come first, then those of half of it, and so on. So ranks' rows begin where blocks do,
+    and no element crosses blocks.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -247,10 +244,10 @@ def plan_files(
 
 
 def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
-    """Return the block size of a step with tensors of these sizes, a power of two.
+    """Return the block size for tensors of these sizes, a power of two.
 
-    The tensor with the middle byte gets 64 blocks or more, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. More than `most` blocks in all
-    grow, up to `MAX_BLOCK_BYTES`.
+    The tensor with the middle byte gets 64 blocks, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. More than `most` blocks grow, up to
+    `MAX_BLOCK_BYTES`.
     """
     tensors, size = sorted(sizes), BLOCK_BYTES
     upto = np.cumsum([0, *tensors], dtype=np.int64)
@@ -306,7 +303,7 @@ class PartPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Boxes of tensors, each contiguous in one span, by span and position."""
+    """Boxes of tensors, each contiguous in one span, in order."""
 
     tensors: TensorIndex
     pieces: Pieces
@@ -318,7 +315,7 @@ class Parts:
 
     @classmethod
     def of(cls, files: Sequence[PlannedFile], spans: SpanTable, tensors: TensorIndex) -> Parts:
-        """Return the parts of the files' tensors that `tensors` knows by key."""
+        """Return the parts of the tensors in `tensors`."""
         rows: list[tuple[int, int, int]] = []
         described: list[TensorSpec] = []
         for index, file in enumerate(files):
@@ -345,7 +342,7 @@ class Parts:
         return cls(tensors, pieces, span[order], start[order])
 
     def places(self, slots: Ints) -> dict[int, PartPlace]:
-        """Return the positions of parts whose span has a slot; -1 means none."""
+        """Return the places of parts whose span has a slot; -1 means none."""
         boxes, found = self.pieces.boxes, {}
         for part in np.flatnonzero(slots[self.span] >= 0).tolist():
             box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
@@ -358,9 +355,9 @@ def _byte_ranges(spans: SpanTable) -> BoxTable:
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
-    """Assign each block to a rank that holds most of it, equally many to all; return the ranks.
+    """Return for each block a rank that has most of it, equally many for all.
 
-    A row has a rank's bytes of a block. Blocks without a row go to any rank with room.
+    A row is a rank's bytes of a block. Blocks without a row go to any rank.
     """
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
@@ -385,7 +382,7 @@ def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints
 def owners_by_disk(
     block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
 ) -> Ints:
-    """Do the same if a block's rank must have the block's disk."""
+    """Return `owners` among the ranks of each block's disk."""
     if not disk_of_rank.any():  # there is one
         return owners(block, rank, size, len(disk_of_block), len(disk_of_rank))
     found = np.empty_like(disk_of_block)
@@ -398,10 +395,9 @@ def owners_by_disk(
 
 
 def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
-    """Divide each owner's spans into groups; return each span's group, and its index there.
+    """Divide each owner's spans into groups of about `group_bytes`; return each span's group, and its index there.
 
-    A span begins within `group_bytes` of its group's start. Spans with bytes of other ranks (`travels`) come first, in few
-    groups.
+    Spans with bytes of other ranks (`travels`) come first, in few groups.
     """
     order = np.lexsort((~travels, owner))
     owner, size = owner[order], size[order]
@@ -416,7 +412,7 @@ def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tupl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteShare:
-    """A rank's part in writing a section: blocks that follow each other, which are planned by themselves."""
+    """A rank's part in writing a section."""
 
     spans: Sequence[Sequence[Span]]
     """The spans that it writes, by group: put together at one time."""
@@ -430,7 +426,7 @@ class WriteShare:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSection:
-    """Blocks that are planned by themselves, and who may write them: every rank that is `turn` modulo `turns`."""
+    """Blocks that are planned by themselves, for the ranks that are `turn` modulo `turns`."""
 
     blocks: slice
     turn: int = 0
@@ -439,7 +435,7 @@ class PlannedSection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """A step's tensor files and their blocks, before it is known who writes them."""
+    """A step's tensor files and blocks, without their writers."""
 
     files: Sequence[PlannedFile]
     indices: Mapping[str, bytes]
@@ -453,7 +449,7 @@ class Outline:
     def of(
         cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str], disks: Disks
     ) -> Self:
-        """Lay out the tensors that ranks hold, named by their storage keys. Raises `BurnishError` if ranks disagree about one."""
+        """Lay out ranks' tensors, named by key. Raises `BurnishError` if ranks disagree about one."""
         stored = _stored(tensors, roles)
         block_bytes = block_bytes_for(tensor.size for tensor in stored)
         files, indices = plan_files(stored, align=min(block_bytes, BLOCK_BYTES))
@@ -462,10 +458,7 @@ class Outline:
         return cls(files, indices, block_bytes, disks.divide(sizes), blocks)
 
     def sections(self, world: int, most: int) -> list[PlannedSection]:
-        """Divide the blocks into at most so many sections, such that all ranks write equally many blocks.
-
-        A round of sections has equally many for every rank, except the last round. Ranks take turns in a round.
-        """
+        """Divide the blocks into at most `most` sections. Ranks take turns, so that all write equally many."""
         count, found = len(self.blocks.file), list[PlannedSection]()
         size = max(1, -(-count // (most * world))) * world
         turns = max(1, most // max(1, -(-count // size))) if len(set(self.disks)) < 2 else 1
@@ -477,7 +470,7 @@ class Outline:
         return found
 
     def tensors_in(self, section: PlannedSection) -> set[str]:
-        """Return the keys of tensors that lie in a section."""
+        """Return the keys of a section's tensors."""
         spans = self.blocks.part(section.blocks)
         found = set[str]()
         for number in np.unique(spans.file).tolist():
@@ -494,7 +487,7 @@ class Outline:
         disks: Disks,
         ranks: Iterable[int],
     ) -> list[WriteShare]:
-        """Plan a section for all ranks' pieces, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
+        """Plan a section, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
         blocks, turn, turns = self.blocks.part(section.blocks), section.turn, section.turns
@@ -537,7 +530,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """A step's tensor files, the blocks that this rank writes, and the sources of their elements."""
+    """A step's tensor files, and this rank's part in writing them."""
 
     files: Sequence[PlannedFile]
     indices: Mapping[str, bytes]
@@ -556,10 +549,7 @@ class WritePlan:
     def of(
         cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: Disks
     ) -> Self:
-        """Plan for all ranks' pieces, named by their storage keys, and the ranks' disks.
-
-        Raises `MissingError` for an incomplete tensor, and `BurnishError` if ranks disagree about one.
-        """
+        """Plan from all ranks' pieces, named by key. Raises `MissingError` for an incomplete tensor, and as `Outline.of`."""
         outline = Outline.of((table.tensors for table in have), roles, disks)
         return cls._joined(
             outline, outline.shares(have, PlannedSection(slice(None)), disks, [layout.rank])
@@ -567,9 +557,9 @@ class WritePlan:
 
     @classmethod
     def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: Disks) -> Self:
-        """Plan with all ranks, from this rank's pieces. Collective. Raises as `of` does.
+        """Plan from this rank's pieces. Collective. Raises as `of` does.
 
-        Of very many ranks, neighbours plan a section each, and tell each other their shares.
+        Of very many ranks, neighbours plan a section each and exchange shares.
         """
         if not layout.groups:
             return cls.of(gather_pieces(mine, layout), roles, layout, disks)
@@ -617,12 +607,11 @@ class WritePlan:
         return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
 
     def blocks_in(self, file: PlannedFile) -> int:
-        """Return the number of blocks of a file."""
+        """Return the number of a file's blocks."""
         return -(-file.size // self.block_bytes)
 
 
 def _planners(layout: Layout) -> tuple[int, int]:
-    """Return the dims of the grid whose ranks divide a plan among them, and the number of these ranks."""
     size = 1
     for dims, group in enumerate(layout.groups, start=1):
         size *= dist.get_world_size(group)
@@ -653,24 +642,24 @@ _CHUNK = 1 << 15
 
 
 def copy(x: Tensor, into: Tensor) -> None:
-    """Write elements as they are into memory of the same shape."""
+    """Write x into memory."""
     for elements, copied in _chunks(x.detach(), into):
         copied.copy_(elements)
 
 
 def rounded(x: Tensor, into: Tensor) -> None:
-    """Write B, fp32 weights rounded to bf16, into memory of the same shape."""
+    """Write B, fp32 x rounded to bf16."""
     for bits, upper in _chunks(x.detach().view(torch.int32), into.view(torch.int16)):
         upper.copy_(torch.add(bits, 0x8000).bitwise_right_shift_(16))
 
 
 def residual(x: Tensor, into: Tensor) -> None:
-    """Write R, the lower half of x's bits that B lacks, into int16 memory of the same shape."""
+    """Write R, the lower half of x's bits, as int16."""
     copy(x.detach().view(torch.int32), into)
 
 
 def add_residual(x: Tensor, rest: Tensor) -> None:
-    """Restore fp32 x, filled from B, exactly by adding R to its bits in place."""
+    """Restore fp32 x from B in place, by adding R to its bits."""
     for bits, lower in _chunks(x.detach().view(torch.int32), rest.to(x.device)):
         bits.add_(lower)
 

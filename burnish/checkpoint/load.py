@@ -1,7 +1,4 @@
-"""Read tensors of a committed step, at any layout, and check every block that is read.
-
-Each rank reads its own shards' blocks; ranks of one machine share the page cache.
-"""
+"""Read tensors of a committed step, at any layout, and check every block that is read."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ _Described = tuple[torch.dtype, tuple[int, ...]]
 class StepReader(TensorReader):
     """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
 
-    `read` into fp32 memory returns split weights bit for bit; other dtypes are converted from `model/`. Raises `DamagedBlock`.
-    Opening raises as `checked_header` does, unless all files' `headers` are given.
+    Reading into fp32 memory returns split weights bit for bit; other dtypes come from `model/`. Raises `DamagedBlock`.
     """
 
     def __init__(
@@ -144,10 +140,9 @@ def _residuals(keys: Iterable[str]) -> dict[str, str]:
 
 
 class CheckpointSource:
-    """The tensors of one model of a committed step; a `ShardSource` for weights and optimizer slots.
+    """The tensors of one model of a step, the run's own at first; a `ShardSource`.
 
-    The default is the run's own model. A shard is named by its weight, or `slot/weight`. Split fp32 weights come back bit for
-    bit; other dtypes are converted from `model/`. Takes 32 MiB beside the tensors, or four blocks if larger.
+    A shard is named by its weight, or `slot/weight`. Takes 32 MiB beside the tensors, or four blocks if larger.
     """
 
     def __init__(
@@ -170,7 +165,7 @@ class CheckpointSource:
         self._prefix = prefix_of(MAIN)
 
     def of(self, role: str) -> CheckpointSource:
-        """Return the source of another role. Raises `MissingError` if there is none."""
+        """Return the source of another role. Raises `MissingError`."""
         roles = roles_in(self._step.manifest.files)
         if role not in roles:
             raise MissingError(
@@ -184,7 +179,7 @@ class CheckpointSource:
         return other
 
     def files(self, below: str) -> dict[str, bytes]:
-        """Return the content of all files below a directory ("ahead/"), by path, checked, to rank 0. Collective, errors included."""
+        """Return all files below a directory ("ahead/"), by path, to rank 0. Collective, errors included."""
         step, found = self._step, dict[str, bytes]()
         names = [name for name in step.manifest.files if name.startswith(below)]
         if names:
@@ -196,7 +191,7 @@ class CheckpointSource:
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
         """Require that the step holds exactly all ranks' tensors, in the same dtypes. Collective.
 
-        Raises `MissingError` if tensors are only lacking, else `IncompatibleError`, with a table of have and want.
+        Raises `MissingError` if tensors are only lacking, else `IncompatibleError`.
         """
         mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
@@ -223,7 +218,7 @@ class CheckpointSource:
 
     @property
     def holds_training(self) -> bool:
-        """Whether the step holds the model's optimizer state."""
+        """Whether the step holds the optimizer state."""
         return bool(_sets(self._stored()) - {MODEL})
 
     def _stored(self) -> dict[str, _Described]:
@@ -237,8 +232,7 @@ class CheckpointSource:
     def fill(self, shards: Iterable[Shard]) -> None:
         """Fill each shard's tensor in place, converted to its dtype. Collective, errors included.
 
-        Raises `MissingError` for an absent tensor, `IncompatibleError` for another shape or an unknown dtype, `CorruptError` for
-        a damaged block.
+        Raises `MissingError` for an absent tensor, `IncompatibleError` for another shape, `CorruptError` for a damaged block.
         """
         shards = list(shards)
         with agree(self._layout):
@@ -254,7 +248,7 @@ class CheckpointSource:
                     done.result()
 
     def _read_all(self, left: Iterator[tuple[str, Shard]]) -> None:
-        """Read what is left; other threads take from the same iterator. After an error nothing is left."""
+        """Read what is left, beside other threads. After an error nothing is left."""
         try:
             for key, shard in left:
                 self._reader.read(key, shard.box, shard.tensor)

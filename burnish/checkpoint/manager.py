@@ -1,7 +1,6 @@
-"""A run's `checkpoints/`: opened by one run at a time, saved into, resumed from, kept in bounds.
+"""A run's `checkpoints/`: opened by one run at a time, saved into, resumed from.
 
-To resume, all ranks open the newest step of disk and mirror. One that is damaged on any rank is set aside, and the next older one
-is tried. Leases tell which ranks see one disk. If not all do, their disks meet on the mirror.
+Leases tell which ranks see one disk.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Resumed:
 
 
 class Destination(Protocol):
-    """A copy of the run behind a URL, on this rank. A run that sets one loads `burnish.checkpoint.destinations` by name."""
+    """A copy of the run behind a URL, on this rank."""
 
     @property
     def root(self) -> PurePath:
@@ -78,7 +77,7 @@ class Destination(Protocol):
 
     @property
     def source(self) -> Source:
-        """The reader of what lies below."""
+        """The reader of `root`."""
 
     sharing: str
     """Advice for a rank that does not see the steps that rank 0 sees."""
@@ -86,10 +85,10 @@ class Destination(Protocol):
     """Of the copy of the run's directory."""
 
     def lead(self, disk: int | None) -> None:
-        """Copy this rank's disk from now on: one of several, or the only one (None)."""
+        """Copy this rank's disk: one of several, or the only one (None)."""
 
     def begin(self) -> None:
-        """Ask for a copy of what is new. Returns at once."""
+        """Ask for a copy of what is new."""
 
     def hear(self) -> bool:
         """Log the news of copying; return whether it is under way."""
@@ -97,35 +96,35 @@ class Destination(Protocol):
     def settle(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """Copy once more and wait; return why the copy lacks something. Shows fractions of 1. Collective."""
+        """Copy once more and wait; return why the copy lacks something. `show` gets fractions of 1. Collective."""
 
     def paths(self) -> Mapping[int, PurePath]:
         """Return the present steps."""
 
     def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Take a step out of sight for inspection; return where it is."""
+        """Take a step out of sight; return where it is."""
 
     def aside(self) -> list[str]:
-        """Return the steps set aside, now or earlier."""
+        """Return the steps ever set aside."""
 
     def meet(self, here: OnDisk, *, leads: bool) -> None:
-        """Before resuming on several disks, refuse steps that one disk alone has, and clear uncommitted ones. Collective."""
+        """Refuse to resume a step that one of several disks alone has, and clear uncommitted ones. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """Return what the copy adds to environment.json. Raises if it is another run's; changes nothing."""
+        """Return the copy's part of environment.json. Raises if it is another run's."""
 
     def claim(self, directory: RunDirectory) -> None:
         """Make the copy this start's."""
 
     def bring_back(self, directory: RunDirectory) -> None:
-        """Fetch metrics, pins, rollouts, logs and so on that the directory lacks."""
+        """Fetch metrics, pins and outputs that the directory lacks."""
 
     def close(self) -> None:
         """Stop copying at once."""
 
 
 class OnDisk:
-    """The steps of a run's `checkpoints/`, with the reading members of `Destination`."""
+    """The steps of a `checkpoints/`, with the reading members of `Destination`."""
 
     sharing = "set output_dir to a directory that all ranks share"
 
@@ -155,8 +154,8 @@ class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
     Entering clears what a killed run left. Raises `BurnishError` if another run holds the directory, or if ranks see different
-    directories without a mirror. `reserve_bytes` of the disk stay free. `background_timeout`, in seconds, gives every rank a
-    writer process and bounds how long these wait for each other.
+    directories without a mirror. `background_timeout`, in seconds, gives every rank a writer process and bounds how long these
+    wait.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class Checkpoints:
 
     @property
     def meets_on_mirror(self) -> bool:
-        """Whether ranks have several disks, so that only the mirror holds whole steps."""
+        """Whether ranks have several disks, so that only the mirror has whole steps."""
         return self._saver.disks.are_several
 
     def __exit__(self, *error: object) -> None:
@@ -234,8 +233,8 @@ class Checkpoints:
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step, remove those retention drops, and return its directory or this rank's part.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. Failed removals are logged. After `begin_save`,
-        call `finished(wait=True)` first.
+        An error is raised on all ranks and leaves earlier steps unchanged. Failed removals are logged. After `begin_save`, call
+        `finished(wait=True)` first.
         """
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
@@ -247,15 +246,14 @@ class Checkpoints:
     def begin_save(self, step: int, contents: Contents) -> None:
         """Start committing a step in the background; the contents may change when this returns.
 
-        Raises errors in copying on every rank, and `ValueError` without a `background_timeout`. Call `finished` before the next
-        save.
+        Raises errors in copying, and `ValueError` without `background_timeout`. Call `finished` before the next save.
         """
         if self._background is None:
             raise ValueError("these checkpoints have no process to save in the background")
         self._background.begin(step, contents)
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """Return the background save's outcome, once, the same on every rank; None while it runs or without one."""
+        """Return the background save's outcome, once; None while it runs or without one."""
         finished = None if self._background is None else self._background.finished(wait=wait)
         if self._mirror is not None:
             if finished is not None and finished.error is None:
@@ -265,7 +263,7 @@ class Checkpoints:
         return finished
 
     def mirror_to(self, mirror: Destination | None) -> None:
-        """Resume from this mirror too, and sync it after every save."""
+        """Resume from this mirror too, and sync it after saves."""
         self._mirror = mirror
         disks = self._saver.disks
         if mirror is not None and self._saver.leads:
@@ -274,11 +272,7 @@ class Checkpoints:
     def settle_mirror(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """Wait for the mirror, and return why it is not in sync; None if it is, or without a mirror.
-
-        Retries while time lasts and `stopped` is false on every rank; rank 0 shows fractions of 1. Then removes the steps that
-        waited for the mirror.
-        """
+        """Settle the mirror; return why it is not in sync. Then remove the steps that waited for it."""
         if self._mirror is None:
             return None
         left = self._mirror.settle(seconds, stopped, show)
@@ -288,10 +282,10 @@ class Checkpoints:
         return left
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
-        """Load the newest usable step of disk and mirror, through `arena`; None if nothing was ever committed.
+        """Load the newest usable step of disk and mirror; None if nothing was ever committed.
 
-        Damaged and unhealthy steps are set aside. Raises `CorruptError` if no step is usable. Other errors pass through and
-        leave the step in place.
+        A step that is unhealthy, or damaged on any rank, is set aside for the next older one. Raises `CorruptError` if no step
+        is usable. Other errors leave the step in place.
         """
         here = OnDisk(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
@@ -339,8 +333,8 @@ def _find_disks(
 ) -> Disks:
     """Find the disks on which `lease` lies. Collective.
 
-    Rank 0 has it `held`. A rank that does not see it takes one, or finds another such rank's. Raises `UsageError` on every rank
-    for several disks unless they `may_differ`.
+    A rank that does not see rank 0's takes one, or finds another such rank's. Raises `UsageError` for several disks unless they
+    `may_differ`.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
@@ -398,7 +392,7 @@ def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | Non
 
 
 def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
-    """Open a step on every rank, or raise `CorruptError` on every rank. Collective."""
+    """Open a step, or raise `CorruptError` on every rank."""
     with agree(layout), naming_failures(f"{path} cannot be read"):
         if side.source.kind(path) is None:  # it lies on another machine and is not damaged
             raise BurnishError(

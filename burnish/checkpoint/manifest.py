@@ -1,7 +1,7 @@
 """The manifest of a step's files, and the COMMIT that seals it. No torch here.
 
-Both are canonical JSON, and COMMIT has digests of both, so any changed byte is found. Parsing stops at the first unexpected byte,
-so a hostile manifest cannot fill memory.
+COMMIT has digests of both, so any changed byte is found. Parsing stops at the first unexpected byte, so a hostile manifest
+cannot fill memory.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def block_hash(data: Bytes) -> str:
 
 
 def block_hashes(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
-    """Yield the hash of each block of the bytes that follow each other in `pieces`."""
+    """Yield the hashes of the joined `pieces`' blocks."""
     digest, left = xxhash.xxh3_128(), block_bytes
     for piece in pieces:
         while len(piece) >= left:
@@ -145,7 +145,7 @@ def sha256(data: bytes) -> str:
 
 
 def record_of(data: bytes, block_bytes: int = BLOCK_BYTES) -> FileRecord:
-    """Return the record of a small file's content."""
+    """Return a small file's record."""
     hashes = tuple(block_hashes([memoryview(data)], block_bytes))
     return FileRecord(len(data), block_bytes, hashes)
 
@@ -170,10 +170,7 @@ def parse_commit(data: bytes, what: str) -> Commit:
 
 
 def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
-    """Read the manifest that `commit` seals. Raises `CorruptError` if it is another one or not sound.
-
-    Takes a few times the memory of the text.
-    """
+    """Read the manifest that `commit` seals. Raises as `parse_commit`, and for another manifest."""
     if sha256(data) != commit.manifest_sha256:
         raise CorruptError(
             f"{what} is not the one that was committed",
@@ -202,7 +199,6 @@ def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
 
 
 def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
-    """Return the files, and the offset at which they end."""
     head = _HEAD.match(data)
     if head is None:
         raise _unlike_ours(data, 0, what)

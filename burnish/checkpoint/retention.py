@@ -1,6 +1,6 @@
 """Which committed steps stay, and the removal of the others. No torch here.
 
-Only the disk decides, so a resumed run and a command decide alike. The newest healthy step and all after it stay.
+Only the disk decides, so a run and a command decide alike. The newest healthy step and all after it stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
-    """Return why each pinned step below `root` is pinned, oldest first; {} without pins.
+    """Return the reason of each pinned step, oldest first.
 
     Raises `CorruptError` for a broken file: then every step counts as pinned.
     """
@@ -56,9 +56,9 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
 
 @contextmanager
 def holding_pins(root: Path, storage: LocalStorage) -> Iterator[dict[int, str]]:
-    """Hold the pins exclusively, against changes and against removals by them.
+    """Hold the pins exclusively, against changes and removals; write changes to the dictionary at the end.
 
-    Changes to the dictionary are on disk when the block ends without an error. Raises as `read_pins` does.
+    Raises as `read_pins` does.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(root / _LOCK, flags, 0o644)
@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts by which retention judges a step."""
+    """What retention knows of a step."""
 
     step: int
     healthy: bool = True
@@ -112,7 +112,7 @@ def completed(steps: Collection[Facts]) -> list[Facts]:
 
 
 def best(steps: Collection[Facts], which: KeepBestConfig) -> set[int]:
-    """Return the healthy steps with the best values of a metric, the newer of equals."""
+    """Return the healthy steps with a metric's best values, the newer of equals."""
     sign = 1 if which.mode == "max" else -1
     values = [
         (sign * value, each.step)
@@ -142,7 +142,7 @@ class Retention:
 
     @classmethod
     def of(cls, config: CheckpointConfig, mirror: str | None = None) -> Self:
-        """Return a run's retention; `mirror` is the URL of its copy."""
+        """Return a run's retention; `mirror` is its URL."""
         return cls(config.keep_last, config.keep_every, config.keep_best, mirror)
 
     @classmethod
@@ -164,13 +164,13 @@ class Retention:
         return sorted(each.step for each in steps if each.step < oldest and each.step not in kept)
 
     def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
-        """Return the steps below `root` that may go: outlived, and on the mirror if there is one."""
+        """Return the steps that may go: outlived, and on any mirror."""
         awaited = self._awaited(root, storage)
         gone = self.outlived(self.facts(root, storage), pins)
         return [step for step in gone if step not in awaited]
 
     def waiting(self, root: Path, storage: LocalStorage) -> list[int]:
-        """Return the steps that wait only for the mirror. For messages: pins are not read."""
+        """Return the steps that wait only for the mirror, without reading pins."""
         if self.mirror is None:
             return []
         outlived = set(self.outlived(self.facts(root, storage)))
@@ -178,10 +178,9 @@ class Retention:
         return sorted({*portion_paths(root, storage).values(), *waiting})
 
     def apply(self, root: Path, storage: LocalStorage) -> list[int]:
-        """Remove outlived steps below `root`, through the trash, and return them.
+        """Remove outlived steps, through the trash, and return them.
 
-        Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises `NotRemovedError` after the others are gone if
-        the disk keeps one.
+        Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises `NotRemovedError` at the end.
         """
         removals = Removals(root)
         gone: list[int] = []
@@ -213,7 +212,7 @@ class Retention:
         return found
 
     def facts(self, root: PurePath, storage: Source) -> list[Facts]:
-        """Return the facts of the readable steps below `root`; log the others."""
+        """Return the facts of the readable steps; log the others."""
         found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
         return completed([each for each in found if each is not None])
 
@@ -235,9 +234,9 @@ class Retention:
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
-    """Return the uuids, by step, of the local steps that the mirror has or does not want.
+    """Return the uuids, by step, of local steps that the mirror has or does not want.
 
-    While this note is missing, damaged or of another mirror, no step goes.
+    Without a sound note of this mirror, no step goes.
     """
     path = root / MIRRORED
     try:
@@ -265,7 +264,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def require_measured(metric: str | None, measured: Mapping[str, float]) -> None:
-    """Raise `UsageError` if the validation does not measure the metric to keep steps by."""
+    """Raise `UsageError` if the validation does not measure the metric."""
     if metric is not None and metric not in measured:
         raise UsageError(
             f"the validation does not measure {metric}",

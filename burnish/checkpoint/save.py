@@ -1,9 +1,7 @@
 """Write one step and commit it.
 
-Each rank writes the blocks of which it holds most, and all write equally much. It assembles a few spans of blocks at a time from
-its tensors and other ranks' messages. Large tensors are written from where they are. One thread hashes and writes, others sync.
-
-Everything goes into a directory without a step's name, which is renamed at the end. With several disks each gets a partial
+Each rank assembles a few spans of blocks at a time from its tensors and other ranks' messages. One thread hashes and writes,
+others sync. All goes into a directory without a step's name, which is renamed at the end. Of several disks, each gets a partial
 checkpoint of its own files.
 """
 
@@ -91,7 +89,7 @@ _DIRECT_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelContents:
-    """One trained model. Every rank gives its own shards; otherwise rank 0's values count."""
+    """One trained model."""
 
     weights: Sequence[Shard]
     """This rank's pieces of the model, by canonical name."""
@@ -124,16 +122,16 @@ class Contents:
 
     @property
     def weights(self) -> list[Shard]:
-        """Return the weights of all models."""
+        """Return all models' weights."""
         return [shard for model in self.models.values() for shard in model.weights]
 
     @property
     def shards(self) -> list[Shard]:
-        """Return the weights and slots of all models."""
+        """Return all models' weights and slots."""
         return [s for model in self.models.values() for s in (*model.weights, *model.training)]
 
     def with_shards(self, change: Callable[[Shard], Shard]) -> Contents:
-        """Return a copy with changed shards, in the order of `shards`."""
+        """Return a copy with changed shards."""
         models = {
             role: replace(
                 model,
@@ -147,14 +145,14 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """The small files of a Hugging Face directory, in memory; a `ModelContents.write_assets`."""
+    """The small files of a Hugging Face directory; a `write_assets`."""
 
     files: Mapping[str, bytes]
     """By path below the directory, with forward slashes."""
 
     @classmethod
     def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
-        """Return the files that the function writes into a directory."""
+        """Return the files that the function writes."""
         if isinstance(write_assets, Assets):
             return write_assets
         with tempfile.TemporaryDirectory() as name:
@@ -185,15 +183,12 @@ class StoredShard:
 
     @property
     def piece(self) -> Piece:
-        """Return the shard without its memory, for the planner."""
+        """Return the shard without its memory."""
         return TensorSpec(self.key, self.shard.spec.shape, self.dtype), self.shard.box
 
 
 class BlockWriter:
-    """Writes this rank's blocks of a plan's files once, from the shards that it was planned for.
-
-    Assembles spans in `arena`; messages between ranks meet on `device`.
-    """
+    """Writes this rank's blocks of a plan once. Messages between ranks meet on `device`."""
 
     def __init__(
         self,
@@ -213,7 +208,7 @@ class BlockWriter:
         self._unsynced = dict.fromkeys(self._last, 0)
 
     def write(self, files: OpenFiles[LocalFile], syncs: Syncs, what: str) -> list[BlockHashes]:
-        """Write all blocks to `files`, begin their syncs, and return every rank's hashes. Collective, errors included.
+        """Write all blocks, begin their syncs, and return every rank's hashes. Collective, errors included.
 
         `what` starts the message if the disk fails.
         """
@@ -301,7 +296,6 @@ def _is_direct(elements: Tensor, target: Tensor) -> bool:
 
 
 def _pieces(memory: Tensor, parts: Mapping[int, Tensor]) -> Iterator[memoryview]:
-    """Yield the parts in order, each at its first byte, and the memory between them."""
     at = 0
     for start, part in sorted(parts.items()):
         if at < start:
@@ -341,7 +335,7 @@ class _Told:
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """Saves steps of one run below `root`, and reuses the plan."""
+    """Saves steps of one run, and reuses the plan."""
 
     root: Path
     """The run's `checkpoints/`."""
@@ -361,14 +355,14 @@ class Saver:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank creates and renames the entries on its disk."""
+        """Whether this rank creates and renames on its disk."""
         return self.layout.rank in self.disks.leaders
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
         """Commit a step and remove those that retention drops. Collective.
 
         An error on any rank is raised on all and leaves earlier steps unchanged. Each disk's leader calls `fence` before the
-        rename; if it raises, there is no step. Raises `BurnishError` if the step exists or writing fails.
+        rename, and may stop it by an error. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):
@@ -403,13 +397,12 @@ class Saver:
             return Saved(path, self.let_go() if layout.is_main else None)
 
     def digest(self, pieces: PieceTable) -> str:
-        """Return the digest of the plan for these pieces of this rank; "" without one."""
+        """Return the digest of the plan for these pieces; "" without one."""
         return self._plan.digest if self._plan and pieces.digest() == self._pieces else ""
 
     def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
-        """Return the plan for every rank's pieces, by storage key. Collective.
-
-        If `known` has the same `digest` for all ranks, reuse that plan. Raises as `WritePlan.of` does.
+        """Return the plan for every rank's pieces, the last one if all ranks' `known` digests are its own. Collective. Raises
+        as `WritePlan.of` does.
         """
         if self._plan is None or set(known) != {self._plan.digest}:
             plan = WritePlan.together(pieces, roles, self.layout, self.disks)
@@ -488,7 +481,7 @@ class Saver:
         self.storage.sync_dir(final.parent)
 
     def _require_room(self, step: int, needed: int) -> None:
-        """Raise `BurnishError`, naming the steps that wait for the mirror, unless `needed` + `reserve_bytes` are free."""
+        """Raise `BurnishError` unless `needed` + `reserve_bytes` are free."""
         self.storage.make_dirs(self.root)
         free = self.storage.free_bytes(self.root)
         if free >= needed + self.reserve_bytes:
@@ -507,7 +500,7 @@ class Saver:
         )
 
     def holds(self, step: int) -> bool:
-        """Return whether this rank's disk has the step, or its part, sealed."""
+        """Return whether this rank's disk has the step, or its part."""
         if self.disks.are_several:
             return step in portion_paths(self.root, self.storage).values()
         with suppress(CorruptError):
@@ -516,7 +509,7 @@ class Saver:
         return False
 
     def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
-        """Remove the remains of a failed save, its partial checkpoint too; return the failures. For leaders."""
+        """Remove a failed save's remains; return the failures. For leaders."""
         removals = Removals(self.root)
         with removals.trying():
             self._discard(f"{step:08d}.", (INFLIGHT, PORTION) if portion else (INFLIGHT,))
@@ -572,7 +565,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
 
 
 def all_finite(shards: Sequence[Shard]) -> bool:
-    """Return whether no tensor holds a NaN or infinity; waits for the device once. Ignores integers and 8-bit floats."""
+    """Return whether no floating-point tensor above 8 bits holds a NaN or infinity. Waits for the device once."""
     tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
     extremes = [
         extreme.float()

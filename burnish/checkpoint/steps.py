@@ -1,7 +1,4 @@
-"""Find a directory's steps, and check that each is as committed. No torch here.
-
-Opening a step checks names, sizes and small files. Reads check every block against its hash.
-"""
+"""Find a directory's steps, and check that each is as committed. No torch here."""
 
 from __future__ import annotations
 
@@ -77,18 +74,18 @@ class Committed:
 
 
 def step_name(step: int) -> str:
-    """Return the name of a committed step's directory."""
+    """Return a step's directory name."""
     return f"step-{step:08d}"
 
 
 def step_number(name: str) -> int | None:
-    """Return the step of a directory's name; None for any other name."""
+    """Return the step of a directory's name, or None."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def step_paths(root: P, storage: Source) -> dict[int, P]:
-    """Return everything with a step's name below `root`, whole or not, oldest first."""
+    """Return everything with a step's name, whole or not, oldest first."""
     found: dict[int, P] = {}
     for entry in storage.entries(root):
         if (step := step_number(entry.name)) is not None:
@@ -97,7 +94,7 @@ def step_paths(root: P, storage: Source) -> dict[int, P]:
 
 
 def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
-    """Return the partial checkpoints below `root` with their steps, oldest first."""
+    """Return the partial checkpoints with their steps, oldest first."""
     found = {}
     for entry in storage.entries(root):
         step = entry.name.removeprefix(PORTION).partition(".")[0]
@@ -107,7 +104,7 @@ def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
 
 
 def read_commit(path: PurePath, storage: Source) -> Commit:
-    """Return the seal of the step at `path`. Raises `CorruptError` if it is missing or damaged."""
+    """Return a step's seal. Raises `CorruptError` if it is missing or damaged."""
     _check_directory(path, storage)
     commit = parse_commit(read_small(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
@@ -121,10 +118,10 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
 
 
 def open_step(path: PurePath, storage: Source, below: str | None = None) -> Committed:
-    """Open the step at `path`: check COMMIT, manifest, state and every file's size.
+    """Open a step: check COMMIT, manifest, state and every file's size.
 
     With `below` ("model/"), open only that directory, without the state; uncommitted files may lie there. Raises `CorruptError`
-    naming a file that is damaged, missing, or not in the manifest, and `IncompatibleError` for another format.
+    for a file that is damaged, missing, or not in the manifest, `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
     sizes = dict(files_below(path, "", storage)) if below is None else {}
@@ -156,7 +153,7 @@ def open_step(path: PurePath, storage: Source, below: str | None = None) -> Comm
 
 
 def require_healthy(step: Committed) -> None:
-    """Raise `CorruptError` if the step's losses or weights were not finite."""
+    """Raise `CorruptError` for an unhealthy step."""
     if not step.healthy:
         raise CorruptError(
             f"{step.path} is marked unhealthy",
@@ -167,12 +164,12 @@ def require_healthy(step: Committed) -> None:
 
 
 def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
-    """Return the steps below `root` that open, oldest first; log the others."""
+    """Return the steps that open, oldest first; log the others."""
     return _opened(root, storage or LocalStorage())[0]
 
 
 def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
-    """Return the newest healthy step below `root`, or None if no step was ever committed.
+    """Return the newest healthy step, or None if no step was ever committed.
 
     Raises `CorruptError` if no step is usable, `IncompatibleError` if all have another format.
     """
@@ -205,7 +202,7 @@ def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str,
 
 
 def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
-    """Read a small file of a step. Raises `CorruptError` if it is missing or longer than `limit` bytes."""
+    """Read a small file. Raises `CorruptError` if it is missing or longer than `limit` bytes."""
     try:
         return read_whole(storage, path / name, limit)
     except FileNotFoundError as error:
@@ -223,7 +220,7 @@ def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
 
 
 def _check_directory(path: PurePath, storage: Source) -> None:
-    """Refuse a link: its target may change, or be another run's."""
+    """Refuse a link: its target may change."""
     if storage.kind(path) not in ("directory", None):
         raise CorruptError(
             f"{path} is no directory",
@@ -256,7 +253,7 @@ def files_below(
 
 
 def empty_directories(step: Committed, storage: Source) -> Iterator[str]:
-    """Yield the directories of an open step that hold no committed file, which no check minds."""
+    """Yield a step's directories without a committed file."""
     waiting = [""]
     for prefix in waiting:
         for entry in storage.entries(step.path / prefix):
@@ -281,14 +278,14 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
 
 
 def leftovers(root: Path, storage: LocalStorage) -> list[Path]:
-    """Return everything below `root` that is no step. While somebody holds the lease, it may be in use."""
+    """Return everything below `root` that is no step. The lease's holder may use it."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
     return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
 
 
 def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:
-    """Remove the leftovers; the caller holds the lease. `removals` collects failures."""
+    """Remove the leftovers. For the lease's holder."""
     for path in leftovers(root, storage):
         with removals.trying():
             if path.parent.name == TRASH:
@@ -298,7 +295,7 @@ def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:
 
 
 class DamagedBlock(CorruptError):
-    """A block of a step's file that differs from the bytes written."""
+    """A block that differs from the bytes written."""
 
     file: PurePath
     start: int
@@ -315,7 +312,7 @@ class DamagedBlock(CorruptError):
 def verify_files(
     step: Committed, names: Iterable[str], storage: Source | None = None
 ) -> Iterator[CorruptError]:
-    """Read files of an open step; yield an error for each damaged block and impossible header. Several threads read."""
+    """Read files of a step in several threads; yield an error for each damaged block and impossible header."""
     storage = storage or LocalStorage()
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
     threads = storage.reads_at_once + 1
@@ -364,18 +361,18 @@ def _damages(
 
 
 def small_files(step: Committed) -> list[str]:
-    """Return the files without tensors: configuration, tokenizer."""
+    """Return the files without tensors."""
     return [name for name in step.manifest.files if not name.endswith(SUFFIX)]
 
 
 def check_small_files(step: Committed, storage: Source | None = None) -> None:
-    """Raise `DamagedBlock` unless all files without tensors are as committed."""
+    """Raise `DamagedBlock` unless all files without tensors are whole."""
     for name in small_files(step):
         read_file(step, name, storage or LocalStorage())
 
 
 def read_file(step: Committed, name: str, storage: Source) -> bytes:
-    """Return a small file's content. Raises `DamagedBlock` if it differs from what was committed."""
+    """Return a small file. Raises `DamagedBlock`."""
     data = bytearray(step.manifest.files[name].size)
     with storage.open(step.path / name) as file:
         read_blocks(file, step, name, 0, memoryview(data))
@@ -391,7 +388,7 @@ def header_problem(step: Committed, name: str, storage: Source) -> Iterator[Corr
 
 
 def checked_header(step: Committed, name: str, storage: Source) -> Header:
-    """Return the header of a tensor file, from checked blocks."""
+    """Return a tensor file's header, from checked blocks."""
     record, path = step.manifest.files[name], step.path / name
     data, size = b"", 1
     with storage.open(path) as file:
@@ -407,9 +404,9 @@ def checked_header(step: Committed, name: str, storage: Source) -> Header:
 def read_blocks(
     file: ReadableFile, step: Committed, name: str, first: int, into: memoryview
 ) -> None:
-    """Fill memory with whole blocks of a file, from `first` on, and check each against its hash.
+    """Fill memory with whole blocks of a file, from `first` on, and check their hashes.
 
-    Reads 4 MiB at a time. Raises `DamagedBlock` naming file and tensors; the memory then holds what was read.
+    Reads 4 MiB at a time. Raises `DamagedBlock`; the memory then holds what was read.
     """
     record = step.manifest.files[name]
     size, run = record.block_bytes, _run(record)

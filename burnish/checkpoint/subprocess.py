@@ -1,7 +1,7 @@
-"""A process beside a training process that does slow work: the training process's end.
+"""A process beside a training process that does slow work.
 
-A thread would compete for the interpreter, and its crash would kill the run. The process ends when its pipe closes or the
-training process dies.
+A thread would compete for the interpreter, and its crash would kill the run. The process ends with its pipe or the training
+process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class Companion:
     """The process, and this end of its pipe.
 
-    It runs `module.serve(pipe, parent, *descriptors)`: its end of the pipe, this process's id, and its copies of `descriptors`.
-    It holds `keep_open` while it lives. `what` names it in messages.
+    It runs `module.serve(pipe, parent, *descriptors)`, with the other end of the pipe, this process's id, and its copies of
+    `descriptors`. It holds `keep_open`. `what` names it in messages.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Companion:
         return self._process.poll() is None
 
     def send(self, message: object) -> bool:
-        """Send a message; return False if its pipe is closed."""
+        """Send a message; return False if the pipe is closed."""
         try:
             self._pipe.send(message)
         except OSError:
@@ -88,13 +88,13 @@ class Companion:
             )
 
     def moved(self) -> str | None:
-        """Return the system's count of its bytes read and written; None if unknown."""
+        """Return the system's count of its bytes moved; None if unknown."""
         with suppress(OSError):
             return Path(f"/proc/{self._process.pid}/io").read_text()
         return None
 
     def died(self) -> BurnishError:
-        """Return the error for a process that ended."""
+        """Return the error for its end."""
         return BurnishError(
             f"{self._what} died",
             have=f"exit status {self._status()}",
@@ -116,7 +116,7 @@ class Companion:
 
 
 def accompany(parent: int) -> None:
-    """Leave signals to the parent, and die with it. Called by the process itself."""
+    """Leave signals to the parent, and die with it."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -1,7 +1,6 @@
 """Kinds of remote storage behind one interface. Files appear whole or not at all.
 
-S3, Google Cloud Storage and fsspec's memory share one fsspec adapter. `file://` writes through
-`LocalStorage`, which syncs. The clients' own retries and listing caches are off or small: `Remote` retries.
+The clients' own retries and listing caches are off or small: `Remote` retries.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _os_verdict(error: Exception) -> Verdict:
 
 
 class Backend:
-    """One service or file system; by default through fsspec, which replaces files whole, so nothing is renamed.
+    """One service or file system; by default through fsspec, which replaces files whole.
 
     Paths are absolute, in the service's form, without a slash at the end.
     """
@@ -142,7 +141,7 @@ class Backend:
                 yield _found(info)
 
     def info(self, path: str) -> RemoteFile:
-        """Return a file. Raises an error with the verdict "missing" if there is none."""
+        """Return a file. Raises an error with the verdict "missing"."""
         self._system.invalidate_cache()
         info = self._system.info(path)
         if info["type"] != "file":
@@ -200,7 +199,7 @@ def _found(info: dict[str, Any]) -> RemoteFile:
 
 
 def open_backend(url: Url) -> Backend:
-    """Connect to a URL's service. Raises `ModuleNotFoundError` if its client is not installed."""
+    """Connect to a URL's service. Raises `ModuleNotFoundError` without its client."""
     if url.scheme == "hdfs":
         return _Hdfs(url.host)
     openers = {"s3": _open_s3, "gs": _open_gs, "memory": _Memory, "file": _Local}
@@ -208,7 +207,7 @@ def open_backend(url: Url) -> Backend:
 
 
 def _open_s3() -> Backend:
-    """Connect to S3 or a compatible service. botocore finds credentials, region and endpoint."""
+    """botocore finds credentials, region and endpoint."""
     import aiohttp
     import s3fs
     from botocore import exceptions
@@ -234,7 +233,7 @@ def _open_s3() -> Backend:
 
 
 def _open_gs() -> Backend:
-    """Connect to Google Cloud Storage. google-auth finds credentials; STORAGE_EMULATOR_HOST sets the endpoint."""
+    """google-auth finds credentials; STORAGE_EMULATOR_HOST sets the endpoint."""
     import aiohttp
 
     # The package's own `gcsfs.GCSFileSystem` asks for the bucket's kind before each use.
@@ -283,7 +282,7 @@ class _Memory(Backend):
 
 
 class _Local(Backend):
-    """This machine's file systems. Files are synced and renamed, so they survive a power loss in the order written."""
+    """This machine's file systems, synced: files survive a power loss in the order written."""
 
     def __init__(self) -> None:
         super().__init__(None)

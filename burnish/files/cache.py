@@ -1,10 +1,10 @@
 """Select files behind a URL, and copy them to this machine once. `file://` is not copied.
 
-A copy's name depends on its files' sizes and versions. So an old copy is never used for new content, and one in use never
-changes. It gets its name by one rename. While one process copies, others wait for its lock, which the system releases if the
-process dies. The next process keeps what a journal of hashes confirms.
+A copy's name depends on its files' sizes and versions, so one in use never changes. It gets its name by one rename. While one
+process copies, others wait for its lock, which ends with it. The next process keeps what a journal of hashes confirms.
 
-The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Burnish never removes files from it; users may whenever no run uses it.
+The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Burnish never removes files from it; users may
+whenever no run uses it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Selected:
 
 
 def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = None) -> list[Path]:
-    """Copy the files that `select` finds at a URL into one directory, and return their paths there."""
+    """Copy the files that `select` finds at a URL, and return their paths."""
     selection = select(Remote(url), wanted)
     directory = copied(selection, watch)
     return [directory / file.name for file in selection.files]
@@ -67,8 +67,8 @@ def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = N
 def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False) -> Selected:
     """Return the file at a URL, the `wanted` files in its directory, or the files that match its pattern.
 
-    `deep` includes files of the directory at any depth. Patterns follow `glob`: an existing name is itself even with `*`; `*` and
-    `?` stay within a directory, `**` crosses directories, and none matches hidden files. Raises `MissingError` for no file.
+    `deep` includes files of the directory at any depth. Patterns are those of `glob`, but an existing name is itself even with
+    `*`, and `**` crosses directories. None matches hidden files. Raises `MissingError` for no file.
     """
     only = remote.stat() if remote.url.path else None
     if only is not None:
@@ -106,7 +106,7 @@ def _select_pattern(remote: Remote) -> Selected:
 
 
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the parts of a name match those of a pattern, as `glob` has them."""
+    """Return whether the parts of a name match those of a pattern."""
     if not pattern:
         return not parts
     if not parts:
@@ -124,7 +124,7 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 def copied(selection: Selected, watch: Watch | None = None) -> Path:
     """Return a local directory with exactly the selected files; copy them if needed.
 
-    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes during the copy. The next attempt
+    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes meanwhile. The next attempt
     continues.
     """
     url = selection.remote.url
@@ -149,15 +149,15 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
 
 
 def cache_root() -> Path:
-    """Return the directory of Burnish's cache."""
+    """Return the cache's directory."""
     above = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("BURNISH_CACHE") or Path(above, "burnish")).expanduser()
 
 
 def made_once(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return what `make` returns in the first process that asks for a name; others find it in the cache, under the name.
+    """Return the result of `make` in the first process that asks for a name; others find it in the cache.
 
-    A file that is not whole is made again. Where the cache cannot be written, each process makes its own.
+    A damaged file is made again. Where the cache cannot be written, each process makes its own.
     """
     path = cache_root() / name
     lock = path.with_name(f"{path.name}.lock")
@@ -186,7 +186,7 @@ def made_once(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 class _Copy:
-    """A cache entry: its directory, lock, partial copy and journal."""
+    """A cache entry."""
 
     def __init__(self, selection: Selected, root: Path) -> None:
         self._remote = selection.remote

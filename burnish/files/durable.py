@@ -18,10 +18,7 @@ _SYNCS = 8
 
 
 def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
-    """Create or replace a file that after a crash is whole or absent.
-
-    When this returns, the content survives a power loss.
-    """
+    """Create or replace a file, which after a crash is whole or absent. On return it survives a power loss."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with storage.create(temporary, 0) as file:
@@ -121,13 +118,13 @@ def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
 
 
 def discard(storage: LocalStorage, path: Path, trash: Path) -> None:
-    """Rename a file or directory into `trash`, then remove it, so that it is never seen half there."""
+    """Rename something into `trash`, then remove it, so that it is never seen half there."""
     storage.remove(move_aside(storage, path, trash))
 
 
 @contextmanager
 def naming_failures(what: str) -> Iterator[None]:
-    """Turn the system's errors inside the block into a `BurnishError` that says what failed."""
+    """Turn `OSError` inside the block into a `BurnishError` that says what failed."""
     try:
         yield
     except OSError as error:
@@ -137,7 +134,7 @@ def naming_failures(what: str) -> Iterator[None]:
 
 
 class NotRemovedError(BurnishError):
-    """Something unwanted is still there, and nothing else is wrong."""
+    """Something unwanted is still there."""
 
 
 class Removals:
@@ -149,7 +146,7 @@ class Removals:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Record the system's refusal inside the block, and continue after it."""
+        """Record an `OSError` inside the block, and continue after it."""
         try:
             yield
         except OSError as error:
@@ -161,7 +158,7 @@ class Removals:
             raise error
 
     def error(self) -> NotRemovedError | None:
-        """Return an error that names the refusals; None without any."""
+        """Return an error that names the refusals, if any."""
         if not self._failed:
             return None
         return NotRemovedError(

@@ -1,9 +1,8 @@
 """Models and data sets of the Hugging Face Hub, by id or by `hf://` URL.
 
-`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. The oldest have no owner (`gpt2`, `imdb`). What
-exists on this machine is a path. The cache is that of huggingface_hub (`HF_HOME`), which is asked first, for the commit of a revision as well. The network is asked
-for what is missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless `HF_HUB_OFFLINE` is set. Every file that arrives is compared with its
-hash.
+`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. The oldest have no owner (`gpt2`, `imdb`).
+What exists on this machine is a path. The cache is that of huggingface_hub (`HF_HOME`). The network is asked only for what is
+missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless `HF_HUB_OFFLINE` is set.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class HubPlace:
         return self.revision if _COMMIT.fullmatch(self.revision) else None
 
     def at_commit(self) -> HubPlace:
-        """Return the place at the commit of its revision, as the cache knows it, or else the hub."""
+        """Return the place at its revision's commit, as the cache or else the hub knows it."""
         if self.commit:
             return self
         from huggingface_hub import HfApi, errors
@@ -122,7 +121,7 @@ class HubPlace:
         return replace(self, revision=found.resolved)
 
     def files(self) -> dict[str, int]:
-        """Return the files of the repository with their sizes: all, or without a network those in the cache."""
+        """Return the repository's files with their sizes: without a network, those in the cache."""
         from huggingface_hub import errors, get_cached_repo_tree
 
         root = self._snapshot(_SMALL, shown=False)
@@ -134,14 +133,14 @@ class HubPlace:
         return {file.path: file.size for file in tree}
 
     def names(self) -> list[str]:
-        """Return the names of the files directly in the place's directory."""
+        """Return the names of the files directly in the directory."""
         folder, paths = PurePosixPath(self.path), map(PurePosixPath, self.files())
         return [path.name for path in paths if path.parent == folder]
 
     def fetch(self, names: Sequence[str], *, shown: bool = False) -> Path:
-        """Return the directory of the repository in the cache, with these files of it; download what is missing.
+        """Return the repository's directory in the cache, with these files; download what is missing.
 
-        `shown` shows progress. Raises `CorruptError` if a file that comes has another content than the hub says.
+        `shown` shows progress. Raises `CorruptError` if a file differs from the hub's hash.
         """
         root = self._snapshot(_SMALL, shown=False)
         missing = [name for name in names if not (root / name).is_file()]
@@ -154,7 +153,7 @@ class HubPlace:
         return root
 
     def file(self, name: str) -> Path:
-        """Return a file of the repository. Raises `MissingError` if it has none of this name."""
+        """Return a file of the repository. Raises `MissingError`."""
         place = self.at_commit()
         name = "/".join(part for part in (self.path, name) if part)
         if name not in (listed := place.files()):
@@ -163,7 +162,7 @@ class HubPlace:
         return place.fetch([name]) / name
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file from byte `offset`: of the cache if it is there, else of the hub, and keep nothing."""
+        """Return `size` bytes of a file from byte `offset`, of the cache or else of the hub, and keep nothing."""
         from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         http: Any = import_module("huggingface_hub.utils")
@@ -213,7 +212,7 @@ class HubPlace:
 
 
 def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | None = None) -> str:
-    """Send a directory's files to a model's repository, or a branch of it, made if needed; return the address of the commit.
+    """Send a directory's files to a model's repository or branch, made if needed; return the commit's address.
 
     Raises `UsageError` for a name that is no id, and without the right to write there.
     """
@@ -250,7 +249,7 @@ def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | 
 
 
 def is_elsewhere(value: object, kind: Kind = "model") -> bool:
-    """Return whether a setting names a place that is not on this machine: a URL, or an id of the hub."""
+    """Return whether a setting names a URL, or an id of the hub."""
     return isinstance(value, str) and (is_url(value) or HubPlace.of(value, kind) is not None)
 
 
@@ -293,14 +292,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _transport() -> type[Exception]:
-    """Return the base of all errors of the HTTP client that huggingface_hub uses."""
+    """Return the base of all errors of huggingface_hub's HTTP client."""
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError.__mro__[1]
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether another attempt may succeed: the connection broke, or the service failed."""
     from huggingface_hub import errors
 
     return any(
@@ -312,7 +310,7 @@ def _may_pass(error: Exception) -> bool:
 
 @contextmanager
 def _quiet(*, bars: bool) -> Iterator[None]:
-    """Silence log lines of huggingface_hub, whose errors say the same, and its bars unless they are wanted."""
+    """Silence huggingface_hub's log lines, whose errors say the same, and its bars unless they are wanted."""
     from huggingface_hub.utils import logging as lines
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
@@ -335,7 +333,6 @@ def _quiet(*, bars: bool) -> Iterator[None]:
 
 @contextmanager
 def _explained(place: HubPlace) -> Iterator[None]:
-    """Raise errors of huggingface_hub as errors for people."""
     from huggingface_hub import errors
 
     try:

@@ -1,7 +1,7 @@
 """One writer per directory: a lock that ends with its holder, and a number that grows.
 
-Some network mounts lose locks, and a holder may be cut off and return after another. So a holder checks its number in the file
-before anything final.
+Some network mounts lose locks, and a holder that was cut off may return. So a holder checks its number in the file before
+anything final.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Token:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether somebody holds the lease at `path`."""
+    """Return whether somebody holds the lease."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -65,8 +65,8 @@ def is_held(path: Path) -> bool:
 class Lease:
     """Exclusive use of a directory inside the block.
 
-    A `flock` on a file, which ends with the process. If the holder hands the descriptor to a helper, the lock lasts until that
-    ends too. The next holder waits `patience_seconds` for it.
+    A `flock`, which ends with the process and all helpers that have the descriptor. The next holder waits `patience_seconds`
+    for these.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
@@ -103,11 +103,11 @@ class Lease:
 
     @property
     def token(self) -> Token:
-        """The holder's token, to check before anything final."""
+        """The holder's token."""
         return Token(self._path, self._number)
 
     def fileno(self) -> int:
-        """Return the descriptor that holds the lock. Raises `ValueError` outside the block."""
+        """Return the lock's descriptor. Raises `ValueError` outside the block."""
         if self._descriptor is None:
             raise ValueError("the lease is not held")
         return self._descriptor

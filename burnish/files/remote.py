@@ -1,11 +1,11 @@
 """Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-`Remote` serves every scheme of `burnish.files.urls`, and connects on first use. It retries errors that may pass; never a missing
-or forbidden file. Every call ends in bounded time. Errors name the URL and never a credential. Threads may share a `Remote`. It
-can be pickled, but not used in a process forked after its first use.
+`Remote` connects on first use. It retries errors that may pass; never a missing or forbidden file. Every call ends in bounded
+time. Errors never name a credential. Threads may share a `Remote`. It can be pickled, but not used in a process forked after
+its first use.
 
-Pauses grow. They are drawn uniformly from [0, bound] so that processes spread out ("full jitter", Brooker, "Exponential Backoff
-And Jitter", AWS Architecture Blog, 2015).
+Pauses are drawn uniformly from [0, bound] so that processes spread out ("full jitter", Brooker, "Exponential Backoff And
+Jitter", AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Remote:
 
     @property
     def may_change_late(self) -> bool:
-        """Whether an abandoned write or removal may still take effect while this process lives."""
+        """Whether an abandoned write or removal may still take effect."""
         return self._connection.may_change_late
 
     def connect(self) -> None:
@@ -85,10 +85,7 @@ class Remote:
         self._connection.backend()
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
-        """Return a directory's files by name, with `deep` at any depth; [] if it does not exist.
-
-        Names are paths below the URL, not below `below`.
-        """
+        """Return a directory's files by name below the URL, with `deep` at any depth; [] if it does not exist."""
         root = self._key("")
         found = [
             replace(each, name=each.name.removeprefix(root).strip("/"))
@@ -98,7 +95,7 @@ class Remote:
         return sorted(found, key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:
-        """Return a directory's files and directories, sorted; [] if it does not exist."""
+        """Return a directory's files and directories; [] if it does not exist."""
         return sorted({each.name.rpartition("/")[2] for each in self._entries(below, deep=False)})
 
     def _entries(self, below: str, *, deep: bool) -> list[RemoteFile]:
@@ -144,7 +141,7 @@ class Remote:
         view[:] = data
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return a small file's content. Raises `MissingError`, and `CorruptError` for more than `limit` bytes."""
+        """Return a small file. Raises `MissingError`, and `CorruptError` for more than `limit` bytes."""
         found = self.stat(name)
         if found is None:
             raise self._missing(name)
@@ -160,7 +157,7 @@ class Remote:
         return bytes(content)
 
     def put(self, name: str, data: Bytes) -> None:
-        """Create or replace a file, which appears whole, and directories above it."""
+        """Create or replace a file, which appears whole."""
         key = self._key(name)
         self._retry(name, "written", lambda backend, pulse: backend.write(key, data, pulse))
 
@@ -169,8 +166,8 @@ class Remote:
     ) -> None:
         """Create or replace a file, which appears whole, from a local file.
 
-        Large files go in parts, in at most 64 MiB of memory. `advance` is called in another thread with numbers of bytes sent; a
-        retry counts bytes again. Raises `BurnishError`, and `OSError` for a source that cannot be read.
+        Large files go in parts, in at most 64 MiB of memory. Another thread calls `advance` with numbers of bytes sent; a retry
+        counts them again. Raises `BurnishError`, and `OSError` for the source.
         """
         key = self._key(name)
         source.stat()  # an unreadable source raises here, not as an error of the service
@@ -204,7 +201,7 @@ class Remote:
         return self._sharing(self.url.below(name))
 
     def parent(self) -> Remote:
-        """Return the directory above, over the same connection."""
+        """Return the directory above."""
         return self._sharing(self.url.parent)
 
     def _sharing(self, url: Url) -> Remote:
@@ -313,7 +310,8 @@ def retry(
 ) -> T:
     """Call `attempt` until it succeeds, the policy is exhausted, or `again(error, failures)` is false.
 
-    Each attempt runs in a daemon thread, so that a hung library can be abandoned. Raises the last error; `HungError` for a hang.
+    Each attempt runs in a daemon thread, so that a hung library can be abandoned. Raises the last error; `HungError` for a
+    hang.
     """
     chance = random.SystemRandom()  # not the generator that users seed
     failed_at, failures = None, 0

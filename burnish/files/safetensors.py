@@ -1,7 +1,7 @@
-"""Headers of safetensors files: read strictly, and built.
+"""Headers of safetensors files: read strictly, and built. No torch here.
 
 A file is 8 bytes of header length (little endian), a JSON header, and the tensors' bytes
-(https://github.com/huggingface/safetensors, "Format"). No torch here.
+(https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read a file's header and check it against the file.
 
-    Raises `MissingError` without the file, and `CorruptError` naming file and tensor for an unsound header: truncated, too long,
-    bad JSON, duplicate keys, unknown dtypes, overlaps, holes or wrong sizes.
+    Raises `MissingError` without the file, and `CorruptError` naming file and tensor for an unsound header: truncated, too
+    long, bad JSON, unknown dtypes, overlaps, holes or wrong sizes.
     """
     path = Path(path)
     if not path.is_file():
@@ -104,7 +104,7 @@ def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> in
 
 
 def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
-    """Return the header of a file that begins with `data`. Raises as `read_header` does."""
+    """Return the header in a file's first bytes. Raises as `read_header` does."""
     start = len(data)
     found, metadata = _parse(path, data[8:], start)
     entries = sorted(found.values(), key=attrgetter("begin", "end"))
@@ -119,8 +119,8 @@ def build_header(
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the first bytes of a file of these (name, dtype, shape), and each tensor's range in it.
 
-    Tensors have no gaps; data starts at a multiple of `align`, itself one of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError` for
-    too many.
+    Data starts at a multiple of `align`, itself one of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError`
+    for too many.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -277,7 +277,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Return each tensor's file from a model's index; {} without one. Raises `CorruptError` for a broken index."""
+    """Return each tensor's file from a model's index; {} without one. Raises `CorruptError`."""
     index = directory / INDEX
     if not index.is_file():
         return {}
@@ -310,10 +310,10 @@ def _of_all_parts(names: set[str]) -> list[str]:
 
 
 def model_digest(directory: Path) -> str:
-    """Return the sha256 of config.json and each weight file's name, size, header and a sample of its bytes.
-
-    Models of one family have equal headers and differ nearly everywhere else. Reads 256 KiB of each file. Raises as
+    """Return the sha256 of config.json and each weight file's name, size, header and 256 KiB of samples. Raises as
     `weight_files`.
+
+    Models of one family have equal headers and differ nearly everywhere else.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):
@@ -328,7 +328,7 @@ def model_digest(directory: Path) -> str:
 
 
 def code_files(directory: Path) -> list[Path]:
-    """Return a model directory's Python files. Raises `UsageError` for a link that leads out of it, but to a hub's cache, and for no file."""
+    """Return a model directory's Python files. Raises `UsageError` for no file, and for a link out of it but to a hub's cache."""
     home = directory.resolve()
     homes = [home] + [home.parents[1] / "blobs"] * (home.parent.name == "snapshots")
     found = sorted(directory.glob("*.py"))

@@ -1,7 +1,6 @@
 """The few file operations that durability rests on.
 
 Checkpoints touch disks only through a `LocalStorage`. Tests use subclasses that fail, fill up or forget unsynced writes.
-Readers need only a `Source`, which remote directories are too.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Entry:
 
 
 class ReadableFile(Closing, Protocol):
-    """An open file, read at given offsets (in bytes)."""
+    """An open file, read at offsets in bytes."""
 
     def size(self) -> int:
         """Return its bytes."""
@@ -59,7 +58,7 @@ class ReadableFile(Closing, Protocol):
 
 
 class Source(Protocol):
-    """A readable directory tree. Methods raise `OSError` if they fail."""
+    """A readable directory tree. Methods raise `OSError`."""
 
     @property
     def reads_at_once(self) -> int:
@@ -95,7 +94,7 @@ class LocalFile(Closing):
             left, offset = left[count:], offset + count
 
     def pwrite(self, data: Bytes, offset: int) -> None:
-        """Write all of the data, in as many writes as needed."""
+        """Write all data, in as many writes as needed."""
         left = memoryview(data).cast("B")
         while left:
             count = os.pwrite(self._descriptor, left, offset)
@@ -113,7 +112,7 @@ class LocalFile(Closing):
 
 
 class LocalStorage:
-    """The file systems of this machine, network mounts included."""
+    """This machine's file systems, network mounts included."""
 
     reads_at_once = 1
 
@@ -155,7 +154,7 @@ class LocalStorage:
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """`rm -r`; links are removed, not followed."""
+        """`rm -r`; links are not followed."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -1,7 +1,4 @@
-"""Strict JSON: without duplicate keys, NaN, infinities, or deep nesting.
-
-Python's reader silently takes the last of two keys.
-"""
+"""JSON without duplicate keys, NaN, infinities, or deep nesting. Python's reader silently takes the last of two keys."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _DO = "get the file again from where it came, or from a copy"
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """Parse plain JSON in UTF-8. Raises `CorruptError` naming `what` for anything else."""
+    """Parse JSON in UTF-8. Raises `CorruptError` naming `what`."""
     try:
         return _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -24,7 +21,7 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a JSON object as `parse_json` does. Raises `CorruptError` for any other value too."""
+    """Parse a JSON object. Raises `CorruptError` for any other value too."""
     value = parse_json(data, what)
     if not isinstance(value, dict):
         raise CorruptError(f"{what} is not a JSON object", have=type(value).__name__, do=_DO)
@@ -42,7 +39,7 @@ def shortened(value: object, limit: int = 200) -> str:
 
 
 def clipped(text: str, limit: int = 200) -> str:
-    """Return the beginning of a text that may be long."""
+    """Return the beginning of a text."""
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 

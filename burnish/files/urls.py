@@ -1,7 +1,4 @@
-"""URLs of files and directories.
-
-Nothing is decoded: a space, `%` or `#` is part of a name.
-"""
+"""URLs of files and directories. Nothing is decoded: a space, `%` or `#` is part of a name."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def is_url(text: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return the text with anything like a credential replaced by `***`."""
+    """Replace anything like a credential by `***`."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
@@ -88,7 +85,7 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of the path; "" for the host itself."""
+        """The last part of the path."""
         return self.path.rpartition("/")[2]
 
     @property

@@ -1,13 +1,12 @@
 """Sync a mirror with a run's directory: upload missing steps, remove those its retention drops. No torch here.
 
 Each sync compares both sides, so a crash leaves only work for the next. A step's files go up first, then its manifest, then
-COMMIT, which makes it exist. Every file is read back, and its blocks compared with the hashes from the training processes'
-memory. ETags are no content hash for multipart or encrypted uploads, and HDFS has none.
+COMMIT, which makes it exist. Every block is read back and compared with its hash: ETags are no content hash for multipart or
+encrypted uploads, and HDFS has none.
 
-Where machines share no disk, each disk has a partial checkpoint: some of a step's files, in `.portion-N.UUID`. Each disk's
-process sends it, then a marker, `portions/step-N/UUID.DISK`, which names the files. When all are named, the first disk's process
-puts manifest and COMMIT. Then each removes its partial checkpoint and marker. Retention keeps steps with a marker. UUIDs tell
-attempts apart.
+Where machines share no disk, each has a partial checkpoint: some of a step's files, in `.portion-N.UUID`. Its process sends
+them, then a marker, `portions/step-N/UUID.DISK`, which names them. When all are named, the first disk's process puts manifest
+and COMMIT. Then each removes its partial checkpoint and marker. Retention keeps steps with a marker.
 """
 
 from __future__ import annotations
@@ -120,11 +119,11 @@ class Mirror:
         return self.directory / CHECKPOINTS
 
     def steps(self) -> RemoteSteps:
-        """Return the steps on the mirror."""
+        """Return the mirror's steps."""
         return RemoteSteps(self.remote.below(CHECKPOINTS))
 
     def check(self) -> None:
-        """Raise `IncompatibleError` when another run, or another start of this one, has taken the mirror."""
+        """Raise `IncompatibleError` when another run or start has the mirror."""
         try:
             text = self.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT)
             found = json.loads(text).get("start")
@@ -140,7 +139,7 @@ class Mirror:
 
 
 class Meter:
-    """Reports a sync's progress in hundredths of its bytes. Thread-safe."""
+    """Reports progress in hundredths of the bytes. Thread-safe."""
 
     def __init__(self, tell: Callable[[float], None] = lambda part: None) -> None:
         self.total = 0
@@ -171,7 +170,7 @@ class Synced:
 
 
 def serve(pipe: int, parent: int) -> None:
-    """Run the mirror process of `parent`, with this process's own descriptor."""
+    """Run the mirror process of `parent`, with its own descriptor."""
     accompany(parent)
     with Connection(pipe) as connection:
         mirror: Mirror = connection.recv()
@@ -226,11 +225,11 @@ class Sync:
         # The files that a marker names.
 
     def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
-        """Send the run's small files, then steps, newest first; apply the mirror's retention; return the steps sent.
+        """Send the run's small files, so that a step never lacks its metrics. Send steps, newest first, and apply retention;
+        return the steps sent.
 
-        Small files go first, so a step is never there without its metrics. Partial checkpoints come last. While they wait for
-        other disks, `pause` is called; when it returns True, the rest is left for the next sync. A step that is damaged or
-        removed meanwhile delays no other; damage is raised at the end. Raises `BurnishError`.
+        Partial checkpoints come last. While they wait for other disks, `pause` is called; True leaves the rest for the next
+        sync. A damaged or removed step delays no other. Raises `BurnishError`, for damage at the end.
         """
         self._meter, self._failed = meter or Meter(), None
         self._mirror.check()
@@ -349,7 +348,7 @@ class Sync:
     def _send_files(self, step: Committed, names: Iterable[str]) -> bool:
         """Send these files; return False if COMMIT is there already.
 
-        Keeps intact files of an interrupted upload. First removes another step of this number and foreign files.
+        First removes another step of this number and foreign files.
         """
         remote = self._place_of(step)
         sizes = {file.name: file.size for file in remote.files()}
@@ -445,7 +444,7 @@ class Sync:
         return done
 
     def _send_partial(self, step: Committed, names: list[str]) -> bool:
-        """Send a partial checkpoint and its marker; return False if it is damaged or gone, or a write may come late."""
+        """Send a partial checkpoint and its marker. Return False if it is damaged or gone, or a write may come late."""
         if self._markers.stat(self._marker(step)) is not None:
             self._meter.moved(2 * _size(step, names))
             return True
@@ -459,7 +458,7 @@ class Sync:
         return True
 
     def _is_whole(self, step: Committed) -> bool:
-        """Return whether the step has its COMMIT there; the first disk puts it after all files."""
+        """Return whether COMMIT is there; the first disk puts it after all files."""
         is_sealed = False
         with suppress(MissingError):
             is_sealed = self._place_of(step).read(COMMIT, COMMIT_LIMIT) == step.commit.encode()
@@ -507,9 +506,8 @@ class Sync:
         self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
-        """Copy configuration, metrics, report, pins and the directories `KEPT`, as far as they have changed since.
-
-        A file of `KEPT` that was there before is sent if its size differs. Those that were thinned here are removed there.
+        """Copy configuration, metrics, report, pins and the directories `KEPT`, as far as they changed; remove what was thinned
+        here.
         """
         directory, remote = self._mirror.directory, self._mirror.remote
         if not self._is_listed:
@@ -539,7 +537,7 @@ class Sync:
 
 
 def open_partial(path: Path, storage: Source) -> Partial:
-    """Open the partial checkpoint at `path`. Raises `CorruptError` for a wrong seal, manifest or name."""
+    """Open a partial checkpoint. Raises `CorruptError` for a wrong seal, manifest or name."""
     seal = read_small(path, SEAL, COMMIT_LIMIT, storage)
     commit = parse_commit(seal, f"{path / SEAL}")
     data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)

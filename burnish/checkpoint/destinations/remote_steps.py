@@ -1,7 +1,4 @@
-"""Committed steps behind a URL, read like those on a disk.
-
-A step exists when its COMMIT does, which is written last and removed first.
-"""
+"""Committed steps behind a URL, read like those on a disk. COMMIT is written last and removed first."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class RemotePath(PurePosixPath):
 
     @classmethod
     def of(cls, url: Url) -> Self:
-        """Return the place that a URL names."""
+        """Return a URL's place."""
         return cls(f"{url.scheme}:", url.host or _NO_HOST, url.path)
 
     def __str__(self) -> str:
@@ -49,9 +46,9 @@ class RemotePath(PurePosixPath):
 
 
 class RemoteSteps:
-    """A directory of steps behind a URL; a `Source`.
+    """A directory of steps behind a URL; a `Source`. `refresh` forgets its listing.
 
-    Listed once, and again after `refresh`. Raises `BurnishError` for permanent faults.
+    Raises `BurnishError` for permanent faults.
     """
 
     reads_at_once = _READS_AT_ONCE
@@ -95,7 +92,7 @@ class RemoteSteps:
         return RemoteReader(self, self.name_of(path))
 
     def size(self, name: str) -> int:
-        """Return a file's bytes, as listed, or asked for. Raises `FileNotFoundError`."""
+        """Return a file's bytes. Raises `FileNotFoundError`."""
         if self._listed is not None and name in self._listed[1]:
             return self._listed[1][name]
         if (found := self.remote.stat(name)) is None:
@@ -103,7 +100,7 @@ class RemoteSteps:
         return found.size
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer from byte `offset` of a file."""
+        """Fill the buffer from byte `offset`. Raises `FileNotFoundError` and `EOFError`."""
         try:
             self.remote.read_into(name, buffer, offset)
         except MissingError as error:
@@ -118,13 +115,13 @@ class RemoteSteps:
         return bytes(data)
 
     def damaged(self) -> list[str]:
-        """Return the names of the steps marked as damaged, as last listed."""
+        """Return the names of the damaged steps."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if name.endswith(f"/{DAMAGED}")}
         return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
 
     def unfinished(self) -> list[str]:
-        """Return the names of other steps' directories without COMMIT, and of the markers'."""
+        """Return the names of other directories without COMMIT, and of the markers'."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}
@@ -132,12 +129,12 @@ class RemoteSteps:
         return sorted(left - {*self.damaged()} | heads & {PORTIONS})
 
     def marked(self) -> set[str]:
-        """Return the uuids of steps that have a marker, as last listed."""
+        """Return the uuids of steps with a marker."""
         markers = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
         return {name.rpartition("/")[2].partition(".")[0] for name in markers}
 
     def clear(self, check: Callable[[], None]) -> None:
-        """Remove unfinished steps while nobody sends. Calls `check` before each removal.
+        """Remove unfinished steps while nobody sends, each after `check`.
 
         Asks for each COMMIT that a listing lacks: stores may list late.
         """
@@ -153,13 +150,13 @@ class RemoteSteps:
         self.remote.remove_below(name)
 
     def mark_damaged(self, path: PurePath, why: str) -> None:
-        """Take a step out of the listing, and leave its files for inspection."""
+        """Replace COMMIT by a file with the reason."""
         name = self.name_of(path)
         self.remote.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
         self.remote.remove(f"{name}/{COMMIT}")
 
     def name_of(self, path: PurePath) -> str:
-        """Return a path's name below the directory; "" for the directory itself."""
+        """Return a path's name below the directory; "" for itself."""
         name = path.relative_to(self.root).as_posix()
         return "" if name == "." else name
 
@@ -179,7 +176,7 @@ class RemoteSteps:
 
 
 class RemoteReader(Closing):
-    """A file behind a URL; a `ReadableFile`. Reads whole blocks, since a hash covers a block."""
+    """A file behind a URL; a `ReadableFile`. Reads whole blocks."""
 
     def __init__(self, steps: RemoteSteps, name: str) -> None:
         self._steps = steps
@@ -190,7 +187,7 @@ class RemoteReader(Closing):
         return self._steps.size(self._name)
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
-        """Fill the whole buffer from `offset`."""
+        """Fill the buffer from `offset`."""
         left = memoryview(buffer).cast("B")
         while left:
             number, start = divmod(offset, BLOCK_BYTES)

@@ -1,7 +1,7 @@
 """A run's mirror on one rank: resume from it, and sync it in a process beside each disk's leader.
 
 A failed sync is logged and retried after the next save and at the end. After a hung write the process ends, so that the write
-cannot happen late. environment.json names the mirror's owner: `run` is the run's id for life, `start` that of one start.
+cannot happen late. In environment.json, `run` is the run's id for life, `start` that of one start.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 def open_mirror(
     url: str, settings: CheckpointConfig, directory: Path, layout: Layout
 ) -> Destination:
-    """Return a run's mirror at a URL. Raises for a wrong URL or a client that is not installed. Collective."""
+    """Return a run's mirror at a URL. Collective. Raises for a wrong URL or a missing client."""
     with agree(layout):
         remote = Remote(url)
         remote.connect()
@@ -67,7 +67,7 @@ def open_mirror(
 
 
 class RunMirror:
-    """A `burnish.checkpoint.manager.Destination` behind a URL. Starts its process when first needed."""
+    """A `Destination`. Starts its process when first needed."""
 
     sharing = "see that nobody removes steps there, and that all ranks reach one service"
 
@@ -89,13 +89,13 @@ class RunMirror:
         return step_paths(self.root, self.source)
 
     def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Replace COMMIT by a file that says why."""
+        """Replace COMMIT by the reason."""
         self._mirror.check()
         self.source.mark_damaged(path, str(error))
         return f"{path / DAMAGED}"
 
     def aside(self) -> list[str]:
-        """Return the steps with that file."""
+        """Return where the reasons are."""
         return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
 
     def lead(self, disk: int | None) -> None:
@@ -143,7 +143,7 @@ class RunMirror:
             ) from error
 
     def begin(self) -> None:
-        """Ask for a sync, or for another after the one under way. Returns at once."""
+        """Ask for a sync, or for another after the present one."""
         if not self._leads:
             return
         self.hear()
@@ -181,7 +181,7 @@ class RunMirror:
         return self._busy
 
     def close(self) -> None:
-        """End the process at once; the next start continues its work."""
+        """End the process at once."""
         if self._process is not None:
             self._process.kill()
             self._process = None
@@ -229,10 +229,7 @@ class RunMirror:
         return next((error for _, error in told if error is not None), left)
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """See `Destination`. Raises `IncompatibleError` for another run's mirror.
-
-        Raises `UsageError` if it has steps and `resume` is never.
-        """
+        """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` for steps that `resume` forbids."""
         mine = directory.read_environment().get(RUN)
         names = [path.name for path in step_paths(self.root, self.source).values()]
         theirs = self._identity()

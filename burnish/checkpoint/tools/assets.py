@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face model: config.json, the tokenizer's files, templates, code."""
+"""The small files of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUANTIZATION = "quantization_config"
 
 
 def require_outside_steps(target: Path, storage: Source) -> None:
-    """Refuse to write into a committed step, which would be damaged by it. Raises `UsageError`."""
+    """Raise `UsageError` for a target in a committed step, which writing would damage."""
     for parent in target.resolve().parents:
         if step_number(parent.name) is not None and storage.kind(parent / COMMIT) is not None:
             raise UsageError(
@@ -40,7 +40,8 @@ def require_outside_steps(target: Path, storage: Source) -> None:
 def read_assets(directory: Path) -> dict[str, bytes]:
     """Return the small files of a Hugging Face directory by name.
 
-    Raises `MissingError` without config.json, `IncompatibleError` for a large file, `UsageError` for code that is a link to elsewhere.
+    Raises `MissingError` without config.json, `IncompatibleError` for a large file, `UsageError` for code that is a link to
+    elsewhere.
     """
     paths = [path for path in directory.glob("*") if path.suffix in _SUFFIXES]
     paths += [*(directory / _TEMPLATES).glob("*.jinja"), *code_files(directory)]
@@ -76,7 +77,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
 
 
 def with_dtype(data: bytes, dtype: torch.dtype, what: str) -> bytes:
-    """Return config.json with this dtype wherever it names one, for weights that are not quantized. Raises `CorruptError` naming `what` if it is not JSON."""
+    """Return config.json with this dtype, and without quantization. Raises `CorruptError` naming `what` if it is not JSON."""
     name = str(dtype).partition(".")[2]
     config: dict[str, Any] = _named(parse_object(data, what), name)
     if not any(key in config for key in _DTYPE_KEYS):

@@ -1,7 +1,6 @@
-"""Compare two sets of tensors, tensor by tensor, in bounded memory.
+"""Compare two sets of tensors in bounded memory.
 
-Distances in ulp count the numbers of the dtype between two values (+0 and -0 are one). For different dtypes ulp are those of the
-coarser; the rest is computed in fp64.
+A distance in ulp counts the numbers of the coarser dtype between two values (+0 and -0 are one). The rest is in fp64.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
 
 
 def _kind(dtype: torch.dtype) -> object:
-    """Return what must agree for a comparison: all floating-point dtypes do."""
     return "float" if dtype.is_floating_point else dtype
 
 
@@ -141,7 +139,6 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ulp(a: Tensor, b: Tensor) -> int:
-    """Return the most steps between the elements of two finite tensors."""
     if a.dtype != b.dtype:
         coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         a, b = a.to(coarser), b.to(coarser)
@@ -151,7 +148,7 @@ def _ulp(a: Tensor, b: Tensor) -> int:
 def _ordered(x: Tensor) -> Tensor:
     """Return elements as int64 at distances that count the numbers between them.
 
-    uint64 are moved by half their range. A float's bits are ordered by magnitude, so it becomes its number of steps above zero.
+    A float's bits are ordered by magnitude.
     """
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
@@ -163,5 +160,5 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def _gaps(x: Tensor, y: Tensor) -> Tensor:
-    """Return |x - y| of int64 as uint64, which holds the distance of any two."""
+    """Return |x - y| of int64 as uint64, which holds any."""
     return (torch.maximum(x, y) - torch.minimum(x, y)).view(torch.uint64)

@@ -1,4 +1,4 @@
-"""Write a model as a plain Hugging Face directory, which appears whole: a step's `model/` in another dtype or file size, or a merged adapter."""
+"""Write a model as a plain Hugging Face directory, which appears whole."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _CHUNK = 1 << 14
 
 
 class StepModel(Closing):
-    """A step's model or adapter, of which each block is checked.
+    """A step's model or adapter, checked when read.
 
-    bf16 is `model/` bit for bit; other dtypes come from the exact fp32 weights if the step has them. Raises `MissingError` for an
-    absent role, `IncompatibleError` for a model without its configuration.
+    bf16 is `model/` bit for bit; other dtypes come from fp32 weights if the step has them. Raises `MissingError` for an absent
+    role, `IncompatibleError` for a model without its configuration.
     """
 
     def __init__(self, step: Committed, role: str = MAIN, storage: Source | None = None) -> None:
@@ -90,7 +90,7 @@ class StepModel(Closing):
 class MergedModel(Closing):
     """The model at `base` with a step's adapter merged in, W + s B A in fp32; used as a `StepModel`.
 
-    Holds A and B of one layer. Raises `IncompatibleError` for a step without an adapter or another model, `MissingError` for an
+    Holds one layer's A and B. Raises `IncompatibleError` for another model or a step without an adapter, `MissingError` for an
     absent model.
     """
 
@@ -141,7 +141,7 @@ class MergedModel(Closing):
         return found
 
     def assets(self) -> dict[str, bytes]:
-        """Return the model's, with the tokenizer that the adapter was trained with."""
+        """Return the model's files, with the adapter's tokenizer."""
         found = read_assets(self._base) | self._adapter.assets()
         found.pop(ADAPTER_CONFIG, None)
         if card := found.get(_CARD):
@@ -158,7 +158,7 @@ Exportable = StepModel | MergedModel
 
 
 def adapter_of(step: Committed) -> Mapping[str, Any]:
-    """Return what a step records of its adapter (`adapter_record`). Raises `IncompatibleError` without one."""
+    """Return a step's `adapter_record`. Raises `IncompatibleError` without one."""
     record = step.state.get(ADAPTER_STATE)
     if not isinstance(record, Mapping):
         raise IncompatibleError(
@@ -177,11 +177,11 @@ def export(
     max_file_bytes: int,
     storage: LocalStorage | None = None,
 ) -> dict[str, int]:
-    """Write a model to the directory `target`, its floating-point tensors in `dtype`; return the sizes of its files by name.
+    """Write a model to a directory, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
-    Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor; memory holds a few
-    blocks. Raises `UsageError` if `target` exists or is inside a step, `IncompatibleError` naming a tensor in 8 bits or with a
-    number too large for `dtype`, `CorruptError` for a damaged block.
+    Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor. Raises `UsageError` if
+    `target` exists or is inside a step, `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`,
+    `CorruptError` for a damaged block.
     """
     storage = storage or LocalStorage()
     target = target.absolute()
@@ -254,7 +254,6 @@ def _write_tensor(
 
 
 def _target(described: TensorInfo, dtype: torch.dtype) -> torch.dtype:
-    """Return a tensor's dtype in the export."""
     if not described.dtype.is_floating_point or described.stays_fp32:
         return described.dtype
     return dtype
@@ -276,7 +275,6 @@ def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
-    """Return the model's tensors that an adapter changes."""
     if not any(map(are_parameters, record["targets"])):
         return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
@@ -285,7 +283,6 @@ def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> M
 
 
 def _model_directory(step: Committed, role: str) -> str:
-    """Return where the model lies below the step, with a slash at the end."""
     roles = roles_in(step.manifest.files)
     if role not in roles:
         raise MissingError(

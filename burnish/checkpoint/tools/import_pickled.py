@@ -1,7 +1,7 @@
 """Import weights that must be unpickled: torch's DCP directories, Megatron's among them, and verl's FSDP checkpoints.
 
-A child process unpickles (`burnish.checkpoint.tools.unpickle`) and leaves safetensors files, whose tensors get canonical names
-here. Left out: optimizer states, LoRA adapters.
+A child process unpickles and leaves safetensors files, whose tensors get canonical names here. Left out: optimizer states, LoRA
+adapters.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ except Exception as error:
 
 
 def pickled_kind(source: Path) -> str | None:
-    """Return "dcp", "torch_dist" (Megatron's) or "verl", or None for any other directory."""
+    """Return "dcp", "torch_dist" (Megatron's), "verl" or None."""
     if (source / _DCP_METADATA).is_file():
         return "torch_dist" if is_torch_dist(source) else "dcp"
     return "verl" if any(_VERL.fullmatch(path.name) for path in source.glob("*.pt")) else None
 
 
 def guarded_by(version: int, *, seccomp: bool) -> str:
-    """Say what a Landlock of this version, 0 for none, and seccomp forbid to the child, and what they leave."""
+    """Say what a Landlock of this version and seccomp forbid to the child, and what they leave."""
     forbidden = {
         "writing elsewhere and starting programs": version > 0,
         "TCP": seccomp or version >= sandbox.TCP_VERSION,
@@ -89,11 +89,11 @@ def pickled(
 ) -> Foreign:
     """Return the model of a directory of this `pickled_kind`; its weights are unpickled when asked for.
 
-    `assets` is a Hugging Face directory with the model's config.json. `landlock` is the kernel's version, asked if None. Raises
-    `UsageError` without Landlock, unless `without_sandbox`, and `MissingError` for missing files.
+    `assets` is a directory with the model's config.json. `landlock` is the kernel's version, asked if None. Raises `UsageError`
+    without Landlock, unless `without_sandbox`, and `MissingError` for missing files.
 
-    Asking for the weights raises `CorruptError` if unpickling fails or meets anything but tensors, `MissingError` for an absent
-    tensor, `IncompatibleError` for another shape.
+    Asking for the weights raises `CorruptError` for anything but tensors, `MissingError` for an absent tensor,
+    `IncompatibleError` for another shape.
     """
     files = _verl_files(source) if kind == "verl" else _dcp_files(source)
     version = sandbox.landlock_version() if landlock is None else landlock
@@ -135,7 +135,7 @@ def pickled(
 def _of_module(
     pieces: Sequence[Shard], model: PreTrainedModel, parts: Iterable[Region]
 ) -> Iterator[Shard]:
-    """Yield parts of checkpoint tensors from pieces of the module's parameters or of such tensors."""
+    """Yield parts of checkpoint tensors from pieces of them or of the module's parameters."""
     by_parameter: dict[str, list[Region]] = {}
     for region in parts:
         by_parameter.setdefault(region.parameter, []).append(region)
@@ -216,7 +216,7 @@ def _unpickle(
     *,
     sandboxed: bool,
 ) -> None:
-    """Run the child with an empty environment. Raises `CorruptError` if it fails."""
+    """Run the child with an empty environment. Raises `CorruptError`."""
     task = {
         "path": sys.path,
         "kind": kind,
@@ -248,7 +248,6 @@ def _unpickle(
 
 
 def _pieces(scratch: Path, source: Path) -> list[Shard]:
-    """Return what the child left, read as if a stranger had written it."""
     found = []
     for path in sorted(scratch.glob("*.safetensors")):
         for key, tensor in mapped_tensors(path).items():

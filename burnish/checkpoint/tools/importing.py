@@ -1,4 +1,4 @@
-"""Make a committed step, without training state, of somebody else's weights, which are mapped and not read into memory."""
+"""Make a committed step, without training state, of foreign weights, which are mapped and not read into memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from burnish.files.storage import LocalStorage
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Weights of another program at `source`, of which no tensor has been read."""
+    """Weights of another program, not yet read."""
 
     kind: str
     """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
@@ -78,7 +78,7 @@ def hugging_face(source: Path) -> Foreign:
 def mapped_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name; writing to them does not change the file.
 
-    Raises `CorruptError` and `IncompatibleError` naming the file.
+    Raises `CorruptError` and `IncompatibleError`.
     """
     locate(path.parent, [("", path.name, read_header(path))])
     tensors: dict[str, Tensor] = load_file(path)
@@ -90,8 +90,8 @@ def save_foreign(
 ) -> Path:
     """Commit foreign weights as a step below `root`, and return its directory.
 
-    A model all in fp32 is split into bf16 and a residual, and so stays exact. Non-finite weights make the step unhealthy. Raises
-    `BurnishError` if the step exists or another run uses `root`.
+    A model all in fp32 is split, and so stays exact. Non-finite weights make the step unhealthy. Raises `BurnishError` if the
+    step exists or another run uses `root`.
     """
     storage = storage or LocalStorage()
     require_outside_steps(root, storage)

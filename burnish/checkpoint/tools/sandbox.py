@@ -1,8 +1,8 @@
 """Give up rights for good in a process that reads files which could run code.
 
-With Linux's Landlock (https://docs.kernel.org/userspace-api/landlock.html) it cannot write outside one directory, start programs,
-use TCP, or reach processes outside. A seccomp filter closes what Landlock leaves. Neither needs privileges. Left out: reading,
-which imports need.
+Landlock (https://docs.kernel.org/userspace-api/landlock.html) forbids writing outside one directory, starting programs, TCP,
+and reaching processes outside. A seccomp filter closes what it leaves. Neither needs privileges. Reading is allowed: imports
+need it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def landlock_version() -> int:
 
 
 def has_seccomp() -> bool:
-    """Return whether `forbid_calls` works: the kernel has seccomp, and the numbers of its calls are known."""
+    """Return whether `forbid_calls` works here."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -82,8 +82,8 @@ def has_seccomp() -> bool:
 def keep_writes_to(directory: Path, version: int | None = None) -> None:
     """Allow this process writes below `directory` and to /dev/null only, no programs and no TCP connections.
 
-    From version 6 on it cannot send signals to processes outside either, or connect to their abstract UNIX sockets. Call it before
-    there is a second thread. `version` is `landlock_version`'s answer, asked if None. Raises `OSError` without Landlock.
+    From version 6 on, it cannot reach outside processes by signals or abstract UNIX sockets either. Call it before there is a
+    second thread. `version` is asked if None. Raises `OSError` without Landlock.
     """
     version = landlock_version() if version is None else version
     if not version:
@@ -110,9 +110,8 @@ def keep_writes_to(directory: Path, version: int | None = None) -> None:
 
 
 def forbid_calls() -> None:
-    """Refuse sockets, signals, and changes of files' modes, owners, times and attributes to this process: they fail with EPERM.
-
-    Threads that are started later inherit it. Raises `OSError` without seccomp.
+    """Refuse sockets, signals, and changes of files' modes, owners, times and attributes with EPERM, in later threads too.
+    Raises `OSError` without seccomp.
     """
     machine = platform.machine()
     column = list(_MACHINES).index(machine)
@@ -141,7 +140,7 @@ def limit_files(most_bytes: int) -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process have so much more private memory than it has now. Without effect outside Linux."""
+    """Let this process have so much more private memory. Without effect outside Linux."""
     if (pages := Path("/proc/self/statm")).exists():
         most = int(pages.read_text().split()[5]) * resource.getpagesize() + more_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -1,9 +1,8 @@
 """Names and parameters of Megatron's `torch_dist` checkpoints: DCP directories with a metadata.json.
 
-Their tensors are Megatron's parameters, uncut but possibly stacked: a parameter of all layers, or the matrices of a layer's
-experts, in one tensor. Other savers number layers and experts, and keep gate and up apart, as `weight_w` and `weight_v`. Left
-out: optimizer states, and models unknown to `burnish.models.megatron_names`. Norms saved less one (`apply_layernorm_1p`) look
-like others and are not found out.
+Their tensors are Megatron's parameters, uncut but possibly stacked: a parameter of all layers, or a layer's experts, in one
+tensor. Other savers number layers and experts, and keep gate and up apart, as `weight_w` and `weight_v`. Left out: optimizer
+states, and models unknown to `burnish.models.megatron_names`. Norms saved less one (`apply_layernorm_1p`) are not found out.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def is_torch_dist(source: Path) -> bool:
 
 
 def tensor_names() -> frozenset[str]:
-    """Return the possible names of tensors, without the numbers of layers and experts."""
+    """Return the possible names of tensors, without numbers."""
     parts = [*IN_LAYER, *_OF_EXPERTS]
     both = [part for part in parts if "fc1.weight" in part]
     parts += [part.replace(".weight", f".{half}") for part in both for half in _HALVES]
@@ -50,9 +49,9 @@ def tensor_names() -> frozenset[str]:
 def shards_of(
     pieces: Iterable[Shard], sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Shard]:
-    """Yield the parts of checkpoint tensors in pieces; `canonical` has these tensors' shapes.
+    """Yield the parts of checkpoint tensors in pieces; `canonical` has their shapes.
 
-    Raises `IncompatibleError` where a piece is of another model.
+    Raises `IncompatibleError` for another model's piece.
     """
     for single in chain.from_iterable(map(_unstacked, pieces)):
         if not _is_whole(single.spec, sizes, canonical):
@@ -68,7 +67,6 @@ def shards_of(
 
 
 def _unstacked(piece: Shard) -> Iterator[Shard]:
-    """Yield pieces of single parameters, by the names of `regions_of`."""
     layer = _LAYER.fullmatch(piece.spec.name)
     if layer is None:
         yield piece
@@ -84,7 +82,7 @@ def _unstacked(piece: Shard) -> Iterator[Shard]:
 
 
 def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
-    """Yield each number of a layer or expert in a piece, with its part: from the name, or along the first dim."""
+    """Yield each layer or expert of a piece by number: from the name, or along the first dim."""
     if number is not None:
         yield int(number), piece
     elif piece.spec.shape:

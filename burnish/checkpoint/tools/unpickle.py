@@ -1,9 +1,8 @@
-"""The child process that unpickles other programs' checkpoints, and does nothing else.
+"""The child process that unpickles other programs' checkpoints, and does nothing else. Not to be imported elsewhere.
 
-`burnish.checkpoint.tools.import_pickled` starts it with an empty directory to write to, and has it give up writing anywhere else
-before this module, and torch with its threads, is imported. Files are unpickled with torch's `weights_only`, DCP's metadata with
-a list of allowed classes. It leaves safetensors files, which its parent reads as suspiciously as any file. Not to be imported
-elsewhere.
+`burnish.checkpoint.tools.import_pickled` has it give up writing outside an empty directory before this module, and torch with
+its threads, is imported. Files are unpickled with torch's `weights_only`, DCP's metadata with a list of allowed classes. Its
+parent reads the safetensors files that it leaves as suspiciously as any.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def convert(
 ) -> None:
     """Write the tensors that have one of these names, behind any prefix, to safetensors files in `target`.
 
-    The name of each is JSON: the name in the state dict, the global shape, the offsets.
+    Their names are JSON: name in the state dict, global shape, offsets.
     """
     read = _verl if kind == "verl" else _dcp
     for number, pieces in enumerate(read(source, files, names)):
@@ -61,19 +60,18 @@ def convert(
 
 
 def without_numbers(name: str) -> str:
-    """Return a tensor's name without the numbers of layers and experts."""
+    """Return a name without the numbers of layers and experts."""
     return _NUMBER.sub("", name)
 
 
 def known_part(key: str, names: Collection[str]) -> str:
-    """Return the longest end of a key that is one of the names but for numbers; "" if none is."""
+    """Return the longest end of a key that is one of the names but for numbers, or ""."""
     while key and without_numbers(key) not in names:
         key = key.partition(".")[2]
     return key
 
 
 def _verl(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[Piece]]:
-    """Yield the tensors of each rank's file."""
     for rank, name in enumerate(files):
         state = torch.load(source / name, map_location="cpu", mmap=True, weights_only=True)
         yield [
@@ -102,7 +100,6 @@ def _place(key: str, value: Tensor, rank: int) -> tuple[list[int], list[int], Te
 
 
 def _dcp(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[Piece]]:
-    """Yield each chunk of each wanted tensor in the metadata."""
     with (source / ".metadata").open("rb") as opened:
         metadata = _MetadataUnpickler(opened).load()
     places = {(each.fqn, each.offset): info for each, info in metadata.storage_data.items()}

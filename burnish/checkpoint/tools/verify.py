@@ -14,10 +14,9 @@ from burnish.files.storage import LocalStorage, Source
 def verify(
     path: PurePath, storage: Source | None = None, *, fast: bool = False
 ) -> Iterator[CorruptError]:
-    """Read the step at `path`, of its tensor files only the headers if `fast`; yield an error for each damaged block.
+    """Read a step, of its tensor files only the headers if `fast`; yield an error for each damaged block and impossible header.
 
-    It names file and tensors. A committed header that describes the impossible is an error too. Raises `CorruptError` if COMMIT,
-    manifest, state or the list of files is damaged.
+    Raises `CorruptError` if COMMIT, manifest, state or the list of files is damaged.
     """
     storage = storage or LocalStorage()
     step = open_step(path, storage)
