@@ -14,7 +14,7 @@ _SHOWN = 5
 class BurnishError(Exception):
     """The base of all errors that Burnish raises on purpose.
 
-    `problem` is a sentence that names the thing at fault; `have`, `want` and `do` are short phrases on lines of their own.
+    `problem` is a sentence that names the thing at fault; `have`, `want` and `do` are phrases.
     """
 
     exit_code = 1
@@ -117,9 +117,9 @@ def refusing(
 
 
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:
-    """Return one error that lists all `errors`, of their kind if they agree, else a `UsageError`.
+    """Return one error that lists all, of their kind if they agree, else a `UsageError`.
 
-    `subject` names what is refused (`rl.yaml`).
+    `subject` is what they refuse (`rl.yaml`).
     """
     if len(errors) == 1:
         return errors[0]

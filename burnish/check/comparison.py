@@ -1,7 +1,6 @@
 """Compare what Burnish computes with plain transformers, which runs sequences one by one.
 
-The order is that in which a mistake shows: log-probs, the load-balancing loss, loss, the gradients' norm, gradients before
-clipping, weights after the step, and copies of a tensor on several ranks.
+The order is that in which a mistake shows.
 """
 
 from __future__ import annotations
@@ -119,13 +118,13 @@ class BatchOutcome:
 
 
 class RandomWeights:
-    """A `ShardSource` of random values, so large that every part of a model shows in its outputs."""
+    """A `ShardSource` of random values so large that every part of a model shows."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """See `ShardSource.fill`. Whole numbers, as of a table of positions, count up."""
+        """See `ShardSource.fill`. Whole numbers count up."""
         for shard in shards:
             name, shape = shard.spec.name, shard.spec.shape
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "check", name))
@@ -209,7 +208,7 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
 
 
 def plain_step(given: Material, tokens: int) -> BatchOutcome:
-    """Compute the loss of all `tokens` by transformers (and PEFT), one sequence at a time."""
+    """Compute the loss of all `tokens` by transformers (and PEFT), sequence by sequence."""
     model = eager_model(given)
     parts = regions(model)
     if given.lora:
@@ -247,7 +246,7 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Record modules' outputs inside the block, by name: a tensor [T, ...] per call, on the CPU."""
+    """Record modules' outputs by name: a tensor [T, ...] per call, on the CPU."""
     calls: dict[str, list[Tensor]] = {}
 
     def note(name: str) -> Any:
@@ -289,7 +288,6 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
 
 
 def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return transformers' own load-balancing loss."""
     text, of_routers = hf_config.get_text_config(), tuple(torch.cat(list(each)) for each in routed)
     found: Tensor = load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
     return found
@@ -329,7 +327,7 @@ def packed_model(
 
 
 def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
-    """Run packed micro-batches of `budget` tokens in this process, forward and backward."""
+    """Run packed micro-batches of `budget` tokens here, forward and backward."""
     model, parts = packed_model(given, device)
     scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
     outputs: dict[str, Tensor] = {}
@@ -360,7 +358,7 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
     """Compare every tensor, in the order in which a mistake would show.
 
     Gradients are compared before clipping, which would spread a mistake. Weights are compared with AdamW's first step from the
-    layout's own clipped gradients: the sign of a gradient near 0 decides a whole step.
+    layout's own clipped gradients: the sign of one near 0 decides a whole step.
     """
     clip, optim = given.engine.max_grad_norm, given.optim
     clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
@@ -397,7 +395,7 @@ def difference(what: str, mine: Tensor | None, wanted: Tensor, least: float = 0.
 
 
 def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:
-    """Yield a line about the largest difference of every kind."""
+    """Yield a line about each kind's largest difference."""
     for kind in (given.outputs, _BALANCE, "loss", "gradient", "weight", _COPIES):
         alike = [each for each in differences if each.what.startswith(kind)]
         if alike:
@@ -408,7 +406,7 @@ def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:
 def require_equal(
     differences: Sequence[Difference], layout: Layout, tolerance: float = TOLERANCE
 ) -> None:
-    """Raise `BurnishError` naming the first difference, a parameter's first, and their number."""
+    """Raise `BurnishError` naming the first difference, a parameter's first."""
     wrong = [each for each in differences if not each.error <= tolerance]
     if wrong:
         first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]

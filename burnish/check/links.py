@@ -1,7 +1,7 @@
-"""How fast the ranks of a run compute and talk to each other, and which of them is the odd one out.
+"""How fast the ranks of a run compute and talk, and which of them is the odd one out.
 
-Bandwidths are those of the bus, as NCCL's tests count them: the whole tensor's bytes divided by the time, times (n - 1) / n, and
-for an all-reduce times two.
+Bandwidths are the bus's, as NCCL's tests count them: the tensor's bytes by the time, times (n - 1) / n, and for an all-reduce
+times two.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _collectives(layout: Layout, device: torch.device) -> Iterator[Finding]:
 
 
 def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Finding:
-    """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all of them."""
+    """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all."""
     sent, received = (torch.zeros(_bytes(device) // 4, device=device) for _ in range(2))
     mine: list[float] = []
     distance = 1
@@ -106,7 +106,6 @@ def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Findin
 
 
 def _compared(part: str, found: str, seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
-    """Name ranks that take much longer than the median."""
     usual = median(seconds)
     odd = [
         f"rank {rank} on {hosts[rank]} takes {each / usual:.1f} times as long"

@@ -1,6 +1,6 @@
 """What a machine has for training, what it lacks, and what to type.
 
-Looks take at most seconds and change nothing but a file of 64 MiB, which they remove.
+Looks take seconds and change nothing but a file of 64 MiB, which they remove.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Finding:
 
 
 def look(places: Sequence[str], layout: Layout) -> Iterator[Finding]:
-    """Yield findings on this machine and, of its further local ranks, on their cores.
+    """Yield findings on this machine and on its further local ranks' cores.
 
     `places` are directories and URLs where runs will write.
     """
@@ -150,7 +150,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _affinity(layout: Layout) -> Iterator[Finding]:
-    """Compare this process's cores with those near its device."""
+    """Compare this process's cores with its device's."""
     own = pick_device(layout.local_rank)
     node = _numa_node(own)
     cores = Path(f"/sys/devices/system/node/node{node}/cpulist")
@@ -245,7 +245,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _disk(place: Path) -> Finding:
-    """Write 64 MiB with an fsync, and read them past the page cache where possible."""
+    """Write 64 MiB with an fsync; read them past the page cache where possible."""
     part = f"disk {place}"
     folder = next(each for each in (place, *place.absolute().parents) if each.is_dir())
     file = folder / f".burnish-doctor-{secrets.token_hex(4)}"
@@ -289,7 +289,6 @@ def _disk(place: Path) -> Finding:
 
 
 def _object_store(url: str) -> Finding:
-    """Write a small file, read it and remove it."""
     name, said = f".burnish-doctor-{secrets.token_hex(4)}", secrets.token_bytes(64)
     part, begin = f"store {url}", time.perf_counter()
     try:

@@ -1,10 +1,9 @@
 """The proof before every run: a small model of the same kind computes what plain transformers compute, or the run is refused.
 
 The small model has random weights and a layer of every kind (`burnish.check.shrinking`). Log-probs and gradients of packed
-micro-batches, with windows and common beginnings, are compared with each sequence alone in transformers' eager model. Greedy
-completions are compared with `generate` without a cache. Processes that share a model take one step of it as well. A file in the
-cache remembers a passed proof, by configuration, model code, versions, device and layout. Left out: bf16, and kernels that only
-bf16 uses.
+micro-batches, with windows and common beginnings, are compared with each sequence alone in transformers' eager model, and greedy
+completions with `generate` without a cache. Processes that share a model take one step of it as well. A file in the cache
+remembers a passed proof. Left out: bf16, and kernels that only bf16 uses.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def prove(
     generates: bool,
     layout: Layout | None = None,
 ) -> None:
-    """Compare a small model in this process; say so on the main rank of `layout`.
+    """Compare a small model in this process; say so on the main rank.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """
@@ -156,7 +155,7 @@ def prove_layout(
 
 
 def _computing(kind: str) -> AbstractContextManager[None]:
-    """Turn an error inside the block into one that names what cannot be computed."""
+    """Say what cannot be computed when the block raises."""
     return refusing(
         f"models of type {kind} cannot be computed",
         IncompatibleError,
@@ -188,7 +187,7 @@ def _material(
 
 
 def _examples(hf_config: PretrainedConfig) -> list[Example]:
-    """Return samples of one prompt, one the beginning of another, and sequences with nothing in common."""
+    """Return samples of one prompt, one the beginning of another, and unrelated sequences."""
     rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
     most = min(_positions(hf_config), LONGEST)
 
@@ -229,7 +228,7 @@ def _of_packing(given: Material, device: torch.device) -> list[Difference]:
 
 
 def _of_generation(given: Material, device: torch.device) -> list[Difference]:
-    """Compare the generator's log-probs of greedy tokens, and their probability with the likeliest token's."""
+    """Compare log-probs of greedy tokens, and their probability with the likeliest token's."""
     model = eager_model(given)
     room = min(_PROMPT, _positions(given.hf_config) - _NEW)
     prompts = [example.token_ids[:room] for example in given.examples[2:] if room > 0]
@@ -293,7 +292,7 @@ def _refusal(given: Material, wrong: Difference, module: str, how: str) -> Incom
 
 
 def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Modules]:
-    """Return what modules return for a prompt and its greedy completion: token by token, and in one plain pass."""
+    """Return modules' outputs for a prompt and its greedy completion: token by token, and in one pass."""
     model, (generator, module) = eager_model(given), _generator(given, device)
     with recording(module) as calls:
         ((completion,),) = generator.generate([Request(0, prompt)], Sampling(_NEW, temperature=0.0))
@@ -338,7 +337,7 @@ def _keep(place: Path, layout: Layout) -> None:
 
 
 def _model_code(hf_config: PretrainedConfig) -> str:
-    """Return a hash of a model's own Python files; empty for a class of transformers."""
+    """Return a hash of a model's own Python files; empty without any."""
     module = sys.modules[type(hf_config).__module__]
     if not module.__name__.startswith("transformers_modules."):
         return ""

@@ -1,7 +1,7 @@
 """A small model of the same kind: every width and depth made small.
 
-Kept is all that can make two computations differ: family, flags, scales, tied embeddings, biases, query heads per key head, and a
-layer of every kind, with its window and experts. Fields are found by the names that all families use.
+Kept is all that can make computations differ: family, flags, scales, tied embeddings, biases, query heads per key head, and a
+layer of every kind, with its window and experts. Fields are found by common names.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shrunk(
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
-    `vocabulary` is a size for it, or None.
+    `vocabulary` replaces its size.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
@@ -155,7 +155,7 @@ def _is_numbering(values: list[Any], layers: int) -> bool:
 
 
 def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
-    """Make heads 16 wide, as few as the ranks can share, and the hidden size their sum."""
+    """Make heads 16 wide, as few as ranks can share, and the hidden size their sum."""
     heads: int = getattr(text, "num_attention_heads", None) or 0
     hidden: int = getattr(text, "hidden_size", None) or 0
     if not heads or not hidden:

@@ -182,7 +182,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
-    """Raise `UsageError` if `world` processes cannot be divided, or a step's work among them."""
+    """Raise `UsageError` if `world` processes, or a step's work, cannot be divided."""
     divided = _of_examples if command == "sft" else _of_completions
     problems = [*_of_degrees(config.engine, world), *_broken(config, _OF_ACTIVATIONS)]
     problems += divided(config, world // config.engine.sharing)
@@ -226,7 +226,7 @@ def _holds(config: RunConfig, condition: str) -> bool:
 
 
 def _given(config: RunConfig, condition: str) -> list[str]:
-    """Return the setting of a condition, or the settings of a section, that are not their defaults."""
+    """Return the settings of a condition or section that are not their defaults."""
     name, values = _parts(condition)
     value = _value(config, name)
     if isinstance(value, Section):
@@ -241,7 +241,6 @@ def _value(config: RunConfig, name: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a configuration file has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -355,7 +354,6 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
 
 
 def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
-    """Yield degrees of parallelism that do not divide the processes."""
     sharing, stage = engine.sharing, world // engine.pipeline_parallel
     if world % sharing:
         names = ["sequence_parallel", "tensor_parallel"]
@@ -403,7 +401,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _near(number: int, total: int) -> str:
-    """Return the divisors of `total` next to `number`."""
     near = sorted(_divisors(total), key=lambda each: abs(each - number))[:2]
     return " or ".join(map(str, sorted(near)))
 
@@ -524,7 +521,6 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
-    """Yield what keeps a step's examples from being divided."""
     examples, longest = config.batch.examples, config.data.max_length
     if longest is not None and longest > config.microbatch_tokens:
         yield UsageError(
@@ -543,7 +539,6 @@ def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
-    """Yield what keeps a step's completions from being divided."""
     prompts, parts = config.batch.prompts, config.batch.minibatches
     sequences = prompts // parts * config.rollout.n
     if prompts % parts:
@@ -578,7 +573,7 @@ def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _budget(config: RunConfig) -> str:
-    """Return how many tokens a micro-batch may have, by these settings."""
+    """Return how many tokens a micro-batch may have."""
     device, ranks = config.batch.tokens_per_device, config.engine.sequence_parallel
     shared = f" × engine.sequence_parallel: {ranks}" if ranks > 1 else ""
     return f"batch.tokens_per_device: {device}{shared}"
@@ -635,7 +630,7 @@ def _of_ahead(config: RunConfig) -> Iterator[str]:
 
 
 def notices(config: RunConfig, command: Command) -> Iterator[str]:
-    """Yield remarks on a sound configuration, one line each."""
+    """Yield remarks on a sound configuration, a line each."""
     algorithm, evaluation = config.algorithm, config.evaluation
     if unused := ", ".join(name for name in _UNUSED[command] if _given(config, name)):
         yield f"set, and not used by burnish {command}: {unused}"

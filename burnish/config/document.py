@@ -1,7 +1,6 @@
 """Write a configuration as YAML, and read it back.
 
-Scalars follow YAML 1.2's core schema: `1e-6` is a number, `no`, `on`, `1:30` and `2024-01-01` are texts. Numbers may have
-underscores.
+By YAML 1.2's core schema `1e-6` is a number, `no`, `on`, `1:30` and `2024-01-01` are texts. Numbers may have underscores.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SCALARS = (
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return PyYAML's table: first character of a plain scalar ("" for an empty one) to tag and pattern."""
+    """Return PyYAML's table: a plain scalar's first character to tag and pattern."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, first_characters in _SCALARS:
         for first in first_characters:
@@ -53,7 +52,7 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a repeated value out in full."""
+        """Write a repeated value out."""
         return True
 
     def serialize(self, node: yaml.Node) -> None:
@@ -64,7 +63,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Keep a text on one line, so that a comment can follow it."""
+    """Keep a text on one line before its comment."""
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -73,7 +72,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def write_yaml(value: Any) -> str:
-    """Return YAML that `parse_document` reads back equal; innermost lists and mappings are on one line."""
+    """Return YAML that `parse_document` reads back equal, its innermost collections on one line."""
     text: str = yaml.dump(
         value,
         Dumper=_Dumper,
@@ -105,7 +104,7 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
 
 
 def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str]]:
-    """Yield lines of YAML, each with the dotted key of the setting that starts on it, or ""."""
+    """Yield lines, each with the dotted key that starts on it, or ""."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -118,7 +117,7 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
 
 
 def recorded(path: Path) -> RunConfig:
-    """Read what `dump_yaml` wrote. Raises `CorruptError` for a file that was changed since."""
+    """Read what `dump_yaml` wrote. Raises `CorruptError` for a changed file."""
     try:
         return RunConfig.model_validate(yaml.load(path.read_text(), CoreLoader))
     except (OSError, yaml.YAMLError, ValueError, KeyError, RecursionError) as error:

@@ -1,7 +1,4 @@
-"""The schema as a flat table of dotted keys, with words for the values of each.
-
-`burnish config explain`, the reference page and messages about wrong values read it.
-"""
+"""The schema as a flat table of dotted keys, with words for their values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From a YAML file and overrides to a `RunConfig`, with the origin of each value.
 
-All mistakes are reported together, with file and line or "command line". Relative paths count from the working directory.
+Mistakes are reported together, with file and line or "command line". Relative paths count from the working directory.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
 
     A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, and for a mapping
     with its main key (`reward.functions=numeric`). An override of a section (`rollout={n: 4}`) changes the keys it names; a list
-    is replaced. Keys inside a mapping `model.fresh` can be set one by one.
+    is replaced. Keys inside `model.fresh` can be set one by one.
 
-    Raises `MissingError` for an absent file. Raises `UsageError` for broken YAML, unknown keys, wrong types and values out of
-    bounds.
+    Raises `MissingError` for an absent file, and `UsageError` for broken YAML, unknown keys and wrong values.
     """
     draft, subject = _Draft(), "the command line"
     if path is not None:
@@ -70,9 +69,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, settings: Mapping[str, Any]
 ) -> RunConfig:
-    """Return the configuration of a file, of nested mappings or of another one, with `settings` applied.
+    """Return the configuration of a file, mappings or another configuration, with `settings` applied.
 
-    `settings` are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
+    These are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
     """
     draft = _Draft()
     if isinstance(source, str | os.PathLike):
@@ -85,7 +84,7 @@ def load_settings(
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy with dictionaries, lists and texts for other mappings, tuples and paths."""
+    """Return a copy with plain dictionaries, lists and texts."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -95,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Draft:
-    """Values on the way to a `RunConfig`, with origins and problems."""
+    """A `RunConfig` to be, with origins and problems."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -107,7 +106,6 @@ class _Draft:
         self.origins = {name: f"{source}:{line}" for name, line in document.lines.items()}
 
     def override(self, text: str) -> None:
-        """Apply one `a.b=c`."""
         name, equals, written = text.partition("=")
         name = name.strip()
         if not equals or not name.isprintable() or not name:
@@ -167,7 +165,6 @@ class _Draft:
         return Resolved(config, self.origins)
 
     def _note_findings(self, error: ValidationError) -> None:
-        """Note pydantic's findings, one per setting."""
         noted = set()
         for finding in error.errors(include_url=False, include_context=False):
             name = _name_of(finding["loc"])
@@ -225,7 +222,7 @@ class _Draft:
 def _fitted(name: str, value: Any, written: Mapping[str, str]) -> Any:
     """Return a value as its setting has it: one item as a list, a main value as a mapping, a number as its text.
 
-    `written` has the spelling of numbers and truth values, by path.
+    `written` spells numbers and truth values, by path.
     """
     key = known_keys().get(plain_name(name))
     if isinstance(value, dict) and (key is None or key.section):
@@ -288,15 +285,12 @@ def _advice(name: str, key: Key, origin: str) -> str:
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
-    """Read a file's YAML mapping, with the line of every key.
-
-    Raises `MissingError` for an absent file, `UsageError` for anything but YAML.
-    """
+    """Return a file's YAML mapping, with the line of every key. Raises `MissingError` or `UsageError`."""
     return parse_document(read_text(path), str(path))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return a file's text, as much as may be parsed. Raises `MissingError` or `UsageError`."""
+    """Return a file's text. Raises `MissingError`, or `UsageError` for what cannot or must not be read."""
     try:
         if Path(path).is_dir():
             do = f"give a file in it, as {Path(path) / 'config.yaml'}"

@@ -1,7 +1,7 @@
 """Read YAML text as plain values, with the line of every key.
 
 Unlike PyYAML's `safe_load`, refuse a duplicate key, and read scalars by YAML 1.2's core schema. Length, depth, number of values
-and size of numbers are bounded, so hostile text is refused at once.
+and size of numbers are bounded against hostile text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def _constructors() -> dict[str | None, Any]:
-    """Return PyYAML's constructors of plain data, and one that refuses other tags."""
+    """Return PyYAML's constructors of plain data, and one that refuses others."""
     plain = {
         f"tag:yaml.org,2002:{tag}" for tag in ("null", "bool", "int", "float", "str", "seq", "map")
     }
@@ -38,7 +38,7 @@ def _constructors() -> dict[str | None, Any]:
 
 
 class _Loader(CoreLoader):
-    """Reads bounded plain data, and every key once."""
+    """Reads bounded plain data."""
 
     yaml_constructors = _constructors()
 
@@ -79,7 +79,7 @@ class _Loader(CoreLoader):
         )
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Refuse a text that is not of its tag or no Unicode, and a whole number of more than 64 bits."""
+        """Refuse a text that is not of its tag or no Unicode, and a whole number over 64 bits."""
         problem = f"no {node.tag.rpartition(':')[2]}, or one of more than 64 bits"
         try:
             value = super().construct_object(node, deep)
@@ -124,7 +124,7 @@ class Document:
 def parse_document(text: str, source: str) -> Document:
     """Read one YAML document whose top level is a mapping.
 
-    `source` names the text in errors. Raises `UsageError` with the line for anything else, and for a duplicate key.
+    `source` names the text in errors. Raises `UsageError` with the line.
     """
     found = parse_value(text, source)
     if not isinstance(found.values, dict | None):
@@ -138,7 +138,7 @@ def parse_document(text: str, source: str) -> Document:
 
 
 def parse_value(text: str, source: str, path: str = "") -> Document:
-    """Read one value, such as an override of `path`. Raises `UsageError` naming `source`."""
+    """Read one value, such as an override of `path`. Raises `UsageError`."""
     if len(text) > MOST_CHARACTERS:
         raise UsageError(
             f"{source} is too long for settings",
@@ -182,7 +182,7 @@ def parse_value(text: str, source: str, path: str = "") -> Document:
 
 
 def _below(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield path, first node and value of all below a constructed node, where merged keys are in place."""
+    """Yield path, first node and value of all below a node, where merged keys are in place."""
     if isinstance(node, yaml.MappingNode):
         inner = [
             (f"{path}.{key.value}" if path else str(key.value), key, value)

@@ -1,4 +1,4 @@
-"""Settings that need less memory, for the planner and for a run that is out of it."""
+"""Settings that need less memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def remedies(
 ) -> list[str]:
     """Return settings that need less memory in a phase of a step, the most helpful first.
 
-    `parts` are the phase's, as the planner names them, the largest first. `on_cpu`: there is no other memory.
+    `parts` are the planner's names, the largest first. `on_cpu`: there is no other memory.
     """
     rl, engine, rollout = trainer == "rl", config.engine, config.rollout
     torch, update, chunk = engine.kind == "torch", phase == "update", engine.logprob_chunk or 0

@@ -1,7 +1,6 @@
 """Whether two configurations describe the same run, so that it may be continued.
 
-The settings that are not `MayChange` in the schema decide what a run computes. Model, tokenizer and data may move:
-`burnish.train.fingerprints` compares their content.
+Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.train.fingerprints` compares content.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """A run's trainer and configuration, to compare with what a directory records."""
+    """A run's trainer and configuration, to compare with a directory's."""
 
     trainer: str
     """The command: sft or rl."""
@@ -51,7 +50,7 @@ class RunIdentity:
             )
 
     def require_same(self, run_dir: PurePath, recorded: RunConfig) -> None:
-        """Raise `IncompatibleError`, with a table, if the recorded configuration describes another run."""
+        """Raise `IncompatibleError`, with a table, if another run's configuration is recorded."""
         found = difference(recorded, self.config)
         if not found:
             return
@@ -78,7 +77,7 @@ class RunIdentity:
 
 
 def _cells(before: Any, after: Any, limit: int = 40) -> tuple[str, str]:
-    """Return two values as text; of long ones the part in which they begin to differ."""
+    """Return two values as text, of long ones from where they differ."""
     a, b = (json.dumps(value, ensure_ascii=False) for value in (before, after))
     same = next((at for at, pair in enumerate(zip(a, b, strict=False)) if len({*pair}) > 1), 0)
     start = max(0, same - limit // 2) if max(len(a), len(b)) > limit else 0
@@ -91,12 +90,12 @@ def _cells(before: Any, after: Any, limit: int = 40) -> tuple[str, str]:
 
 
 def _canonical(value: Any) -> str:
-    """Return the same text for the same value, whatever the order of keys."""
+    """Return equal text for equal values, in any order of keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key and plain value of every setting that may not change."""
+    """Yield every setting that may not change."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if field.json_schema_extra == MAY_CHANGE:

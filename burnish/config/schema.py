@@ -1,8 +1,7 @@
 """Every setting of a run: its type, its bounds and, under the field, its meaning.
 
-Sizes that change the algorithm are global (`batch.prompts`). Sizes that change only speed are per device
-(`batch.tokens_per_device`). `MayChange[...]` may differ when a run is resumed. Importing this loads neither torch nor
-transformers.
+Sizes that change the algorithm are global (`batch.prompts`), others per device (`batch.tokens_per_device`). `MayChange[...]` may
+differ when a run is resumed. Importing this loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -367,7 +366,7 @@ class RewardConfig(Section):
     def part_names(self) -> list[str]:
         """Names of the reward's parts: functions, then models; the second of a name is `name_2`.
 
-        The numbers FUNCTION/NAME of verl functions are not there: only answers name them.
+        FUNCTION/NAME of verl functions are missing: only answers name them.
         """
         given = [function.function.rpartition(":")[2] for function in self.functions]
         given += [model.part_name for model in self.models]

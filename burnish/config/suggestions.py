@@ -1,4 +1,4 @@
-"""Answer a key that does not exist: another framework's name, a misspelt one, or neither."""
+"""Answer an unknown key: another framework's name, or a misspelt one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def is_default(name: str, value: Any) -> bool:
 
 
 def suggestion(name: str, value: Any = None) -> tuple[str, str]:
-    """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`), with its value if known."""
+    """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`) and its value."""
     name, known, foreign = plain_name(name), known_keys(), foreign_names()
     same = None if value is None else counterpart(name, value)
     if same is not None and all(is_default(*each) for each in same.items()):

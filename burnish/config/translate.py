@@ -1,6 +1,6 @@
-"""Turn arguments of verl, TRL and OpenRLHF into a configuration, with the help of `foreign_names.yaml`.
+"""Turn arguments of verl, TRL and OpenRLHF into a configuration, by `foreign_names.yaml`.
 
-Arguments are `key=value`, `--flag value`, YAML, or lines of a shell script. What has no counterpart becomes a comment.
+Arguments are `key=value`, `--flag value`, YAML, or lines of a shell script. Others become comments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Names = dict[str, Any]
 
 
 def translated(words: Sequence[str]) -> str:
-    """Return YAML with comments. `words` are a file's name or arguments. Raises `UsageError` if they set nothing."""
+    """Return YAML with comments for a file's name or arguments. Raises `UsageError` if they set nothing."""
     is_file = len(words) == 1 and "=" not in words[0] and not words[0].startswith("-")
     given = _of_file(words[0]) if is_file else _of_words(words)
     if not given:
@@ -152,7 +152,7 @@ def _require_numbers(names: Names) -> None:
 
 
 def _take(names: Names, *ends: str) -> list[Any]:
-    """Remove the first name that ends in each of `ends`; return their values, or None."""
+    """Remove the first name that ends in each of `ends`; return values, or None."""
     found = [next((name for name in names if f".{name}".endswith(f".{end}")), "") for end in ends]
     return [names.pop(name, None) for name in found]
 
@@ -200,7 +200,7 @@ def _of_several(names: Names) -> Names:
 
 
 def _batch(names: Names) -> Names:
-    """Translate the sizes of a step: verl's mini-batches, and TRL's sequences of a device."""
+    """Translate verl's mini-batches, and TRL's sequences of a device."""
     whole = next(
         (value for name, value in names.items() if name.endswith("train_batch_size")), None
     )

@@ -27,10 +27,7 @@ def free_port(host: str = "") -> int:
 
 
 class RankProcess:
-    """A `burnish` command as a child.
-
-    The system ends it when the thread that makes it ends.
-    """
+    """A `burnish` command as a child, which ends with the thread that makes it."""
 
     def __init__(
         self, argv: Sequence[str], environ: Mapping[str, str], *, cwd: str, keeps: int | None

@@ -1,7 +1,7 @@
-"""Place the ranks of a run on a Ray cluster: a placement group with one bundle and one actor per process.
+"""Place the ranks of a run on a Ray cluster: a placement group with a bundle and an actor per process.
 
 Each actor starts the command as its child, which has a main thread and signals of its own. The system ends the child when the
-actor dies, and Ray ends the actors when the process that started them dies.
+actor dies, and Ray the actors when the process that started them dies.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Attempt(Protocol):
     def poll(self, seconds: float) -> Mapping[int, int]:
         """Wait at most so long for an end; return the exit status of each rank that has ended, the first one first.
 
-        It is minus the signal's number for a rank that a signal ended.
+        A signal's number counts negative.
         """
 
     def last_lines(self, rank: int) -> Sequence[str]:
@@ -122,7 +122,7 @@ class Supervisor:
         raise AssertionError
 
     def _placed(self, attempt: int) -> Attempt | None:
-        """Start as many processes as before, or fewer if these find no room; None if a signal came first."""
+        """Start as many processes as before, or fewer if these find no room; None after a signal."""
         settings = self._settings
         started = self._start(self._world, attempt, settings.replace_seconds)
         if started is None and not self._signals and settings.min_processes is not None:
@@ -148,7 +148,7 @@ class Supervisor:
         return self._launcher.start(world, attempt, seconds, lambda: bool(self._signals))
 
     def _sizes(self, most: int, least: int) -> Iterator[int]:
-        """Yield the numbers of processes that have a layout, the largest first."""
+        """Yield sizes that have a layout, the largest first."""
         return filter(self._is_possible, range(most, least - 1, -1))
 
     def _watched(self, started: Attempt) -> tuple[int, dict[int, int]]:

@@ -1,7 +1,6 @@
 """Describe devices, and estimate a step's time on them: work divided by speed.
 
-The time ranks layouts and tells minutes from hours. An update takes the longer of its arithmetic and its communication. A critic
-counts as the policy's model.
+An update takes the longer of its arithmetic and its communication. A critic counts as the policy's model.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def parse_devices(
 ) -> Devices:
     """Read `64xH100-80G` or `2xCPU-24G`. The other arguments override memory and speed.
 
-    Raises `UsageError` for another form, or an unknown device without memory and speed.
+    Raises `UsageError` for another form, or an unknown device without both.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None or int(match[1]) < 1:
@@ -163,7 +162,6 @@ def _plain(name: str) -> str:
 
 
 def _nvidia() -> tuple[str, float] | None:
-    """Return the first NVIDIA device's name and bytes."""
     command = shutil.which("nvidia-smi")
     if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
@@ -234,7 +232,7 @@ class Clock:
         return found
 
     def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
-        """Cost of learning, in forward passes: gradients, layers run again, experts counted."""
+        """Cost of learning in forward passes: gradients, layers run again, experts counted."""
         learning = 3.0
         if self.model.adapter and not critic:
             every = Passed.all_of([self.work.length])
@@ -244,11 +242,11 @@ class Clock:
         )
 
     def _counts(self, engine: EngineConfig, critic: bool) -> int:
-        """Forward passes that count experts' tokens, for the load-balancing loss."""
+        """Forward passes that count experts' tokens."""
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
     def _mine(self, engine: EngineConfig) -> float:
-        """A device's share of sequences that several devices share."""
+        """A device's share of sequences."""
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:
@@ -292,7 +290,7 @@ class Clock:
         return max(arithmetic, moved) + self._exchanged(engine, 3 + again)
 
     def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
-        """Seconds of an epoch: weights move once a step; stages wait for each other at its ends."""
+        """Seconds of an epoch: weights move once a step; stages wait at its ends."""
         passes, stages = self._passes(engine, critic=critic), engine.pipeline_parallel
         idle = (stages - 1) / (engine.virtual_stages * microbatches)
         arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
@@ -326,7 +324,7 @@ class Clock:
         return self.work.tokens / ranks * product_bytes(engine)
 
     def _rollout(self, engine: EngineConfig, slots: int) -> float:
-        """Seconds to read the prompts, then per token to pass over weights and cache."""
+        """Seconds to read the prompts, then weights and cache per token."""
         work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
         slots = min(slots, mine)

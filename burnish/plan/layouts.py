@@ -1,4 +1,4 @@
-"""Find the layouts of a run that fit on some devices, quickest first."""
+"""Find the layouts of a run that fit, quickest first."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ class Planner:
     ) -> None:
         """Take the shapes of the policy and of `reward.models`.
 
-        Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of layers that the
-        model lacks.
+        Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of missing layers.
         """
         if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
             raise UsageError(
@@ -148,7 +147,7 @@ class Planner:
         return plan, None if plan.fits else self.refusal(plan)
 
     def refusal(self, plan: Plan) -> UsageError:
-        """Return the error of a plan that does not fit, with settings that would help."""
+        """Return the error of a plan that does not fit, with remedies."""
         parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts[:4])
         settings = self._config.model_copy(update={"engine": plan.engine})
@@ -190,7 +189,7 @@ class Planner:
             require_divisible(judge.shape, _without_experts(engine))
 
     def _divides(self, engine: EngineConfig) -> bool:
-        """Return whether settings divide every model and a micro-batch holds the longest sequence."""
+        """Return whether settings divide every model, and the longest sequence fits."""
         config, shapes = self._config, [judge.shape for judge in self._judges]
         known = all(shape.family.cuts_heads for shape in (self.model.shape, *shapes))
         if engine.kind == "torch" and engine.tensor_parallel > 1 and not known:
@@ -206,7 +205,7 @@ class Planner:
         )
 
     def _machine(self) -> Iterator[EngineConfig]:
-        """Ways to share a micro-batch among devices of one machine."""
+        """Ways to share a micro-batch among one machine's devices."""
         for tensor, sequence in product(_divisors(PER_MACHINE), repeat=2):
             if tensor * sequence <= PER_MACHINE and self._devices.count % (tensor * sequence) == 0:
                 yield self._config.engine.model_copy(
@@ -254,7 +253,7 @@ class Planner:
             yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
 
     def _needs(self, engine: EngineConfig) -> Iterator[Needs]:
-        """Yield the needs of every pipeline stage that can be the fullest."""
+        """Yield the needs of stages that can be the fullest."""
         of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
         last = engine.pipeline_parallel - 1
         middle = {(last + 1) // 2} if len(self.model.layers) > 1 else set()
@@ -271,7 +270,7 @@ class Planner:
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:
-    """Return the reasons of plans that do not fit, the commonest first."""
+    """Return why plans do not fit, the commonest reason first."""
     groups: dict[tuple[str, str], list[Plan]] = {}
     for plan in plans:
         if not plan.fits:
@@ -291,7 +290,7 @@ def gigabytes(size: float) -> str:
 
 
 def _without_experts(engine: EngineConfig) -> EngineConfig:
-    """Return settings for a model beside the policy, whose experts need not be divided."""
+    """Return settings for a model beside the policy."""
     return engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
 
 

@@ -1,8 +1,7 @@
 """Compute the bytes that one process needs in each phase of a step, in closed form.
 
-A phase needs as much as its fullest moment; a moment is a sum of named parts. `bench.planning` compares the formulas with
-measured runs. On CPUs, parts that leave the device stay in memory, as `host`. Left out: interpreter, libraries, drivers, uneven
-loads of experts.
+A phase needs as much as its fullest moment, a sum of named parts. On CPUs, parts that leave the device stay in memory, as `host`.
+Left out: interpreter, libraries, drivers, uneven loads of experts.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ class Needs:
 
     @property
     def _learning(self) -> Parts:
-        """What rests beside an update: no generator that gets all its weights anew (`Generator.release`)."""
+        """What rests beside an update: no generator that gets all its weights anew."""
         if self._cpu or self._model.published_adapter or self._work.generates_beside:
             return self._resting
         return {name: size for name, size in self._resting.items() if name != "generator"}
@@ -233,7 +232,7 @@ class Needs:
     # What is on the host.
 
     def _away(self, checkpointing: str) -> Parts:
-        """Optimizer state, and activations or parked weights, which take turns in one arena."""
+        """Optimizer state, and what takes turns in one arena."""
         engines = [self, self._critic] if self._critic else [self]
         offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
         in_turn: Parts = {}
@@ -249,7 +248,6 @@ class Needs:
         return {name: size for name, size in parts.items() if size}
 
     def _offloaded(self, checkpointing: str) -> float:
-        """Activations of all layers but one."""
         kept = self._kept(checkpointing)
         return self._sum(kept) - min(kept.values())
 
@@ -297,7 +295,7 @@ class Needs:
         }
 
     def _scorings(self) -> Iterator[Parts]:
-        """Moments of a forward pass that keeps nothing."""
+        """Moments of a pass that keeps nothing."""
         if self._critic and not self._work.scorings:
             yield from self._critic._scorings()
             return
@@ -349,7 +347,7 @@ class Needs:
 
     @property
     def _running(self) -> float:
-        """Elements of gathered layers while one runs and the next one comes."""
+        """Elements of gathered layers while the next one comes."""
         return 2 * max(self._layers.values()) if self._regathers else self._sum(self._layers)
 
     @property
@@ -429,7 +427,7 @@ class Needs:
         yield self._moment(0, gradients=gradients) | self._stepping
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
-        """The end of the backward pass, when FSDP2 reduces the last gradients in fp32."""
+        """The backward pass's end, when FSDP2 reduces the last gradients in fp32."""
         shards, root = self._shards, 0.0 if self._model.lora else self._root
         # A process alone divides into a third copy.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
@@ -442,7 +440,7 @@ class Needs:
 
     @cached_property
     def _stepping(self) -> Parts:
-        """The optimizer step's needs beside weights, gradients and state."""
+        """The optimizer step's own needs."""
         optim, parts = self._optim, Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
@@ -477,12 +475,12 @@ class MegatronNeeds(Needs):
     """Bytes of one process of a pipeline stage of the Megatron engine.
 
     A lasting fp32 buffer collects gradients. Data-parallel processes divide the fp32 weights and moments. The first stage has
-    most micro-batches in flight, the last has the logits.
+    most micro-batches in flight, the last the logits.
     """
 
     @cached_property
     def _chunks(self) -> list[Counter[LayerShape]]:
-        """The stage's layers by virtual stage, as the engine deals them."""
+        """The stage's layers by virtual stage."""
         layers, stages = self._model.shape.layers, self._engine.pipeline_parallel
         runs = stages * self._engine.virtual_stages
         each, over = divmod(len(layers), runs)
@@ -592,7 +590,7 @@ class MegatronNeeds(Needs):
         yield self._at(0.0, 0.0) | self._stepping
 
     def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
-        """Bytes of all micro-batches in flight at the first backward pass (1F1B)."""
+        """Bytes of micro-batches in flight at the first backward pass (1F1B)."""
         stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
         if virtual > 1:  # chunks take turns of as many micro-batches as there are stages
@@ -644,7 +642,7 @@ def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:
 
 
 def _sent(size: float) -> Parts:
-    """Bytes on their way to other processes, wave by wave."""
+    """Bytes on their way to other processes."""
     return {"buffers": 2 * min(_PUBLISH_WAVE, size)} if size else {}
 
 

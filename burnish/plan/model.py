@@ -1,7 +1,4 @@
-"""Count a model and a step: parameters on a rank, sequences, and bytes of a token in each layer.
-
-`token_bytes` follows both engines' layers (`burnish.models.kernels`, transformers, Megatron-Core) operation by operation.
-"""
+"""Count parameters on a rank, sequences, and bytes of a token in each layer, for both engines."""
 
 from __future__ import annotations
 
@@ -71,11 +68,11 @@ class Weight:
         return self.experts > 0 or self.linear in ("gate_proj", "up_proj", "down_proj")
 
     def held(self, shards: int, tensor: int) -> int:
-        """Return elements on the fullest rank, with rows cut as torch.chunk cuts them."""
+        """Return the fullest rank's elements, with rows cut as torch.chunk cuts them."""
         return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
 
     def factors(self, rank: int) -> tuple[Weight, Weight]:
-        """Return this rank's A and B of a LoRA. Tensor parallelism divides the one at the cut."""
+        """Return this rank's A and B of a LoRA. Tensor parallelism divides one."""
         inner, by_columns = rank * (self.experts or 1), self.linear.endswith(_CUT_BY_COLUMNS)
         rows = self.elements // ((self.experts or 1) * self.width)
         a = Weight(inner, self.width, self.linear, self.shared and by_columns)
@@ -116,13 +113,13 @@ class PlannedModel:
                 yield from weight.factors(self.lora.rank)
 
     def adapts(self, linear: str) -> bool:
-        """Return whether the adapter is for linear layers of this name."""
+        """Return whether the adapter is for such layers."""
         if self.lora is None or not linear:
             return False
         return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
 
     def trains(self, linear: str) -> bool:
-        """Return whether such a linear layer, or its adapter, gets gradients."""
+        """Return whether it, or its adapter, gets gradients."""
         return self.lora is None or self.adapts(linear)
 
     @cached_property
@@ -145,7 +142,7 @@ class PlannedModel:
         return self.total(self.layers) + sum(weight.elements for weight in self.root)
 
     def total(self, weights: dict[LayerShape, tuple[Weight, ...]]) -> int:
-        """Return the elements of these weights in all layers."""
+        """Return the weights' elements in all layers."""
         return sum(
             sum(w.elements for w in weights[kind]) * n for kind, n in self.shape.counts.items()
         )
@@ -169,7 +166,7 @@ class PlannedModel:
 
     @property
     def published_adapter(self) -> int:
-        """Elements of the adapter that generators hold unmerged, or 0."""
+        """Elements of an unmerged adapter, or 0."""
         return self.adapter if self.lora is not None and self.lora.publish == "adapter" else 0
 
     @cached_property
@@ -252,13 +249,13 @@ class _Block(NamedTuple):
 
 
 def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
-    """The hidden state between blocks, where tensor ranks may divide tokens."""
+    """The hidden state between blocks; tensor ranks may divide tokens."""
     divided = engine.kind == "torch" or engine.megatron_sequence_parallel
     return model.shape.hidden * width / (engine.tensor_parallel if divided else 1)
 
 
 def _heads(shape: ModelShape, engine: EngineConfig, width: int) -> tuple[float, float]:
-    """Queries and keys on a rank. Key heads are repeated where ranks outnumber them."""
+    """Queries and keys on a rank; ranks repeat key heads if there are too few."""
     tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
     key = shape.key * width * max(1 / tensor, sequence / shape.key_heads)
     return shape.query * width / tensor, key
@@ -336,7 +333,7 @@ def _of_torch(
 def _of_megatron(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
 ) -> tuple[_Block, _Block]:
-    """Attention and MLP of the Megatron engine, with tokens even over experts."""
+    """The Megatron engine's attention and MLP, with tokens even over experts."""
     exact, tensor, shape = FP32 / width, engine.tensor_parallel, model.shape
     part = _hidden(model, engine, width)
     query, key = _heads(shape, engine, width)

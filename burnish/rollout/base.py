@@ -52,19 +52,16 @@ class Generator(Protocol):
     ) -> list[list[Completion]]:
         """Return each request's `samples` completions, in order.
 
-        The draw of token t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone. A request's `drawn` tokens count.
+        Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone. `drawn` tokens count.
         """
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Copy weights from the shards of every rank. Collective.
-
-        Frozen weights are copied once only, so pass shards of one engine only.
-        """
+        """Copy weights from the shards of every rank, frozen ones once only: pass shards of one engine. Collective."""
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """Yield each tensor that it computes with, by canonical name, and its `Shard.checksum` as it is held.
+        """Yield each tensor that it computes with, by canonical name, and its `Shard.checksum`.
 
-        A tied weight that lies in two places appears twice.
+        A tied weight in two places appears twice.
         """
 
     def release(self) -> None:
@@ -75,7 +72,7 @@ class Generator(Protocol):
 
 
 class Underway(NamedTuple):
-    """A request of a call under way, with its completions so far."""
+    """A request under way, with its completions so far."""
 
     sampling: Sampling
     request: Request
@@ -92,7 +89,7 @@ class Continuable(Generator, Protocol):
 def require_valid(
     requests: Sequence[Request], sampling: Sampling, max_positions: int | None
 ) -> None:
-    """Raise `UsageError` for a value out of range, or a prompt that is empty or leaves no room for `max_tokens`."""
+    """Raise `UsageError` for a value out of range, or a prompt that is empty or leaves no room."""
     rules = {
         "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature >= 0, "0 or more"),

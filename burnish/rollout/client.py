@@ -1,7 +1,4 @@
-"""A generator in other processes: servers share the requests, and others take over from one that dies.
-
-Each rank sends weights to some of the servers; rank 0 asks all of them.
-"""
+"""A generator in other processes: servers share the requests, and take over from one that dies."""
 
 from __future__ import annotations
 
@@ -140,7 +137,7 @@ class Server:
 
     @contextmanager
     def losing(self) -> Iterator[None]:
-        """Raise `ServerLost` for whatever a network or a server does wrong in the block."""
+        """Raise `ServerLost` for whatever a network or server does wrong."""
         try:
             yield
         except _WRONG as error:
@@ -191,7 +188,7 @@ class Upload:
                     self._connection.send(b"\r\n")
 
     def finish(self) -> None:
-        """Wait until the server holds the weights. Raises `ServerLost`, or its own error."""
+        """Wait until the server holds the weights. Raises `ServerLost`, or its error."""
         self.send(messages.LAST)
         with self._server.losing():
             self._connection.send(b"0\r\n\r\n")
@@ -218,10 +215,9 @@ class ServedGenerator:
         revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers` are the same on all ranks; they get tensors of `specs` always, and `fixed` ones once. Collective.
+        """`servers`, the same on all ranks, get tensors of `specs` always and `fixed` ones once. Collective.
 
         With `in_flight` they take weights while they generate. Each rank calls `revive` before weights if a server is lost.
-        `close` calls `end`.
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
         self._servers, self._layout = tuple(servers), layout
@@ -242,9 +238,8 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`. Raises `BurnishError` if no server is left.
 
-        Deals requests by length, a share to each server, before any begins: time decides no bit. With `in_flight`, where it does
-        anyway, servers take smaller shares from one queue. A lost server's whole share goes to another, so the loss does not
-        change what is computed together.
+        Deals requests by length, a share to each server, before any begins: time decides no bit. With `in_flight`, where it does,
+        servers take smaller shares from one queue. A lost server's whole share goes to another, which computes the same together.
         """
         if self._version is None:
             raise UsageError("the servers have no weights", do="call load_weights first")
@@ -273,7 +268,7 @@ class ServedGenerator:
         sampling: Sampling,
         watch: Watch | None,
     ) -> dict[int, list[Completion]]:
-        """Ask all servers at the same time for their shares; return the completions by request."""
+        """Ask all servers at the same time for their shares."""
         found: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -317,7 +312,7 @@ class ServedGenerator:
         return found
 
     def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`. Any thread may call it; a server that is silent for seconds is left out."""
+        """See `Continuable.so_far`. Any thread may call it; a silent server is left out."""
 
         def told(server: Server) -> list[Underway]:
             try:
@@ -446,7 +441,7 @@ class ServedGenerator:
 
 
 def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> Bins:
-    """Deal requests: a share for each server, or with `in_flight` ever smaller ones for whoever is next."""
+    """Deal a share to each server, or with `in_flight` ever smaller ones to a queue."""
     if in_flight:
         left, shares = deque(range(len(requests))), list[list[int]]()
         while left:

@@ -54,7 +54,7 @@ def draw_groups(
     counts: Tensor,
     leave: Callable[[Tensor, Drawn], None],
 ) -> None:
-    """Draw rows of `logits` [n, V] fp32; have `leave` overwrite them with what the engine is to see.
+    """Draw rows of `logits` [n, V] fp32; have `leave` overwrite them in place.
 
     `groups` are settings and their rows. `keys` and `counts` [n] are as for `uniforms`.
     """
@@ -94,7 +94,7 @@ class Running:
 
     @property
     def own(self) -> list[int]:
-        """Return the tokens that the engine has made."""
+        """Return the engine's own tokens."""
         return self.tokens[self.drawn :]
 
     def take(self, tokens: Sequence[int], rule: StopRule, now: float) -> bool:
@@ -108,7 +108,7 @@ class Running:
         return False
 
     def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
-        """Return it with its log-probs; `asked` is when it was asked for."""
+        """Return it with its log-probs, asked for at a time."""
         return Completion(
             token_ids=np.array(self.own, dtype=np.int64),
             sampled_logprobs=sampled,
@@ -145,7 +145,7 @@ class EngineGenerator(ABC):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
-        """See `Generator.generate`. Raises `UsageError` as the built-in generator does, and for experts that it cannot record."""
+        """See `Generator.generate`. Raises `UsageError` as the built-in generator does."""
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
         self._require_fitting(sampling)
@@ -181,8 +181,7 @@ class EngineGenerator(ABC):
             self._sleep()
 
     @abstractmethod
-    def _sleep(self) -> None:
-        """Have the engine free the device's memory."""
+    def _sleep(self) -> None: ...
 
     @abstractmethod
     def _require_fitting(self, sampling: Sampling) -> None:
@@ -191,8 +190,7 @@ class EngineGenerator(ABC):
     @abstractmethod
     def _complete(
         self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
-    ) -> None:
-        """Have the engine make all of these completions."""
+    ) -> None: ...
 
     @abstractmethod
     def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
@@ -220,7 +218,7 @@ def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
 
 
 def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> list[Running]:
-    """Return a request's completions, without tokens of their own."""
+    """Return a request's completions, without own tokens."""
     prompt = request.token_ids.tolist()
     samples = range(request.first_sample, request.first_sample + request.samples)
     keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
@@ -231,7 +229,7 @@ def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> lis
 def held_specs(
     model: PreTrainedModel, hf_config: PretrainedConfig, dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
-    """Return a model's tensors by name, with the dtype in which an engine holds them."""
+    """Return a model's tensors by name, with the engine's dtypes."""
     specs = tensor_specs(model)
     fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
     return {
@@ -253,7 +251,7 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each wanted tensor, in new memory and its dtype, once all its pieces have come.
 
-    Raises `IncompatibleError` for a tensor that is unknown, has another shape, comes twice or never.
+    Raises `IncompatibleError` for one that is unknown, has another shape, comes twice or never.
     """
     left = dict(wanted)
     begun: dict[str, tuple[Tensor, int]] = {}

@@ -1,6 +1,6 @@
-"""Messages between training and generator servers, in HTTP bodies.
+"""Messages between training and generator servers: a line of JSON and the bytes of the arrays that it names.
 
-A message is a line of JSON and the bytes of the arrays that it names. No pickle goes over the network.
+No pickle goes over the network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None)
 
 
 def read(stream: BinaryIO) -> Message | None:
-    """Read the next message, or return None at the end. Raises `NONSENSE`. Takes only the memory of what comes."""
+    """Return the next message, or None at the end. Raises `NONSENSE`. Takes only the memory of what comes."""
     line = stream.readline(_MOST_BYTES_OF_A_LINE)
     if not line:
         return None
@@ -60,7 +60,7 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
-    """Read an array straight into its memory, which takes no room before bytes come."""
+    """Read into the array's own memory, which takes no room before bytes come."""
     array = torch.empty(math.prod(shape) * np.dtype(kind).itemsize, dtype=torch.uint8).numpy()
     room, came = array.data, 0
     while came < len(room):
@@ -109,7 +109,7 @@ def encode_requests(
     *,
     in_flight: bool,
 ) -> Parts:
-    """Ask for completions by `owner`'s weights of a version, or `in_flight` also by later ones."""
+    """Ask for completions by `owner`'s weights of a version, `in_flight` also by later ones."""
     told = [
         [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
         for each in requests
@@ -175,7 +175,7 @@ def read_completions(
 ) -> list[list[Completion]]:
     """Return each request's completions, with `partial` as far as they are.
 
-    Raises `NONSENSE` unless they are what `encode_requests` asked for.
+    Raises `NONSENSE` unless `encode_requests` asked for them.
     """
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible endpoint as a generator, whose weights cannot be set.
+"""An OpenAI-compatible endpoint as a generator, with fixed weights.
 
-Conversations go to URL/chat/completions, texts to URL/completions, each sample by itself and with its own seed.
+Conversations go to URL/chat/completions, texts to URL/completions, each sample alone, with its own seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUSY = frozenset({408, 409, 425, 429})
 
 
 class _Passing(Exception):
-    """A failure that may pass. `wait` is what the endpoint asks for, in seconds."""
+    """A failure that may pass. The endpoint asks for `wait` seconds."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -69,7 +69,7 @@ class EndpointGenerator:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
-        """See `Generator.generate`, but the endpoint makes the draws.
+        """See `Generator.generate`. The endpoint makes the draws.
 
         Raises `BurnishError` if it refuses a request or keeps failing.
         """
@@ -101,7 +101,7 @@ class EndpointGenerator:
         return [[next(made) for _ in range(request.samples)] for request in requests]
 
     def connection(self) -> HTTPConnection:
-        """Return a connection, which opens at its first use."""
+        """Return a connection, not yet open."""
         kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
         return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
 
@@ -179,7 +179,7 @@ class EndpointGenerator:
         )
 
     def lost(self, reason: str) -> BurnishError:
-        """Return the error for an endpoint that failed at all attempts."""
+        """Return the error for an endpoint that keeps failing."""
         return BurnishError(
             f"the endpoint {self._url.geturl()} failed {_RETRIES} times in a row",
             have=reason,
@@ -206,7 +206,7 @@ class EndpointGenerator:
 
 
 class _Asking:
-    """Samples that threads ask for, each over its own connection."""
+    """Samples that threads ask for."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Keep completions of batches that are being drawn, so that a save holds them and a resumed run continues them.
+"""Keep completions that are being drawn, so that a save holds them and a resumed run continues them.
 
-A completion of n tokens goes on as a request whose prompt ends with them, with draw n. So it equals one that nothing interrupted,
-if the weights are the same.
+A completion of n tokens goes on as a request whose prompt ends with them, with draw n. So it equals an uninterrupted one, if the
+weights are the same.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class PartialCompletions:
             self._known = {key: each for key, each in self._known.items() if key.step >= step}
 
     def _left(self, request: Request, keys: Sequence[SampleKey]) -> Iterator[Request]:
-        """Yield what is left to ask for."""
         begun = [self._known.get(key) for key in keys]
         if not any(begun):
             yield request
@@ -96,7 +95,7 @@ class PartialCompletions:
 
 
 def joined(begun: Completion | None, more: Completion) -> Completion:
-    """Return a begun completion together with what came after it."""
+    """Append what came after a begun completion."""
     if begun is None:
         return more
     count, spans = len(begun.token_ids), list(begun.later_versions)
@@ -118,7 +117,7 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
 def _further(one: Completion | None, other: Completion) -> Completion:
     """Return which of the two has ended, or else is longer.
 
-    One can be told twice: if it ends while servers are asked, or a lost server leaves it to another.
+    One is told twice if it ends while servers are asked, or moves to another server.
     """
     both = [other] if one is None else [one, other]
     return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))

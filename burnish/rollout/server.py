@@ -3,7 +3,7 @@
     PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); &anew=1: fixed ones first
     POST /completions         requests; answers with progress, then completions
     GET  /completions         those under way: requests, then completions
-    POST /release             frees device memory until the next weights
+    POST /release             frees device memory
     GET  /checksums           of each tensor that it computes with
     GET  /                    what it is; 503 while it hangs
 
@@ -54,7 +54,7 @@ class GeneratorServer:
     ) -> None:
         """Listen at once. Whoever knows the token can read `about`.
 
-        A client that is silent for `timeout` seconds amid a request counts as gone. Raises `OSError` if the address is taken.
+        A client that is silent for `timeout` seconds amid a request is gone. Raises `OSError` if the address is taken.
         """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._timeout, self._moved = timeout, time.monotonic()
@@ -69,7 +69,7 @@ class GeneratorServer:
         """Where it listens."""
 
     def run(self, check: Callable[[], None] = lambda: None) -> None:
-        """Answer until `stop`, or until `check` raises an exception between two calls."""
+        """Answer until `stop`, or until `check` raises between two calls."""
         serve = partial(self._http.serve_forever, _POLL_SECONDS)
         threading.Thread(target=serve, daemon=True).start()
         try:
@@ -103,7 +103,7 @@ class GeneratorServer:
         return {**self._about, "version": self._version}
 
     def call(self, made: Callable[[], Any], *, between_steps: bool = False) -> Future[Any]:
-        """Have the thread of `run` call a function, in turn or in the middle of a generation."""
+        """Have the thread of `run` call a function, in turn or amid a generation."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -125,7 +125,7 @@ class GeneratorServer:
             self._loads.get()()
 
     def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
-        """Load a body's weights for `owner`; without all of them there is no version."""
+        """Load a body's weights for `owner`; without all there is no version."""
         self._version, self._owner = None, owner
         fixed = messages.read_shards(body) if anew else ()
         self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
@@ -135,7 +135,7 @@ class GeneratorServer:
     def complete(
         self, asked: messages.Message, say: Callable[[messages.Parts], None]
     ) -> messages.Parts:
-        """Return completions, or the version that it holds if that is another; `say` sends progress."""
+        """Return completions, or the version held if it is another; `say` sends progress."""
         requests, sampling, version = messages.read_requests(asked)
         held, in_flight = self._version, bool(asked.fields["in_flight"])
         if asked.fields["owner"] != self._owner:
@@ -291,7 +291,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _told(call: Future[Any]) -> messages.Parts:
-    """Return a call's answer or its error."""
     try:
         return call.result() or messages.encode({})
     except BurnishError as error:
@@ -303,7 +302,7 @@ def _told(call: Future[Any]) -> messages.Parts:
 
 
 class _Body(io.RawIOBase):
-    """The body of a request, of a given length or in chunks, as a stream. Raises `ValueError` for another."""
+    """The body of a request, with a length or in chunks. Raises `ValueError` for another."""
 
     def __init__(self, request: _Handler) -> None:
         self._source = cast(Any, request.rfile)

@@ -1,8 +1,7 @@
-"""Run one call of the built-in generator: schedule completions in slots until all have ended.
+"""Schedule the completions of one call in slots until all have ended.
 
-Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. Running completions fill the
-first n slots. An accelerator copies tokens to the host during its next step, so Python learns of an end one step late. Time
-decides nothing: equal calls give equal schedules.
+Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. An accelerator copies tokens to
+the host during its next step, so Python learns of an end one step late. Time decides nothing: equal calls give equal schedules.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt and its place in a chunk."""
-
     request: Request
     chunk: _Chunk | None = None
     index: int = 0
@@ -132,7 +129,7 @@ class Decoding:
         watch: Watch | None = None,
         stream: Callable[[Sequence[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """Decode to the end. `version` is that of the model's weights, which `watch` may replace.
+        """Decode to the end. `version` is the weights', which `watch` may replace.
 
         `stream` gets the first completion's tokens before each step.
         """
@@ -197,7 +194,7 @@ class Decoding:
         self._forget(sequences)
 
     def _forget(self, started: Sequence[_Sequence]) -> None:
-        """Release chunks whose completions have all started; they start in order."""
+        """Release chunks whose completions, in order, have all started."""
         coming = self._waiting[0].prompt if self._waiting else None
         for sequence in started:
             if sequence.prompt is not coming:
@@ -348,10 +345,7 @@ class Readback:
             self._copied.record()
 
     def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
-        """Return tokens, sampled and raw log-probs, and the previous tokens' experts.
-
-        Raises `BurnishError` if a log-prob is not finite.
-        """
+        """Return tokens, sampled and raw log-probs, and the previous tokens' experts. Raises `BurnishError` if one is not finite."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens, sampled, logprobs = self._parts

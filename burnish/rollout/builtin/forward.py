@@ -1,8 +1,7 @@
-"""The model as generation runs it: weights in; token ids in, hidden states and logits out.
+"""The model as generation runs it: token ids in, hidden states and logits out.
 
 `FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for gate and up: small batches
-spend their time between products. Other families run through their own modules. An adapter is never merged: y = W x + b + s B A
-x.
+spend their time between products. An adapter is never merged: y = W x + b + s B A x.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class InferenceModel:
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Build the model. Raises `IncompatibleError` if Burnish cannot, or it lacks the layers of `lora`."""
+        """Build the model. Raises `IncompatibleError` if it cannot, or layers of `lora` are missing."""
         self.max_positions = longest_sequence(hf_config)
         """Most tokens of a sequence; None without a limit."""
         self.device, self.layers = device, hf_config.get_text_config().num_hidden_layers
@@ -81,7 +80,7 @@ class InferenceModel:
         return self._transform.apply_(linear(hidden, head).float())
 
     def shards(self) -> Iterator[Shard]:
-        """Yield all weights as views; a tied head twice, once as what `logits` reads."""
+        """Yield all weights as views; a tied head again as what `logits` reads."""
         yield from model_shards(self.module, parts=(*self._fixed, *self._changing))
         if self._tied_head is not None:
             head = self.module.get_output_embeddings().weight.detach()
@@ -102,7 +101,7 @@ class InferenceModel:
     def load(self, weights: Publication, layout: Layout) -> None:
         """See `Generator.load_weights`. Every call must bring the same shards.
 
-        A lone process takes each shard as it comes, so they may be made one by one.
+        A lone process takes them one by one.
         """
         for storage, size in self._released:
             storage.resize_(size)
@@ -121,7 +120,7 @@ class InferenceModel:
         layout: Layout,
         gather: Gather | None,
     ) -> Gather | None:
-        """Fill parts of the model; return how shards like these are gathered."""
+        """Fill parts of the model; return the `Gather` of such shards."""
         mine = list(model_shards(self.module, parts=parts))
         if layout.world > 1:
             shards = list(shards)
@@ -134,7 +133,7 @@ class InferenceModel:
 
 @torch.no_grad()
 def _fill(mine: Sequence[Shard], pieces: Iterable[Shard]) -> None:
-    """Copy pieces into tensors. Raises `IncompatibleError` for another shape, `MissingError` for what no piece brought."""
+    """Copy pieces into tensors. Raises `IncompatibleError` for another shape, `MissingError` for a missing piece."""
     wanted: dict[str, list[Shard]] = {}
     for shard in mine:
         wanted.setdefault(shard.spec.name, []).append(shard)
@@ -197,7 +196,7 @@ class ModuleForward:
 class FusedForward:
     """Run pre-norm blocks of grouped attention with rotary positions and a gated MLP.
 
-    Some weights become views of fused ones, so take the model's shards afterwards.
+    Take the model's shards afterwards: some become views of fused ones.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -254,7 +253,6 @@ class _Block:
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate query and key heads in one step."""
         query, key = self._attention.q_norm, self._attention.k_norm
         if query is None or key is None:
             return rotate(heads, rotation)
@@ -284,7 +282,7 @@ class FusedLinear:
         self._reordered: Tensor | None = None
 
     def refresh(self) -> None:
-        """Copy changed weights into the order of a CPU's bf16 units, which each product would do otherwise."""
+        """Reorder changed weights for a CPU's bf16 units, which each product would do otherwise."""
         weight = self._weight
         if weight.is_cpu and weight.dtype == torch.bfloat16 and has_bf16_products(weight.device):
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)

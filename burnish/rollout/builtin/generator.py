@@ -1,7 +1,7 @@
-"""The built-in generator: sample from a copy of the model inside the training process.
+"""Sample from a copy of the model inside the training process.
 
 Every process holds the whole model in the compute dtype and generates its own requests. Shards of any layout fill it. With an
-unmerged adapter, the model's own weights arrive once and later calls bring only A and B.
+unmerged adapter, later weights are only A and B.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARE_OF_FREE_MEMORY = 0.8
 
 
 class BuiltinGenerator:
-    """A `Continuable`. Decodes at most `slots` completions at once; "auto" is as many as memory holds.
+    """A `Continuable` that decodes at most `slots` completions at once; "auto" is as many as memory holds.
 
     `eos_token_ids` end every completion. Stop strings need `decode`.
     """
@@ -60,8 +60,7 @@ class BuiltinGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`; `stream` is as in `Decoding.run`.
 
-        Raises `UsageError` before any work without loaded weights, for what `require_valid` refuses, and for stop strings without
-        `decode`.
+        Raises `UsageError` before any work without weights, and as `require_valid` and `StopRule` do.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
@@ -104,7 +103,7 @@ class BuiltinGenerator:
     def _slots_that_fit(self, length: int) -> int:
         """Return 512, or half of that and so on, for sequences of so many tokens.
 
-        With powers of two, a restart on a machine like this one computes the same bits.
+        Powers of two, so that a restart computes the same bits.
         """
         if self._slot_bytes is None:
             self._slot_bytes = slot_bytes(self._model)

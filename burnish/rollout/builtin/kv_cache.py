@@ -1,7 +1,7 @@
-"""The KV cache: keys and values of prompts and completions, one slot per running completion.
+"""Keys and values of prompts and completions, one slot per running completion.
 
-`PromptCache` reads packed prompts. Each decoding step then appends one token to every row. `SlotCache` copies the prompt into
-each row, which takes the fewest kernels. Rows grow together.
+Each decoding step appends one token to every row of a `SlotCache`. It copies the prompt into each row, which takes the fewest
+kernels.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RowStore:
                 mine[:, :, : source.shape[1]].index_copy_(0, rows, read)
 
     def append(self, layer: int, positions: Tensor, *latest: Tensor) -> None:
-        """Write keys and values [1, kv_heads, n, head_dim] of one token to each of the first n rows."""
+        """Write keys and values [1, kv_heads, n, head_dim] of one token to the first n rows."""
         rows = torch.arange(len(positions), device=positions.device)
         for mine, each in zip(self.layers[layer], latest, strict=True):
             mine[rows, :, positions] = each[0].transpose(0, 1).to(mine.dtype)
@@ -125,10 +125,7 @@ class SlotCache:
         self._store.move(sources, targets)
 
     def step(self, positions: Tensor, span: int) -> Attends:
-        """Begin a decoding step of the first n rows and end all others.
-
-        The latest tokens are at `positions` [n], all below `span`.
-        """
+        """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; end all others."""
         self._store.reserve(None, self._slots, span)
         self._positions, self._span, self._biases = positions, _rounded(span), {}
         return self
@@ -160,10 +157,10 @@ class SlotCache:
 def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
 ) -> Tensor:
-    """Attend with one token per row, [n, heads, head_dim] → [n, kv_heads, heads per key head, width of values].
+    """Attend with a token per row, [n, heads, head_dim] → [n, kv_heads, heads per key head, width of values].
 
-    CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads, so there
-    heads that share keys become queries of one call.
+    CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads, so heads
+    that share keys become queries.
     """
     grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     if query.device.type != "cpu":

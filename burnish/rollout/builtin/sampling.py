@@ -5,7 +5,7 @@ seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ
 multiply. So batching, order and ranks change nothing.
 
 Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go together. The draw inverts the
-distribution function over the kept tokens by id. Masses are fp32, running sums fp64.
+distribution function by id. Masses are fp32, running sums fp64.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Drawn:
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     """Draw a token per row from `logits` [n, V] fp32 (overwritten).
 
-    `uniforms` [n] float64 lie in [0, 1) and may be on the CPU. Temperature 0 takes the most probable token, of equals the lowest
-    id. A row with a NaN gives NaN log-probs and some valid id.
+    `uniforms` [n] float64 lie in [0, 1), perhaps on the CPU. Temperature 0 takes the most probable token, of equals the lowest
+    id. A NaN gives NaN log-probs and some valid id.
     """
     if sampling.temperature == 0:
         return _greedy(logits)
@@ -90,7 +90,7 @@ def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
 def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first token [n] whose running sum exceeds uniform · total, and log total [n] fp32.
 
-    Searches block sums first, then one block. Never returns a token of mass 0.
+    Searches block sums first. Never returns a token of mass 0.
     """
     here, summing = masses.device, uniforms.device
     missing = -masses.shape[-1] % _BLOCK
@@ -122,7 +122,7 @@ def stream_key(seed: int, step: int, prompt_key: int, sample: int) -> int:
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
     """Return number `counts[i]` of key `keys[i]`, both [n] int64, as float64 [n] in [0, 1), with 53 random bits.
 
-    It is on the keys' device, or on the CPU if that lacks fp64.
+    A device without fp64 gets them on the CPU.
     """
     if not has_fp64(keys.device):
         cpu = torch.device("cpu")

@@ -1,7 +1,6 @@
 """End a completion: at a token id, a stop string, or its length.
 
-The token that completes a stop string is kept: training sees whole tokens. The tail is decoded only if the latest token can
-complete a string.
+The token that completes a stop string is kept: training sees whole tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class _StopStrings:
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.
 
-        True for tokens that are no text alone, and for strings that end with a space: tokenizers drop leading spaces.
+        True for tokens that are no text alone, and for strings that end with a space: tokenizers drop leading ones.
         """
         known = self._candidates.get(token)
         if known is None:

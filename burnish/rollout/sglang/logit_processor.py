@@ -1,8 +1,8 @@
 """Draw tokens inside SGLang as the built-in generator does.
 
 SGLang takes the largest logit and reports the log-softmax of what a custom logit processor returns. This one draws each row's
-token and leaves three logits: 0 for the drawn token, and in its two neighbours its sampled and raw log-probs, times 2^80. Next to
-0 these have no mass, so log-softmax changes no bit of them. `read` undoes this.
+token and leaves three logits: 0 for it, and in its two neighbours the sampled and raw log-probs, times 2^80. Next to 0 these have
+no mass, so log-softmax changes no bit of them. `read` undoes this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOP = 3
 
 
 def request_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]) -> dict[str, Any]:
-    """Return SGLang's parameters for a completion with this key and so many `drawn` tokens; ids of `stop` end it."""
+    """Return SGLang's parameters for a completion; ids of `stop` end it."""
     return {
         "temperature": 0.0,
         "max_new_tokens": sampling.max_tokens - drawn,
@@ -44,7 +44,7 @@ class DrawingLogitProcessor(CustomLogitProcessor):
     def __call__(
         self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> Tensor:
-        """Draw a token for every row; SGLang gives each row's request with its parameters."""
+        """Draw a token for every row, given each row's request."""
         rows: dict[DrawSettings, list[int]] = {}
         numbers = []
         for row, given in enumerate(custom_param_list or ()):

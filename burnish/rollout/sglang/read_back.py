@@ -16,7 +16,7 @@ from burnish.rollout.inference_engine import JOINED
 def write_parameters(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Write tensors to files. SGLang's worker runs this in place of a loader of weights.
 
-    Each name is JSON: `name` in the checkpoint, `shapes` of tensors in the same module, and `path`.
+    Each name is JSON: `name` in the checkpoint, `shapes` in the same module, and `path`.
     """
     parameters = dict(model.named_parameters())
     joined = {**JOINED, **getattr(model, "packed_modules_mapping", {})}
@@ -33,7 +33,7 @@ def _held(
     name: str,
     shapes: Mapping[str, Sequence[int]],
 ) -> Tensor | None:
-    """Return a checkpoint's tensor, perhaps rows of a parameter; None where this cannot be told."""
+    """Return a checkpoint's tensor, perhaps rows of a parameter; None if that cannot be told."""
     if name in parameters:
         return parameters[name][: shapes[name][0]]  # SGLang makes vocabularies longer
     owner, _, kind = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Sample with SGLang from the calling process, which has to be its own.
 
-Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`) and never
-against SGLang itself. SGLang starts processes that end with this one, takes signals, and takes accelerators from `device` on.
+Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`), never against
+SGLang. SGLang starts processes that end with this one, takes signals, and takes accelerators from `device` on.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _CHUNK = 16
 class SglangGenerator(EngineGenerator):
     """Sample with SGLang what the built-in generator samples; a `Continuable`.
 
-    The arguments are `VllmGenerator`'s. Experts are not recorded. `so_far` tells some tokens late, and the first token of new
-    weights only once a completion has ended.
+    The arguments are `VllmGenerator`'s. `so_far` tells some tokens late, and the first token of new weights only at a
+    completion's end.
     """
 
     def __init__(  # noqa: PLR0913
@@ -196,7 +196,7 @@ class SglangGenerator(EngineGenerator):
         self._engine.shutdown()
 
     def _stream(self, running: Sequence[Running], sampling: Sampling) -> Iterator[dict[str, Any]]:
-        """Ask for completions; yield SGLang's messages about each as it grows."""
+        """Ask for completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
             self._draws.request_params(sampling, each.key, each.drawn, sorted(stop))
@@ -215,7 +215,7 @@ class SglangGenerator(EngineGenerator):
         return found
 
     def _take(self, output: dict[str, Any], running: dict[str, Running], rule: StopRule) -> int:
-        """Take told tokens; return 1 if they end a completion. The last message takes it from `running`."""
+        """Take told tokens; return 1 if they end a completion. Its last message removes it from `running`."""
         told, ended = output["meta_info"], False
         each, finish = running[told["id"]], told["finish_reason"]
         if each.reason is None:

@@ -1,8 +1,8 @@
 """Draw tokens inside vLLM as the built-in generator does.
 
 vLLM samples greedily and reports processed logits. A logits processor draws each row's token and leaves two logits: the drawn
-token's, −(its sampled log-prob), and its neighbour's, the raw log-prob. The first is positive and the second is not, so vLLM
-takes the drawn token and reports both. `read` undoes this.
+token's, −(its sampled log-prob), and its neighbour's, the raw log-prob. Only the first is positive, so vLLM takes it and reports
+both. `read` undoes this.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
 
 
 def arguments_of(params: SamplingParams) -> tuple[int, int, DrawSettings] | None:
-    """Return a request's key, drawn tokens and settings; None for one that Burnish did not make."""
+    """Return a request's key, drawn tokens and settings; None if it is not Burnish's."""
     given = (params.extra_args or {}).get(_ARGUMENT)
     return given and (given[0], given[1], DrawSettings(*given[2:]))
 
 
 def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
-    """Return sampled and raw log-probs of the first `tokens` tokens from vLLM's flat log-probs. Raises `BurnishError` for NaN."""
+    """Return sampled and raw log-probs of the first `tokens` tokens from vLLM's flat ones. Raises `BurnishError` for NaN."""
     table = np.array(reported[: 3 * tokens], dtype=np.float32).reshape(-1, 3)
     if not np.isfinite(table).all():
         raise not_finite()

@@ -1,7 +1,7 @@
 """Record the experts of each token in vLLM's workers.
 
-vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Here routers leave them by slot of vLLM's cache. So they are
-known of a prefix that another completion has read.
+vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Here routers leave them by slot of vLLM's cache, so those of
+a shared prefix are known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def begin_recording(worker: Any) -> None:
 
 
 def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
-    """Return experts [count, L, k] of the first tokens of requests in vLLM's last step, given a count for each."""
+    """Return experts [count, L, k] of the first tokens of requests in vLLM's last step."""
     columns = [router.capture_fn.args[0] for router in _routers(worker)]
     requests, size = worker.model_runner.requests, _block_size(worker)
     blocks = {name.partition("-")[0]: each.block_ids[0] for name, each in requests.items()}
@@ -48,7 +48,7 @@ def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
 
 
 def _record(room: Tensor, chosen: Tensor) -> None:
-    """Leave a router's experts [n, k] in their tokens' slots; those of padding go last."""
+    """Leave a router's experts [n, k] in their tokens' slots, of padding in the last."""
     mapping: Any = get_forward_context().slot_mapping
     slots = next(iter(mapping.values()), None)
     if slots is not None:

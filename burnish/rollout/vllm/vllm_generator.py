@@ -66,8 +66,8 @@ _CPU_BLOCK = 32
 class VllmGenerator(EngineGenerator):
     """Sample with vLLM what the built-in generator samples; a `Continuable`.
 
-    A sequence has at most `max_length` tokens, or as many as the model has positions. vLLM runs at most `slots` completions at
-    once, as far as its cache has room. With `experts` it can record those of tokens. `lora` is an adapter beside the model.
+    A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once, as
+    the cache has room. `experts` allows to record those of tokens. `lora` is an adapter beside the model.
     """
 
     def __init__(  # noqa: PLR0913
@@ -180,7 +180,7 @@ class VllmGenerator(EngineGenerator):
         return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Load all tensors of a model or of its adapter, whole or in pieces. Bring them by layer: vLLM copies incomplete layers.
+        """Load all tensors of a model or of its adapter, layer by layer, as vLLM copies incomplete layers.
 
         Completions under way are read again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
         """
@@ -223,7 +223,7 @@ class VllmGenerator(EngineGenerator):
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of tensors read back from vLLM.
 
-        On a CPU that is the product of a packed layer and the identity, so a stale tensor shows; only −0 reads as 0. Left out are
+        On a CPU that is the product of a packed layer and the identity: a stale tensor shows; only −0 reads as 0. Left out are
         tensors under other names, B of an adapter whose scale is no power of two, and experts on accelerators in another order
         than Triton's. So are, with tensor parallelism, shared key heads and what a checkpoint has joined.
         """
@@ -284,7 +284,7 @@ class VllmGenerator(EngineGenerator):
             each.experts = experts
 
     def _routed(self, name: str, made: Any) -> Experts:
-        """Return what vLLM says of a request: at its end, if vLLM ended it, or else in chunks."""
+        """Return a request's experts: at its end, if vLLM ended it, or else in chunks."""
         found: Any = made.routed_experts
         if found is None:
             processor = self._engine.output_processor
@@ -298,11 +298,11 @@ class VllmGenerator(EngineGenerator):
             return self._call(function, *arguments)[0]
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in each of vLLM's workers."""
+        """Call a function in vLLM's workers."""
         return self._engine.collective_rpc(function, args=arguments)
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
-        """Return the bytes for keys and values of all slots, or half of that and so on, as memory has room."""
+        """Return the bytes for keys and values of all slots, or half of that and so on."""
         sizes = model_sizes(config)
         longest = self._max_positions or config.get_text_config().max_position_embeddings
         size = (slots + 1) * (longest + _CPU_BLOCK) * 2 * sizes.depth * sizes.key * dtype.itemsize
@@ -314,7 +314,7 @@ class VllmGenerator(EngineGenerator):
 def require_adaptable(
     targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Raise `IncompatibleError` for an adapter of experts, and on a CPU, where vLLM lacks a kernel, for one beside experts."""
+    """Raise `IncompatibleError` for an adapter of experts, or on a CPU, where vLLM lacks a kernel, beside experts."""
     mixture = bool(model_sizes(hf_config).experts)
     if any("." in each for each in targets) or (mixture and device.type == "cpu"):
         raise IncompatibleError(
@@ -347,7 +347,7 @@ def supported(device: str) -> list[str]:
 
 
 def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
-    """Ask another process, for seconds; raise `IncompatibleError` if vLLM does not fit or lacks the model."""
+    """Ask another process, for seconds; raise `IncompatibleError` if vLLM does not fit."""
     ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(

@@ -1,6 +1,6 @@
 """Give vLLM new weights, and read back those that it computes with.
 
-Functions that take a worker run in vLLM's workers.
+Functions of a worker run in vLLM's.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def begin_load(worker: Any) -> frozenset[str]:
 
 
 def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
-    """Hand tensors to the model, which keeps them until their layer is complete. Return vLLM's names of what they fill."""
+    """Hand tensors to the model, which keeps them until their layer is complete; return what they fill."""
     with set_current_vllm_config(worker.vllm_config):
         return _plain(worker.get_model().load_weights(tensors))
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:
-    """Return parameters' names without the wrappers of layers with an adapter."""
+    """Return names without the wrappers of layers with an adapter."""
     return frozenset(name.replace(".base_layer.", ".") for name in names)
 
 
 def _joined(model: Any, modules: Mapping[str, Any], layer: str) -> tuple[str, list[str]]:
-    """Return the vLLM layer that has a checkpoint's layer, and the names of all that it joins, if it does."""
+    """Return vLLM's layer for a checkpoint's layer, and the names that it joins, if it does."""
     parent, _, last = layer.rpartition(".")
     for one, parts in {**JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
         if layer not in modules and last in parts:
@@ -99,7 +99,7 @@ def read_factor(worker: Any, name: str, scale: float) -> Tensor:
 
 
 def _adapted(model: Any, name: str) -> tuple[Any, int]:
-    """Return the wrapper that has A or B of an adapter, and which of its parts."""
+    """Return the wrapper that has A or B of an adapter, and the part."""
     modules, layer = dict(model.named_modules()), name.removeprefix(ADAPTER_PREFIX)
     layer = layer.partition(".lora_")[0]
     owner, parts = _joined(model, modules, layer)
@@ -117,7 +117,7 @@ def end_load(worker: Any) -> None:
 
 
 def clear_cache(worker: Any) -> None:
-    """Set all keys and values to 0: a NaN would spread to its block's next owner, because 0 times NaN is NaN."""
+    """Set all keys and values to 0, because 0 times NaN is NaN for a block's next owner."""
     for held in worker.model_runner.kv_caches:
         held.zero_()
 
@@ -125,7 +125,7 @@ def clear_cache(worker: Any) -> None:
 def read_tensor(
     worker: Any, name: str, shapes: Mapping[str, tuple[int, ...]], head: bool = False
 ) -> Tensor | None:
-    """Return this rank's part of the checkpoint's tensor `name` as it is computed with, or None where this cannot be told.
+    """Return this rank's part of the checkpoint's tensor `name` as it is computed with, or None if that cannot be told.
 
     With `head`, the output layer computes. `shapes` are the checkpoint's.
     """
@@ -170,7 +170,7 @@ def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor
 
 
 def _matrix(module: Any, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a module with `width` inputs; if packed for the CPU, its product with the identity."""
+    """Return the weight of a module with `width` inputs, if packed its product with the identity."""
     weight: Tensor = module.weight.detach()
     is_head = isinstance(module, ParallelLMHead)
     looks_up = isinstance(module, VocabParallelEmbedding) and not is_head
@@ -201,7 +201,7 @@ def _expert(
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
-    """Undo vLLM's packing of an expert's matrix: pack the places of its elements as vLLM does."""
+    """Undo vLLM's packing of an expert's matrix: pack the places of its elements."""
     pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     places = torch.arange(packed.numel(), dtype=torch.int32).view(1, *packed.shape, 1)
     unit = torch.int32 if packed.itemsize == 4 else torch.int16
