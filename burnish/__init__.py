@@ -1,7 +1,6 @@
 """Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
-`sft`, `rl` and `evaluate` run what the commands of the same name run, in this process or, under torchrun, in each. Importing
-this package loads neither torch nor any of its modules; a name is loaded when it is first used.
+A name, and torch with it, is loaded when it is first used.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""``python -m burnish``: the command line, for torchrun and for machines without the script."""
+"""``python -m burnish``: the command line."""
 
 from burnish.cli.main import main
 

@@ -1,8 +1,7 @@
 """The Python API: do what the commands `sft`, `rl` and `eval` do, from a script or a notebook.
 
-Each function takes a configuration as a path, a mapping or a `RunConfig`, and further settings by
-keyword: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process calls
-it alike.
+A configuration is a path, a mapping or a `RunConfig`; keywords are further settings: `burnish.sft("sft.yaml", steps=10,
+optim={"lr": 1e-5})`. Under torchrun every process calls it alike.
 """
 
 from __future__ import annotations
@@ -60,21 +59,20 @@ class Result:
 
     @property
     def model(self) -> Path | None:
-        """The newest committed model, a directory for transformers; None if only on a mirror."""
+        """The newest committed model; None if only on a mirror."""
         step = newest(RunDirectory(self.directory).checkpoints)
         return None if step is None else Path(step.path) / "model"
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One row per step with its numbers by name, `step` among them."""
+        """One row per step with its numbers by name."""
         return read_metrics(RunDirectory(self.directory).metrics)
 
 
 def load_config(config: Config, **settings: Any) -> RunConfig:
     """Return the whole configuration, with `settings` in place of its own.
 
-    Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a missing
-    file.
+    Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a missing file.
     """
     return load_settings(config, settings)
 
@@ -89,9 +87,9 @@ def sft(config: Config, **settings: Any) -> Result:
 def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     """Learn from a reward. An interrupted run goes on from its newest checkpoint.
 
-    `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of
-    `reward.functions`; a mapping sets the section `reward`. Functions are called in processes of their own, which import the script that
-    defines them: a script has to call `rl` below `if __name__ == "__main__":`.
+    `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
+    mapping sets the section `reward`. Other processes import the script that defines a function: it has to call `rl` below
+    `if __name__ == "__main__":`.
     """
     loaded = load_settings(config, _with_reward(settings, reward))
     run_command("rl", loaded)
@@ -101,8 +99,7 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
 def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
-    `config` may be a run's directory, whose newest model is measured, or a model: a directory or an
-    id of the hub. `reward` is as in `rl`.
+    `config` may be a run's directory, or a model: a directory or an id of the hub. `reward` is as in `rl`.
     """
     run = None
     if isinstance(config, str | os.PathLike):
@@ -118,10 +115,7 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 def run_command(
     command: Command, config: RunConfig, run_dir: Path | None = None
 ) -> dict[str, float]:
-    """Refuse what cannot run, then run it; return an evaluation's numbers.
-
-    An evaluation of `run_dir` measures that run's newest model.
-    """
+    """Refuse what cannot run, then run it; return the numbers of an evaluation, of `run_dir` if given."""
     _refuse_inside_a_worker()
     die_with_agent(os.environ)
     place = place_of(os.environ)
@@ -188,7 +182,7 @@ def prepare(
 ) -> tuple[RunConfig, list[str]]:
     """Refuse what cannot run on `world` processes, without torch.
 
-    Return the configuration, with steps in place of runs and of a lone process with ids of the hub at commits, and remarks for people.
+    Return the configuration at newest steps and, if `world` is 1, at commits of the hub, and remarks.
     """
     check(config, command, world)
     remarks = list(notices(config, command))

@@ -27,8 +27,7 @@ _NONE: Registry = MappingProxyType({})
 def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
     """Import the function or class that `setting` names.
 
-    Raises `UsageError`, with the nearest name, if the module, file or function is missing, cannot
-    be imported or is not callable.
+    Raises `UsageError` if it is missing, cannot be imported or is not callable.
     """
     target = builtins.get(name, name)
     if not isinstance(target, str):
@@ -141,6 +140,6 @@ def _broken(name: str, setting: str, error: Exception) -> UsageError:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """Return a question with the known name nearest to `name`, or None if none is near."""
+    """Return a question with the nearest known name, or None."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"did you mean {close[0]!r}?" if close else None

@@ -1,1 +1,1 @@
-"""From files to batches: rows, tokens and masks, order, and packing."""
+"""From files to batches."""

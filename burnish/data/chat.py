@@ -1,9 +1,8 @@
 """Encode conversations and texts as token ids and loss masks.
 
-`{% generation %}` in the chat template marks a conversation's mask. Without it, prefix differencing
-renders the messages up to a turn and compares ids. Trained on are the assistant's tokens, with the
-end-of-turn token, but never a sequence's first token, nor parts that a template drops from past
-turns (a thinking model's thoughts). In the last turn, a template must write what it prompts with.
+`{% generation %}` in the chat template marks the mask. Without it, prefix differencing renders the messages up to a turn and
+compares ids. Trained on are the assistant's tokens with the end of turn. A sequence's first token is not, nor what a template
+drops from past turns (thoughts). In the last turn, a template must write what it prompts with.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ class ChatEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> None:
-        """`template_kwargs`: variables of the chat template. `limit`: tokens beyond which ids may be cut.
+        """Take variables of the chat template, and the number of tokens beyond which ids may be cut.
 
-        Raises `UsageError` for a variable that the template does not read; notes a switch.
+        Raises `UsageError` for a variable that the template does not read; only warns of a switch.
         """
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
@@ -104,9 +103,9 @@ class ChatEncoder:
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Tokenize each text. `special` adds the tokenizer's leading tokens, never trailing ones.
+        """Tokenize each text. `special` adds leading tokens, never trailing ones.
 
-        Of a text far over the limit there may be only the first tokens, more than the limit.
+        A text far over the limit may give only its first tokens, more than the limit.
         """
         if not texts:
             return []
@@ -119,7 +118,7 @@ class ChatEncoder:
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
 
     def _beginning(self, text: str) -> str:
-        """Return as much of a text as shows that it is over the limit; else all."""
+        """Return all of a text, or as much as shows that it is over the limit."""
         if self._limit is None:
             return text
         # A token that is cut may become one for each of its characters.
@@ -142,7 +141,7 @@ class ChatEncoder:
         return text
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
-        """Render a conversation with the assistant's answer, or the rest of its open last turn."""
+        """Render a conversation with the assistant's answer, or the rest of its open turn."""
         *before, last = messages
         if last.get("role") == "assistant":
             return self._whole(
@@ -153,8 +152,7 @@ class ChatEncoder:
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
         """Encode prompt, text and end of sequence. Train on all but the prompt and the first token.
 
-        The prompt keeps the ids it has alone, as a generator sees it. Where the tokenizer would
-        merge across the boundary, it tokenizes the text by itself.
+        No token is merged across the prompt's end, as a generator sees it.
         """
         heads = self.ids([row.prompt for row in rows], special=True)
         joined = self.ids([row.prompt + row.text for row in rows], special=True)
@@ -169,7 +167,7 @@ class ChatEncoder:
         return encoded
 
     def _continued(self, text: str) -> list[int]:
-        """Tokenize a text that follows another, without the space that some tokenizers put first."""
+        """Tokenize a text after another, without the space that some tokenizers put first."""
         before, both = self.ids([_ANCHOR, _ANCHOR + text], special=False)
         if self._prepends and both[: len(before)] == before:
             return both[len(before) :]
@@ -178,9 +176,8 @@ class ChatEncoder:
     def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
         """Return ids and mask of each conversation.
 
-        Raises `UsageError` naming the row for messages that the template refuses. Without
-        generation marks, also for a template that rewrites earlier text, past thoughts aside, when
-        turns are added.
+        Raises `UsageError` naming the row if the template refuses it or, without generation marks, rewrites earlier text other
+        than thoughts.
         """
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
@@ -188,7 +185,7 @@ class ChatEncoder:
         return encoded
 
     def _by_marks(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Take masks from `{% generation %}`; add an end of turn that the template left outside."""
+        """Take masks from `{% generation %}`; add an end of turn outside of it."""
         encoded = []
         for row in rows:
             text = self._checked(row)
@@ -234,10 +231,9 @@ class ChatEncoder:
         row: Conversation,
         turn: int,
     ) -> int:
-        """Find the first token of a turn; `before` is its prompt.
+        """Return the first token of a turn; `before` is its prompt.
 
-        A template may drop the prompt's thoughts from past turns. Such a turn begins with its
-        content, if the text up to there agrees.
+        If a template drops the prompt's thoughts from past turns, the turn begins with its content.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
             header = self._up_to_content(row, turn)
@@ -246,7 +242,6 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        """Render the text before one message's content."""
         texts = []
         for content in _CONTENTS:
             messages = list(row.messages)
@@ -258,10 +253,9 @@ class ChatEncoder:
     def _turn_end(
         self, after: tuple[str, list[int]], whole: tuple[str, TokenIds], start: int, where: str
     ) -> int:
-        """Find the end of the turn that begins at `start`, its end-of-turn token included.
+        """Return the end of a turn, with its end-of-turn token.
 
-        If a template rewrites past turns (Qwen3 drops thoughts), the first end-of-turn id closes
-        it.
+        If a template rewrites past turns (Qwen3 drops thoughts), the first such id closes it.
         """
         stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
         if not whole[0].startswith(after[0]) and len(stops):
@@ -281,7 +275,7 @@ class ChatEncoder:
         return str(self._render(messages, name, tools, **options))
 
     def _checked(self, row: Conversation) -> str:
-        """Render a conversation; see that the template writes what its assistant says."""
+        """Render a conversation; note what the template leaves out."""
         text = self._whole(row.messages, row.name, row.tools)
         self._require_calls(row.messages, row.name, text)
         for turn in row.turns:
@@ -328,7 +322,7 @@ class ChatEncoder:
 
 
 def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
-    """How many leading ids agree."""
+    """Return how many leading ids agree."""
     length = min(len(start), len(ids))
     differs = np.flatnonzero(np.array(start[:length], dtype=np.int64) != ids[:length])
     return int(differs[0]) if len(differs) else length
@@ -362,10 +356,7 @@ def _first_difference(one: str, other: str) -> int:
 
 
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
-    """Return the index in `whole` at which the prefix ends.
-
-    A token that merges the prefix's end with more text lies behind the boundary.
-    """
+    """Return where in `whole` the prefix ends, before a token that merges its end with more text."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared

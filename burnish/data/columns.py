@@ -1,6 +1,6 @@
-"""Find the columns that a row is read from, and check their values.
+"""Find the columns that a row is read from, by name, and check their values.
 
-Names alone decide which columns are read. Imports neither `datasets` nor torch.
+Imports neither `datasets` nor torch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _ROLES: Mapping[str, str] = {
 
 
 def is_data(name: str) -> bool:
-    """Tell whether a file of this name holds data."""
+    """Return whether a file of this name holds data."""
     return PurePosixPath(name).suffix in READERS
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleFormat:
-    """Ways to read an example: messages, prompt and completion, or plain text."""
+    """How to read an example."""
 
     kind: Literal["chat", "pair", "text"]
     columns: Mapping[str, str]
@@ -63,10 +63,9 @@ class ExampleFormat:
 
 
 def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
-    """Choose how to read examples: by the columns that settings name, else by the usual names.
+    """Choose by the columns that settings name, else by the usual names; the first present counts.
 
-    A named column is never replaced by another; of several kinds, the first present counts. Raises
-    `MissingError` for missing columns.
+    Raises `MissingError` for missing columns.
     """
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     completion = "output" if prompt == INSTRUCTION_COLUMN else "completion"
@@ -94,10 +93,7 @@ def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:
-    """Return the prompt column for RL: the one that a setting names, else the first usual one.
-
-    Raises `MissingError` if there is none.
-    """
+    """Return the prompt column for RL, chosen likewise. Raises `MissingError` if there is none."""
     chosen = data.prompt_column or data.messages_column
     names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
     found = _first(names, rows)
@@ -113,7 +109,7 @@ def holds_chats(data: DataConfig, column: str) -> bool:
 
 
 def answer_column(data: DataConfig, rows: Rows) -> str | None:
-    """Return the ground truth column, chosen as in `prompt_column`, or None."""
+    """Return the ground truth column, chosen likewise, or None."""
     if data.answer_column is None:
         return _first(ANSWER_COLUMNS, rows)
     if not rows.has(data.answer_column):
@@ -136,7 +132,7 @@ def value_at(row: Row, name: str) -> Any:
 
 
 def prompt_at(row: Row, name: str) -> Any:
-    """Return the row's prompt, in a column. Alpaca's instruction and input are a user's message."""
+    """Return the row's prompt. Alpaca's instruction and input become a message."""
     value, input_ = value_at(row, name), row.get("input")
     if name != INSTRUCTION_COLUMN or not isinstance(value, str):
         return value
@@ -146,8 +142,7 @@ def prompt_at(row: Row, name: str) -> Any:
 def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]:
     """Check chat messages, and remove the nulls that Arrow adds to make rows alike.
 
-    With a `role`, a string is its message. ShareGPT's `from` and `value` become `role` and
-    `content`. Raises `UsageError` naming the row unless it is a list of messages.
+    With a `role`, a string is its message. Raises `UsageError` naming the row for anything else.
     """
     if role is not None and isinstance(value, str):
         value = [{"role": role, "content": value}]
@@ -157,10 +152,7 @@ def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]
 
 
 def tools_of(row: Row, name: str) -> Tools | None:
-    """Read a row's tools: a list of JSON schemas, or that list as JSON text; None without.
-
-    Raises `UsageError` naming the row for anything else.
-    """
+    """Read a row's tools, a list of JSON schemas or that list as text. Raises `UsageError` for anything else."""
     value = row.get(TOOLS_COLUMN)
     if isinstance(value, str) and value.strip():
         try:
@@ -243,7 +235,7 @@ def _not_messages(name: str, value: Any, or_: str = "", *, want: str = "") -> Us
 
 
 def text_of(value: Any, column: str, name: str) -> str:
-    """Return a string column's value. Raises `UsageError`, naming row and column, for another type."""
+    """Return a string column's value. Raises `UsageError` for another type."""
     if isinstance(value, str):
         return value
     raise UsageError(

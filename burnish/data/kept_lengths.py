@@ -1,9 +1,7 @@
 """Keep the lengths of tokenized rows, so that the next start does not tokenize again.
 
-A file's name is a digest of all that its content follows from: the rows, the tokenizer, the
-settings, and the code that reads them. It appears by one rename, and its own digest is checked. So
-processes and runs may share it, and a crash leaves nothing that is read. The files lie in `lengths`
-of Burnish's cache; the least recently used go first.
+A file's name is a digest of all that its content follows from: rows, tokenizer, settings, and the code that reads them. It
+appears by one rename and holds its own digest, so processes and runs may share it. The files lie in `lengths` of Burnish's cache.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
 
 
 def read(key: str | None) -> Lengths | None:
-    """Return the lengths of this name; None if they are not there, or not whole."""
+    """Return the lengths of this name, if they are there and whole."""
     if key is None:
         return None
     file = _directory() / key
@@ -84,7 +82,7 @@ def write(key: str | None, lengths: Lengths) -> None:
 
 
 def _remove_old(directory: Path) -> None:
-    """Remove the least recently used files over `MOST_BYTES`. Others may do so at the same time."""
+    """Remove the least recently used files over `MOST_BYTES`. Others may do so as well."""
     found = []
     for file in directory.iterdir():
         with suppress(FileNotFoundError):

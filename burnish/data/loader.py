@@ -28,10 +28,8 @@ PERIOD = 10_000
 def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None) -> Indices:
     """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
 
-    With `difficulty` only samples that are equally difficult change places.
-
-    Sorts raw 64-bit draws of Philox4x64 (Salmon et al., SC 2011). NumPy promises that raw draws
-    never change; it does not for `permutation`.
+    With `difficulty`, only equally difficult samples change places. Sorts raw draws of Philox4x64 (Salmon et al., SC 2011). NumPy
+    promises that these never change; it does not for `permutation`.
     """
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
     keys = (draws,) if difficulty is None else (draws, difficulty)
@@ -45,7 +43,7 @@ State = int | tuple[int | str, ...]
 class Loader:
     """Yield indices into a data set, epoch after epoch.
 
-    `cursor` counts samples since the run began, over all epochs and ranks. It is the only state.
+    The only state is `cursor`, which counts samples over all epochs and ranks.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Loader:
         by_epoch: bool = False,
         difficulty: Difficulty | None = None,
     ) -> None:
-        """`by_epoch`: one `take` never crosses the end of an epoch. Each epoch goes from small to large `difficulty`."""
+        """`by_epoch`: one `take` never crosses an epoch's end. Each epoch goes from small to large `difficulty`."""
         if size < 1:
             raise UsageError("a loader over no samples", want="at least one sample")
         if cursor < 0:
@@ -83,7 +81,7 @@ class Loader:
         self.cursor = state
 
     def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
-        """Hear of samples taken whether all completions of each were worth the same."""
+        """Hear of taken samples whether all completions of each were worth the same."""
 
     def takes(self, count: int, epochs: int) -> int:
         """Return how many calls of `take(count)` make up the first `epochs` epochs."""
@@ -125,7 +123,7 @@ def unfit(state: State) -> IncompatibleError:
 
 
 def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
-    """Return which source each sample of a period of a mixture is from, and how many are from each."""
+    """Return the source of each sample of a mixture's period, and the count of each."""
     edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * PERIOD).astype(np.int64)
     counts = np.diff(edges)
     places = [(np.arange(count) + 0.5) / count for count in counts if count]
@@ -134,10 +132,10 @@ def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
 
 
 class MeasuredLoader(Loader):
-    """Yield prompts less often while all their completions are worth the same, because these teach nothing.
+    """Yield prompts less often while all their completions are worth the same: these teach nothing.
 
-    Each epoch asks for every prompt that is new or was worth different rewards the last time. It asks for another with probability
-    1/2, 1/4 and then 1/8, the longer it has been so. `cursor` counts those left out as well. State is the cursor, and a byte of each prompt.
+    An epoch asks for them with probability 1/2, 1/4 and then 1/8, the longer it has been so, and for all others. `cursor` counts
+    those left out. The state has a byte for each prompt.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
@@ -178,7 +176,7 @@ class MeasuredLoader(Loader):
         return taken
 
     def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
-        """Hear of samples taken whether all completions of each were worth the same."""
+        """See `Loader.hear`."""
         alike = bytearray(self._alike)
         for index, is_alike in zip(indices, are_alike, strict=True):
             alike[index] = min(alike[index] + 1, _LONGEST) if is_alike else 0
@@ -197,12 +195,10 @@ class MeasuredLoader(Loader):
 class MixedLoader(Loader):
     """Yield indices into data sets that lie end to end, each as often as its weight says.
 
-    The data sets alternate in a fixed pattern, so every stretch of samples has nearly their shares.
-    `cursor` is the only state here as well.
+    A fixed pattern gives every stretch of samples nearly their shares.
     """
 
     def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
-        """Mix the samples of `loaders`. Shares are rounded to 1 of 10,000."""
         super().__init__(sum(loader.size for loader in loaders), seed=0, shuffle=False)
         self._pattern, self._counts = pattern(weights)
         self._offsets = np.cumsum([0, *(loader.size for loader in loaders)])

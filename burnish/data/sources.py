@@ -1,9 +1,7 @@
 """Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
 
-Processes and runs share the Arrow files in the cache of `datasets` (`HF_HOME`,
-`HF_DATASETS_CACHE`). Nothing is asked of a hub. `datasets` changes some columns of JSON files: text
-that looks like a date becomes a date, and "007" becomes 7 where other rows hold numbers. Such
-columns are read again as JSON texts, and parsed per row.
+Processes and runs share the Arrow files in its cache. It changes some columns of JSON files: text that looks like a date becomes
+a date, and "007" becomes 7 where other rows hold numbers. Such columns are read again as JSON texts, and parsed per row.
 """
 
 from __future__ import annotations
@@ -70,14 +68,11 @@ class Rows:
         return self.span(index, index + 1)[0]
 
     def number(self, index: int) -> int:
-        """Return a row's number, which is the same in every epoch."""
+        """Return a row's number, the same in every epoch."""
         return index
 
     def span(self, start: int, stop: int) -> list[Row]:
-        """Return rows start to stop - 1, faster than one at a time.
-
-        Raises `UsageError` for what cannot be read.
-        """
+        """Return rows start to stop - 1, faster than one at a time. Raises `UsageError` for unreadable ones."""
         try:
             columns: dict[str, list[Any]] = self.table[start:stop]
         except (ValueError, OverflowError) as error:  # not UTF-8; a date that Python has not
@@ -132,12 +127,10 @@ def load_rows(
 ) -> Rows:
     """Read files, directories and glob patterns in the given order, each sorted by name.
 
-    A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same
-    columns. `setting` names the configuration key in messages.
+    A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same columns.
 
-    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, for
-    mixed or unknown kinds of file, and for a file that changes meanwhile. Names file and line of a
-    broken JSON line.
+    Raises `MissingError` for a path that matches nothing, and `UsageError` for no rows, other or several kinds of file, and a
+    file that changes meanwhile or has a broken line.
     """
     progress = progress or Progress(enabled=False)
     files = [file for path in paths for file in matching_files(path, setting)]
@@ -193,7 +186,7 @@ def _arrow_files(directory: Path) -> list[Path]:
 
 
 def _content(files: Sequence[Path], progress: Progress) -> str:
-    """Return a digest of Arrow files, which are synced."""
+    """Sync Arrow files, and return a digest."""
     digest = xxhash.xxh3_128()
     with progress.phase("reading", sum(file.stat().st_size for file in files) / _MEGA) as bar:
         for file in files:
@@ -212,7 +205,7 @@ def _chunks(file: Path) -> Iterator[bytes]:
 
 
 def matching_files(path: str, setting: str) -> list[Path]:
-    """Return the files of this machine that an entry of `setting` names. Raises `MissingError` for none."""
+    """Return the local files that an entry of `setting` names. Raises `MissingError` for none."""
     if "://" in path:
         raise UsageError(
             f"{setting}: {path} is not a local path",
@@ -273,9 +266,8 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
 def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tuple[Any, str]:
     """Return the files' `datasets.Dataset`, and a digest of its content.
 
-    `datasets` itself would know the files by path and mtime. It does not look at its Arrow files
-    again, of which a power failure may leave zeros. So they are synced, and what `stat` says of
-    them lies beside them with their digest.
+    `datasets` trusts its Arrow files, of which a power failure may leave zeros. So they are synced, and their digest and what
+    `stat` says lie beside them.
     """
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
     with _quiet_datasets():
@@ -303,7 +295,6 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Silence bars and log lines of `datasets`; its errors say the same."""
     level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if bars:
@@ -355,7 +346,7 @@ def _require_readable(file: Path) -> None:
 
 
 def _require_rows(file: Path, kind: str) -> None:
-    """Refuse what would crash Arrow, and what `datasets` would read for minutes as an archive: zeros of a power failure."""
+    """Refuse what crashes Arrow, and zeros of a power failure, which `datasets` reads for minutes."""
     with file.open("rb") as stream:
         beginning = stream.read(3)
     if kind == "parquet" and beginning != b"PAR":
@@ -396,7 +387,6 @@ def _is_changed(feature: Any) -> bool:
 
 
 def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """Replace columns of a `datasets.Dataset` by their JSON texts in the files."""
     texts: dict[str, list[str]] = {name: [] for name in columns}
     for file in files:
         for row in _json_rows(file):
@@ -411,7 +401,7 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
 
 
 def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Yield rows of JSON Lines, or of a file with one list; see `parsed`."""
+    """Yield rows of JSON Lines, or of a file with one list."""
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)

@@ -1,4 +1,4 @@
-"""Choose the files of a data set on the Hugging Face Hub: by subset and split, as `datasets` chooses them, or by path."""
+"""Choose the files of a data set on the Hugging Face Hub: by subset and split, as `datasets` does, or by path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLITS: Mapping[str, Sequence[str]] = {
 def split_files(place: HubPlace, setting: str) -> dict[str, int]:
     """Return the files that a place stands for in a setting, with their sizes. Downloads the data set's card.
 
-    Raises `MissingError` for an unknown subset, split or path, and `UsageError` for files of other kinds.
+    Raises `MissingError` for an unknown subset, split or path, and `UsageError` for other kinds of file.
     """
     listed = place.files()
     if place.path:
@@ -60,7 +60,7 @@ def _below(path: str, names: Sequence[str]) -> list[str]:
 
 
 def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
-    """Ask `datasets`, by a directory of the data set's card and of empty files with these names."""
+    """Ask `datasets`, by a directory of the data set's card and of empty files."""
     root = place.fetch([name for name in names if name == _CARD])
     with tempfile.TemporaryDirectory() as folder:
         shown, cache = Path(folder, "shown"), Path(folder, "cache")
@@ -91,7 +91,7 @@ def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
 
 
 def _chosen(place: HubPlace, shown: Path) -> tuple[str, Sequence[str]]:
-    """Return the subset that a place names, or the usual one, and the split that it names, or none."""
+    """Return the subset that a place names, or the usual one, and the split that it names."""
     import datasets
 
     subsets = datasets.get_dataset_config_names(str(shown))
@@ -111,7 +111,6 @@ def _chosen(place: HubPlace, shown: Path) -> tuple[str, Sequence[str]]:
 
 
 def _splits(shown: Path, subset: str, cache: Path) -> dict[str, list[str]]:
-    """Return the files of each split of a subset."""
     import datasets
 
     builder: Any = datasets.load_dataset_builder(str(shown), name=subset, cache_dir=str(cache))
@@ -119,5 +118,4 @@ def _splits(shown: Path, subset: str, cache: Path) -> dict[str, list[str]]:
 
 
 def _named(place: HubPlace, part: str) -> HubPlace:
-    """Return the place with another subset or split, as somebody would write it."""
     return replace(place, part=part, revision="")

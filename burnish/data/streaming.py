@@ -1,8 +1,8 @@
 """Read rows of `data.train` as training goes on, from files that need not fit on a disk.
 
-The files of an epoch lie end to end, in an order drawn from the seed, and are cut into windows of equally many bytes. A row belongs to the
-window in which it begins; a row group of Parquet does as a whole. So every window can be read without those before it, and the rows
-of one are shuffled among each other. A place is `window << 32 | row`, over all epochs. It is all that a resumed run needs.
+The files of an epoch lie end to end, in an order drawn from the seed, and are cut into windows of equally many bytes. A row, or a
+row group of Parquet, belongs to the window in which it begins. So any window can be read alone. Its rows are shuffled. A resumed
+run needs only a place: `window << 32 | row`, over all epochs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StreamedRows(Rows):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether rows are read as training goes on: they are."""
+        """They are."""
         return True
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class StreamedRows(Rows):
         return map(self.__getitem__, range(min(_LOOKED_AT, len(self.window(0)))))
 
     def first(self, count: int | None) -> Rows:
-        """Return all rows: none are read before they are asked for."""
+        """Return all rows: none are read yet."""
         return self
 
     def has(self, name: str) -> bool:
@@ -150,12 +150,12 @@ class StreamedRows(Rows):
         return f"the {'line at byte' if isinstance(content, bytes) else 'row'} {number} of {shard}"
 
     def number(self, index: int) -> int:
-        """Return where a row begins in all files end to end, in the order in which they were given."""
+        """Return where a row begins in all files end to end, as they were given."""
         shard, number, _ = self.window(index >> 32)[index & _ROW]
         return shard.start + number
 
     def window(self, number: int, *, ahead: bool = False) -> Window:
-        """Return the rows of a window in the order in which they are drawn. `ahead`: begin to fetch the next one as well.
+        """Return the rows of a window as they are drawn. `ahead`: begin to fetch the next one.
 
         Raises `BurnishError` for what cannot be read.
         """
@@ -185,7 +185,7 @@ class StreamedRows(Rows):
             at += shard.size
 
     def _fetch(self, number: int) -> list[bytes]:
-        """Fetch a window's bytes. Runs in a thread that may end with the process, so without Arrow."""
+        """Fetch a window in a thread that may end with the process, so without Arrow."""
         parts = list(self._parts(number))
 
         def fetch() -> bytes:
@@ -218,9 +218,9 @@ def open_rows(
     shuffle: bool,
     layout: Layout | None = None,
 ) -> StreamedRows:
-    """List the files at `paths`, on this machine or elsewhere, and read the first window. Collective.
+    """List the files at `paths`, here or elsewhere, and read the first window. Collective.
 
-    Raises `BurnishError` if there are none, or no row begins in that window.
+    Raises `BurnishError` if no row begins there.
     """
     layout, shards = layout or Layout(), list[StreamedFile]()
     with agree(layout):
@@ -258,13 +258,13 @@ def open_rows(
 
 
 class Stream(Mixture[Item]):
-    """Samples of streamed rows, drawn by weight if there are several sources. An index is `place * sources + source`.
+    """Samples of streamed rows, drawn by weight. An index is `place * sources + source`.
 
-    `samples[0]` is the first sample that can be trained on, at that place or after it.
+    `samples[0]` is the first that can be trained on.
     """
 
     def __init__(self, parts: Sequence[RowDataset[Any]]) -> None:
-        """`parts` are made of `StreamedRows`. Raises `UsageError` for a broken row among the first ones."""
+        """Raises `UsageError` for a broken row among the first ones."""
         super().__init__(parts)
         self._made: dict[int, Item] = {}
         self._asked: dict[int, Item] = {}
@@ -292,9 +292,9 @@ class Stream(Mixture[Item]):
         return item
 
     def at(self, number: int, place: int, *, ahead: bool = False) -> tuple[int, Item]:
-        """Return the first sample of a source that can be trained on, at a place or after it, and its place.
+        """Return a source's first usable sample, at a place or after it, and its place.
 
-        Raises `UsageError` if there is none in as many windows as an epoch has, and `BurnishError` for what cannot be read.
+        Raises `UsageError` if an epoch of windows has none, and `BurnishError` for what cannot be read.
         """
         part, row = self.parts[number], place & _ROW
         first = place >> 32
@@ -315,7 +315,7 @@ class Stream(Mixture[Item]):
         self._made[index] = item
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
-        """Return the sample at a place; None for one that is broken, over the limit or without anything to train on."""
+        """Return the sample at a place; None for one that is broken, too long or untrained."""
         try:
             item = part.make(place)
         except UsageError as error:
@@ -339,10 +339,7 @@ class Stream(Mixture[Item]):
 
 
 class StreamLoader(Loader):
-    """Yield indices into a `Stream`: each source in its own order, as often as its weight says.
-
-    Its state is the cursor, and the next place of each source.
-    """
+    """Yield indices into a `Stream`: each source in its own order, as often as its weight says."""
 
     def __init__(self, stream: Stream[Any], weights: Sequence[float]) -> None:
         """Without weights there is one source."""
@@ -365,7 +362,7 @@ class StreamLoader(Loader):
         self._places = tuple(places)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices, and read what they name. Raises `BurnishError` for what cannot be read."""
+        """Return the next `count` indices, and read their samples. Raises `BurnishError` for what cannot be read."""
         taken, places = [], list(self._places)
         for cursor in range(self.cursor, self.cursor + count):
             number = int(self._pattern[cursor % PERIOD])
@@ -378,7 +375,6 @@ class StreamLoader(Loader):
 
 
 def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
-    """List the files of an entry of `data.train`."""
     if hub := HubPlace.of(path, "dataset"):
         hub = hub.at_commit()
         for name, size in split_files(hub, setting).items():
@@ -420,7 +416,7 @@ def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, 
 
 
 def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of the row groups that begin in `data`, the bytes of a shard from `begin`, each with its number in the file."""
+    """Yield the rows of the row groups that begin in `data`, each with its number."""
     do = "write it again, or give it the suffix of what it is"
     with (
         refusing(f"{shard} cannot be read as Parquet", want="a whole Parquet file", do=do),
@@ -478,7 +474,7 @@ def _rows(part: RowDataset[Any]) -> StreamedRows:
 
 
 def _remove_from_cache(name: str, kept: range) -> None:
-    """Remove the windows of a stream that nobody reads any more, and those that runs of other days have left."""
+    """Remove a stream's windows that nobody reads any more, and those of other days."""
     for path in (cache_root() / _SHARED).glob("*"):
         number = path.name.removeprefix(name).removesuffix(".lock")
         is_mine = path.name.startswith(name) and number.isdigit() and int(number) not in kept
@@ -488,7 +484,7 @@ def _remove_from_cache(name: str, kept: range) -> None:
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:
-    """Begin to call `work` in a thread that nobody waits for at the end."""
+    """Call `work` in a thread that nobody waits for at the end."""
     future: Future[T] = Future()
 
     def call() -> None:

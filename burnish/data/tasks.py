@@ -1,7 +1,7 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-All rows are tokenized once, to find their lengths and bad rows before expensive work. Ranks divide
-them. Only lengths are kept, also for the next start; items are tokenized again on demand.
+All rows are tokenized once, a part by each rank, to find bad ones before expensive work. Only lengths are kept, also for the next
+start.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         """The item of a row of the table."""
 
     def _scan(self, setting: str, progress: Progress | None) -> None:
-        """Measure all rows; keep those neither empty nor over the limit. Streamed rows are measured when they are drawn."""
+        """Measure all rows, unless they are streamed; keep those neither empty nor too long."""
         if self.rows.is_streamed:
             self._kept, self.digest = np.zeros(0, np.int64), self.rows.digest
             return
@@ -203,7 +203,6 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
             )
 
     def _opened(self, messages: list[Message]) -> list[Message]:
-        """Put `data.system_prompt` before messages that have no system message."""
         system = self._data.system_prompt
         if system is None or messages[0]["role"] in _SYSTEM_ROLES:
             return messages
@@ -229,7 +228,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         return self.rows.where(0 if self.rows.is_streamed else int(self._kept[0]))
 
     def difficulty(self) -> Difficulty | None:
-        """Return the numbers in the column of `data.curriculum`; None without it. Raises `UsageError` for what is no number."""
+        """Return the numbers in the column of `data.curriculum`. Raises `UsageError` for what is no number."""
         if self._data.curriculum in (None, MEASURED):
             return None
         named = str(self._data.curriculum)
@@ -264,15 +263,12 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
 class PromptDataset(RowDataset[Prompt]):
     """Prompts for RL and evaluation: a `Sequence[Prompt]`.
 
-    Settings under `data` name the columns; else the usual names of verl, TRL and GSM8K are tried
-    (`burnish.data.columns`). Messages go through the chat template, with the row's `tools`; a whole
-    chat loses its last assistant turn. `data.string_prompts` keeps a plain string or makes it a
-    user's message.
+    Messages go through the chat template, with the row's `tools`; a whole chat loses its last assistant turn.
+    `data.string_prompts` keeps a plain string or makes it a user's message.
 
-    A prompt has at most `data.max_prompt_length` tokens, and at most the least of `limits` (setting
-    to tokens). As `data.overlong` says, a longer one is dropped (`dropped_overlong` counts them) or
-    raises `UsageError`. Raises `MissingError` for a missing column, and `UsageError` for a row that
-    is not a prompt.
+    A prompt over `data.max_prompt_length` or one of `limits` (setting to tokens) is dropped and counted (`dropped_overlong`), or
+    raises `UsageError`, as `data.overlong` says. Raises `MissingError` for a missing column, and `UsageError` for a row without a
+    prompt.
     """
 
     def __init__(
@@ -357,14 +353,12 @@ class PromptDataset(RowDataset[Prompt]):
 class ExampleDataset(RowDataset[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
-    A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages,
-    trained on the completion; Alpaca's instruction and output, which become a chat; or plain text,
-    trained on whole. Two strings are joined unchanged. A string beside messages becomes a message.
-    Text and string completions end with the end-of-sequence token.
+    A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages, trained on the completion;
+    Alpaca's instruction and output, which become a chat; or plain text, trained on whole. Two strings are joined unchanged. A
+    string beside messages becomes one. Text and string completions end with the end-of-sequence token.
 
-    As `data.overlong` says, an example over `max_length` tokens is dropped (`dropped_overlong`
-    counts them) or raises `UsageError`. One without trained tokens is dropped too
-    (`dropped_untrained`). Raises `MissingError` for missing columns.
+    `data.overlong` is for examples over `max_length` tokens. One without trained tokens is dropped (`dropped_untrained`). Raises
+    `MissingError` for missing columns.
     """
 
     def __init__(
@@ -434,10 +428,9 @@ class ExampleDataset(RowDataset[Example]):
 
 
 class Mixture(Sequence[Item], Generic[Item]):
-    """Data sets end to end, to be drawn by weight."""
+    """The entries of `data.train` end to end, to be drawn by weight."""
 
     def __init__(self, parts: Sequence[RowDataset[Item]]) -> None:
-        """`parts` are what the entries of `data.train` hold."""
         self.parts: tuple[RowDataset[Item], ...] = tuple(parts)
         self.digest = xxhash.xxh3_128_hexdigest("".join(part.digest for part in parts).encode())
         self.first_row = parts[0].first_row
@@ -460,6 +453,6 @@ class Mixture(Sequence[Item], Generic[Item]):
         return self.item(index)
 
     def item(self, index: int) -> Item:
-        """Return the item at an index."""
+        """Return one item."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[number][index - int(self._ends[number])]

@@ -32,13 +32,11 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory and repair its pad and end-of-sequence tokens.
 
-    The Jinja file `chat_template_file` replaces the chat template. The token that ends the
-    template's turns becomes the end of sequence, unless the template itself writes `eos_token`. A
-    missing pad token becomes the end of sequence, or the unknown token.
+    The token that ends the template's turns becomes the end of sequence, unless the template writes `eos_token`. A missing pad
+    token becomes the end of sequence, or the unknown token.
 
-    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template
-    that cannot be rendered, for code that needs `trust_remote_code`, and without any of these
-    tokens.
+    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template that cannot be rendered, for
+    code that needs `trust_remote_code`, and without any of these tokens.
     """
     tokenizer = _from_directory(path, trust_remote_code)
     if chat_template_file is not None:
@@ -50,10 +48,8 @@ def load_tokenizer(
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
-    """Return all ids that end a completion, ascending.
-
-    They come from the tokenizer, its chat template, and `eos_token_id` of each of `configs` (a
-    model's config, generation config, or None).
+    """Return all ids that end a completion, ascending: of the tokenizer, its chat template, and each of `configs` (config,
+    generation config, or None).
     """
     found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:
@@ -63,7 +59,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes after an assistant's message, or None."""
+    """Return the special token that the chat template writes after an assistant's message."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
@@ -78,7 +74,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether the chat template marks the assistant's part with `{% generation %}`."""
+    """Return whether the chat template has `{% generation %}`."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return False
     return re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.get_chat_template())) is not None
@@ -87,7 +83,7 @@ def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> Any:
-    """Apply the chat template. A template is a program: it may raise anything, or not end.
+    """Apply the chat template, a program that may raise anything, or not end.
 
     Raises `jinja2.TemplateError` for whatever it raises, and `UsageError` if it does not end.
     """

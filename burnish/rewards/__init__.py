@@ -1,1 +1,1 @@
-"""Call reward functions with TRL's or verl's signature in a pool."""
+"""Call reward functions in a pool."""

@@ -34,10 +34,9 @@ def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = Fal
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
     r"""Return 1 if the completion's last number is the ground truth's, at most `tolerance` apart.
 
-    Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the whole
-    text: signed, with thousands' commas, a decimal point, an exponent, or as a fraction `3/4` or
-    `\frac{3}{4}`. The ground truth is a number or a text read the same way. Compares exactly, not
-    as floats. Raises `ValueError` for a ground truth without a number.
+    Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the whole text. It may have a sign,
+    thousands' commas, a decimal point or an exponent, or be a fraction `3/4` or `\frac{3}{4}`. Reads a ground truth the same way,
+    and compares exactly. Raises `ValueError` for one without a number.
     """
     wanted = last_number(_final_part(str(_known(ground_truth)))[0])
     if wanted is None:
@@ -47,10 +46,7 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """Return 1 if `pattern` matches the whole completion, or unless `full` any part of it.
-
-    Flags go inside: `(?s)`.
-    """
+    """Return 1 if `pattern` matches the whole completion, or unless `full` any part of it. Flags go inside: `(?s)`."""
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
@@ -58,8 +54,8 @@ def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
 def math_verify(solution_str: str, ground_truth: Any) -> float:
     """Return 1 if math-verify (extra `math`) finds the final expression equal to the ground truth.
 
-    Both are LaTeX or plain notation. An expression that takes over 5 seconds to read is wrong.
-    Raises `ValueError` for an unreadable ground truth.
+    Both are LaTeX or plain. An expression that takes over 5 seconds to read is wrong. Raises `ValueError` for an unreadable
+    ground truth.
     """
     from math_verify import parse, verify
 
@@ -70,15 +66,15 @@ def math_verify(solution_str: str, ground_truth: Any) -> float:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, exactly, as `numeric` reads it; None without one."""
+    """Return the last number in a text, exactly, as `numeric` reads it."""
     return next(_values(_NUMBER.findall(_plain(text))), None)
 
 
 def extract_answer(completion: str) -> str | None:
-    r"""Return a completion's answer for a majority vote, equal for equal answers, or None.
+    r"""Return a completion's answer for a majority vote.
 
-    It is the content of the last `\boxed{...}`, else the text behind the last `####`, else the last
-    number, else the text. Numbers are normalized: 4, 4.0 and 8/2 are one answer.
+    It is the content of the last `\boxed{...}`, else the text behind the last `####`, else the last number, else the text. 4, 4.0
+    and 8/2 are one answer.
     """
     part, marked = _final_part(completion)
     plain = _plain(part).lstrip(" $").rstrip(" $%.")

@@ -1,4 +1,4 @@
-"""Compute statistics of a step's rollouts; warn of failing reward functions."""
+"""Statistics of a step's rollouts, and warnings of failing reward functions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ log = logging.getLogger("burnish")
 
 
 class Complaints:
-    """Warn once of each kind of failure of reward functions, and end a run that has no rewards."""
+    """Warn once of each kind of failure, and end a run without rewards."""
 
     def __init__(self, most_rounds: int) -> None:
-        """`most_rounds`: that fail wholly, one after the other, are not borne."""
         self._heard: set[str] = set()
         self._most_rounds = most_rounds
         self._lost_in_a_row = 0
@@ -29,8 +28,7 @@ class Complaints:
     def hear(self, rollouts: Sequence[Rollout]) -> None:
         """Warn of new kinds of failures in this round.
 
-        Raises `BurnishError` if all rollouts failed as in the rounds before, or if all of the first
-        round failed in one way.
+        Raises `BurnishError` if all rollouts failed in `most_rounds` in a row, or in one way in the first.
         """
         failed = [rollout for rollout in rollouts if rollout.reward_error is not None]
         kinds: dict[str, str] = {}
@@ -72,7 +70,7 @@ def _no_rewards(rollout: Rollout, when: str) -> BurnishError:
 
 
 def message_hint(rollout: Rollout) -> str:
-    """Return how to read a completion, where an error is about a list and the prompt is a conversation."""
+    """Return how to read a completion, if an error is about a list of messages."""
     if rollout.prompt.messages is None or "list" not in str(rollout.reward_error):
         return ""
     return (
@@ -82,9 +80,9 @@ def message_hint(rollout: Rollout) -> str:
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
-    """Return `reward/...` and `response_length/...` of scored rollouts, with groups that dynamic sampling left out.
+    """Return `reward/...` and `response_length/...` of scored rollouts.
 
-    `reward/std` is the mean over groups of the (population) standard deviation within the group.
+    `reward/std` is the mean over groups of the (population) standard deviation.
     """
     if not rollouts:
         return Stats()

@@ -1,9 +1,8 @@
 """Score rollouts: call every configured function, weight and add the values.
 
-An error in a function is recorded for its rollout and does not end the run. Functions that may hang
-run in worker processes. A worker that misses a deadline is killed with all it started, and
-replaced. Workers are plain, lasting interpreters: `multiprocessing` would import the main script
-and torch again, or fork a process with a GPU and threads.
+Functions that may hang run in worker processes. One that misses a deadline is killed with all it started, and replaced. Workers
+are plain, lasting interpreters: `multiprocessing` would import the main script and torch again, or fork a process with a GPU and
+threads.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ class Call:
 
 
 class RewardPool:
-    """Score rollouts with configured functions. A context manager; `close` ends its processes."""
+    """Score rollouts with configured functions."""
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
-        """Load every function; `moved` hears of each call that has ended. Raises `UsageError` for an unusable one."""
+        """Load every function; `moved` hears of each ended call. Raises `UsageError` for an unusable one."""
         if not config.given:
             raise UsageError(
                 "No reward function is configured.",
@@ -95,7 +94,7 @@ class RewardPool:
             ]
 
     def check_columns(self, columns: Collection[str], setting: str) -> None:
-        """Raise `MissingError` if `columns` lack a required one; `setting` names the data."""
+        """Raise `MissingError` if `columns` lack a required one."""
         for each, signature in zip(self._config.functions, self._signatures, strict=True):
             for column in sorted(signature.columns - set(columns)):
                 raise MissingError(
@@ -122,8 +121,8 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A failure counts as `on_error`. A TRL function's None takes no part; None from all is a failure.
-        Further numbers of a verl function are parts named FUNCTION/NAME, shown but not added.
+        A failure counts as `on_error`. A TRL function's None takes no part; None from all is a failure. Further numbers of a verl
+        function are parts named FUNCTION/NAME, not added.
         """
         calls = self._calls(rollouts)
         away = [each for each in calls if self._local(each.function) is None]
@@ -199,12 +198,10 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in their order. One thread waits for each worker.
 
-        A missed deadline or a worker's death answers the call with an error. A function is given up
-        after `BORNE_TIMEOUTS` more lost calls in a row than there are workers. So it costs at
-        most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an async
-        function's calls, `concurrency` at a time. If one blocks the event loop, all its calls at
-        that time are killed; another worker makes the rest. An exception of `check` kills all
-        workers and is raised here.
+        A missed deadline or a worker's death is an error for the call. More than `BORNE_TIMEOUTS` lost calls in a row, beside one
+        per worker, give a function up: after at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an
+        async function's calls, `concurrency` at a time. If one blocks the event loop, all calls at that time are killed. An
+        exception of `check` kills all workers and is raised here.
         """
         todo = _Todo(calls, self.signatures, self._config, self._moved)
         count = min(self._config.workers, len(todo.waiting))
@@ -228,7 +225,7 @@ class Workers:
         return [todo.answers[number] for number in range(len(calls))]
 
     def waits_for(self) -> str:
-        """Say which function has been called for longest, and the line that it is at. For any thread."""
+        """Say which function has been called for longest, and at which line it is. For any thread."""
         asked = [(each.asked, each) for each in list(self._all) if each.asked is not None]
         if not asked:
             return ""
@@ -302,7 +299,7 @@ class Workers:
 
 
 class _Todo:
-    """Calls and their answers, named by their indices in `calls`."""
+    """Calls and their answers, by index."""
 
     def __init__(
         self,
@@ -358,7 +355,7 @@ class _Todo:
             self.answers[number] = answers if began is None else timed(answers, began)
 
     def lose(self, numbers: Sequence[int], error: str, began: float) -> None:
-        """Fail calls of a function that cost a worker or a deadline; give it up after too many in a row."""
+        """Fail calls that cost a worker or a deadline; after too many in a row give the function up."""
         self._fail(numbers, error, began)
         function = self.calls[numbers[0]].function
         with self._lock:
@@ -419,7 +416,7 @@ class _Worker:
         return self.connection.recv()
 
     def line(self) -> str:
-        """Return the place in the reward function that a call is at, such as `rewards.py line 12 in check`."""
+        """Return where a call is, such as `rewards.py line 12 in check`."""
         self._stack.seek(0)
         self._stack.truncate()
         self._process.send_signal(STACK_SIGNAL)
@@ -435,18 +432,16 @@ class _Worker:
         return f"{Path(path).name} line {line} in {name}"
 
     def release(self) -> None:
-        """Close what connects it to this process."""
         self.connection.close()
         self._stack.close()
 
     def kill_programs(self) -> None:
-        """Kill what it started."""
         for pid in _descendants(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, patience: float) -> int:
-        """End what it started, wait `patience` seconds for its exit, else kill; return the exit status."""
+        """End what it started, wait for its exit, else kill; return the exit status."""
         self.kill_programs()
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(patience)
@@ -462,7 +457,7 @@ class _Worker:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below one, also those with sessions of their own, as far as /proc tells."""
+    """Return the processes below one, in any session, as far as /proc tells."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

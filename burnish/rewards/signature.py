@@ -5,7 +5,7 @@ Parameter names tell two signatures apart:
 - TRL's: `(prompts, completions, completion_ids, **columns) -> list[float | None]`, all rollouts in one call
 - verl's: `(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, one at a time
 
-A function, sync or async, gets the arguments that it names, by keyword, or all with `**kwargs`.
+A function, sync or async, gets the arguments that it names, or all with `**kwargs`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Answer:
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
     """Return how to call `function` with `kwargs`.
 
-    Raises `UsageError` if it fits neither TRL's signature nor verl's, or does not take `kwargs`.
+    Raises `UsageError` if it fits neither signature, or does not take `kwargs`.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -144,10 +144,7 @@ def _check_builtin(name: str, kwargs: Mapping[str, Any]) -> None:
 def arguments(
     signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one call about `rollouts` (one for a verl function).
-
-    Passes only those that the function takes; the configuration's `kwargs` override others.
-    """
+    """Return the keyword arguments of one call about `rollouts`. The configured `kwargs` override others."""
     known = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
     known |= kwargs
     accepts = signature.accepts
@@ -157,8 +154,7 @@ def arguments(
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return lists with one entry per rollout: prompts, completions and every column of the data.
 
-    For a prompt of messages, prompt and completion are lists of messages, else texts. A missing
-    column is None. As in TRL, columns named prompt or completion are left out.
+    A missing column is None. As in TRL, columns named prompt or completion are left out.
     """
     names = {name for rollout in rollouts for name in rollout.prompt.columns}
     columns: dict[str, Any] = {
@@ -197,8 +193,7 @@ def call(
 ) -> list[Answer]:
     """Call `function` for `count` rollouts and return `count` answers.
 
-    An exception, or a result of wrong type or length, is every answer's error; NaN and infinities
-    only their own. `runner`, one event loop for all calls, completes an awaitable result.
+    An exception, or a result of wrong type or length, is every answer's error; NaN and infinities only their own.
     """
     began = time.time()
     try:
@@ -236,10 +231,7 @@ async def _finish(result: Awaitable[Any]) -> Any:
 
 
 def _answers(result: Any, style: Style, count: int) -> list[Answer]:
-    """Read TRL's list, array or tensor of numbers or None, or verl's number or "score" mapping.
-
-    Keeps the mapping's other finite numbers and booleans.
-    """
+    """Read TRL's list, array or tensor of numbers or None, or verl's number or mapping."""
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:
             names = str(sorted(map(str, result)))[:_LONGEST]

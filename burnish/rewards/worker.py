@@ -1,8 +1,7 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT STACK`.
 
-It imports the functions' modules and nothing heavy, and reports their signatures over the inherited
-connection FD. It makes calls until that closes. It gets an async function's calls in bundles,
-others alone. It cancels late async calls; for any other late call the parent kills this process.
+It imports the functions' modules and nothing heavy, and makes calls over the inherited connection FD: an async function's in
+bundles, others alone. It cancels late async calls; for any other late call the parent kills this process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Asked = tuple[int, Mapping[str, Any], int]
 
 
 def main(descriptor: int, parent: int, stack: int) -> None:
-    """Serve calls over the connection `descriptor` until it closes or the process `parent` is gone.
+    """Report signatures, then serve calls until the connection closes or the process `parent` is gone.
 
     Answers with a call's number and answers, or None for an async call that missed its deadline.
     """

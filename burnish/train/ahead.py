@@ -1,8 +1,7 @@
 """The files of batches that are drawn and not trained on, in a step's `ahead/`.
 
-`batch-N.safetensors` has the tokens of the batch that step N trains on, rollouts end to end; `batch-N.jsonl` has a line for each group.
-`partial-N` are the same of completions for a batch that is not whole, with a line for each.
-Messages and columns of prompts are left out: the rewards are there.
+`batch-N.safetensors` has the tokens of step N's batch, rollouts end to end; `batch-N.jsonl` has a line for each group.
+`partial-N` are the same of begun completions. Prompts lack messages and columns, since rewards are there.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _DTYPES = {"I32": np.int32, "F32": np.float32, "U8": np.uint8, "I16": np.int16}
 def ahead_files(
     batches: Sequence[DrawnBatch], begun: Mapping[SampleKey, Completion]
 ) -> dict[str, bytes]:
-    """Return the files of pending batches and of begun completions, by path below the step."""
+    """Return the files of pending batches and begun completions, by path."""
     files = {}
     for batch in batches:
         kept = [True] * len(batch.groups) + [False] * len(batch.left_out)
@@ -52,9 +51,9 @@ def ahead_files(
 def read_ahead(
     step: Committed, files: Mapping[str, bytes]
 ) -> tuple[tuple[DrawnBatch, ...], dict[SampleKey, Completion]]:
-    """Return the pending batches of a step from the content of its `ahead/`, in order, and the completions begun.
+    """Return pending batches and begun completions from a step's files.
 
-    Raises `IncompatibleError` unless they are exactly what `ahead_files` writes for the steps that follow.
+    Raises `IncompatibleError` unless `ahead_files` would write exactly these.
     """
     told, batches = step.state.get("ahead", 0), list[DrawnBatch]()
     begun: dict[SampleKey, Completion] = {}
@@ -132,7 +131,7 @@ def _partial_line(key: SampleKey, completion: Completion) -> str:
 
 
 def _storable(completion: Completion) -> Completion:
-    """Return it without what going on with it makes anew."""
+    """Drop what is made anew if it goes on."""
     return completion if completion.stop_reason else replace(completion, experts=None)
 
 
@@ -144,7 +143,6 @@ def _tensors(groups: Sequence[Sequence[Rollout]]) -> bytes:
 
 
 def _arrays_of(made: Sequence[Completion]) -> dict[str, Array]:
-    """Return tokens and what is known of each, completions end to end."""
     parts: dict[str, list[Array]] = {
         "token_ids": [each.token_ids.astype(np.int32) for each in made],
         "logprobs": [each.logprobs for each in made],
@@ -201,7 +199,6 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
 def _partial(
     number: int, step: Committed, files: Mapping[str, bytes]
 ) -> dict[SampleKey, Completion]:
-    """Return the completions that were begun for the batch of step `number`."""
     lines, tensors = _paths(number, "partial")
     told = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]
     made = _completions(told, _arrays(step.path / tensors, files[tensors]))
@@ -231,7 +228,6 @@ def _arrays(path: PurePath, tensors: bytes) -> dict[str, Array]:
 def _completions(
     lines: Sequence[Mapping[str, Any]], arrays: Mapping[str, Array]
 ) -> Iterator[Completion]:
-    """Yield the completions of lines, from arrays that have them end to end."""
     nothing, parts = np.zeros((0, 0, 0), np.uint8), {}
     for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
         counts = [each["experts" if name == "experts" else "tokens"] for each in lines]

@@ -1,6 +1,6 @@
-"""Settle once for the life of a run what its settings leave open: commits of the Hugging Face Hub, the precision.
+"""Settle for the life of a run what settings leave open: commits of the Hugging Face Hub, the precision.
 
-The run's config.yaml records both, so neither a branch that moves nor another machine changes a run. Loads no torch.
+config.yaml records both. Loads no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("burnish")
 def beginning(
     values: Mapping[str, Any], run_dir: Path, mirror: str | None = None
 ) -> Mapping[str, Any] | None:
-    """Return the values that a run began with, as `run_dir` or its `mirror` records them, if these leave something open."""
+    """Return the values that a run began with, here or on its `mirror`, if `values` leave something open."""
     is_open = values["engine"]["precision"] == "auto" or any(_moving(values))
     if not is_open or values["resume"] == "fresh":
         return None
@@ -36,9 +36,9 @@ def beginning(
 
 
 def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: bool = True) -> None:
-    """Put ids of the hub in a configuration's values at commits: those of the run's `beginning`, else those of today.
+    """Put ids of the hub at the commits of the run's `beginning`, else of today. An auto precision becomes that of the beginning.
 
-    The precision, if it is auto, becomes that of the beginning. Without `ask` other ids stay as they are.
+    Without `ask` other ids stay as they are.
     """
     engine = values["engine"]
     if before is not None and engine["precision"] == "auto":
@@ -56,14 +56,13 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
 
 
 def _moving(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:
-    """Yield the settings whose ids of the hub are at no commit yet."""
     for section, key, kind, setting in hub_entries(values):
         if (place := HubPlace.of(section[key], kind)) and not place.commit:
             yield section, key, place, setting
 
 
 def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str]]:
-    """Yield each setting that may name a place of the hub: what holds it, its key there, the kind, its name."""
+    """Yield each setting that may name a place of the hub: its holder, key, kind and name."""
     model, data = values["model"], values["data"]
     yield model, "path", "model", "model.path"
     yield model, "tokenizer", "model", "model.tokenizer"
@@ -77,7 +76,6 @@ def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str
 
 
 def _recorded(run_dir: Path, mirror: str | None) -> RunConfig | None:
-    """Return the configuration that a run has recorded, here or on its mirror."""
     path = RunDirectory(run_dir).config
     if path.is_file():
         return recorded(path)
@@ -94,7 +92,6 @@ def _recorded(run_dir: Path, mirror: str | None) -> RunConfig | None:
 
 
 def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commits of a configuration's values by setting and repository."""
     found: dict[tuple[str, str], set[str]] = {}
     for section, key, kind, setting in hub_entries(before):
         place = HubPlace.of(section[key], kind)

@@ -31,7 +31,7 @@ from burnish.train.setup import Foundation, Learner, make_engine, prove
 def critic_foundation(policy: Foundation) -> Foundation:
     """Return the critic's start: `critic.path`, or the policy's backbone with a fresh head.
 
-    All of it is trained, even if the policy trains an adapter. Raises as `lay_foundation` does.
+    All of it is trained, even if the policy trains an adapter.
     """
     config = policy.config
     model = config.model
@@ -72,7 +72,7 @@ class Critic:
         return cls(Learner(engine, foundation), total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:
-        """Learn from a mini-batch with returns and old values; return the `critic/...` numbers. Collective."""
+        """Learn from a mini-batch with returns and old values. Collective."""
         config, engine = self.learner.foundation.config, self.learner.engine
         loss = value_loss_fn(
             config.algorithm.aggregation, config.critic.clip, config.rollout.max_response_length
@@ -84,10 +84,7 @@ class Critic:
 
 
 def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:
-    """Return the source of the first weights of a model with a value head, whose configuration is `hf_config`.
-
-    A language model's directory gives the backbone, and the head is fresh. Raises as `weights_source` does.
-    """
+    """Return the first weights of a model with a value head. A language model gives the backbone."""
     if config.path is None or has_value_head(backbone := read_model_config(config)):
         return weights_source(config, hf_config, seed)
     has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
@@ -98,7 +95,7 @@ def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) ->
 
 @dataclass(frozen=True, slots=True)
 class PartlyFresh:
-    """A `ShardSource` of weights that are read, and of others that are drawn."""
+    """Weights of which some are drawn."""
 
     read: ShardSource
     fresh: FreshSource

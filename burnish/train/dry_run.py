@@ -1,7 +1,7 @@
 """A dry run: the setup of a run without weights, on the first rows of its data, in this process alone.
 
-It calls what the run calls, so it refuses what the run would refuse. Left out: later rows; data that are not streamed, critics, reward models and the
-headers of weights behind URLs and ids of the hub; what only several processes find.
+It refuses what the run would refuse. Left out: later rows and what only several processes find. Behind URLs and ids of the hub it
+leaves out unstreamed data, critics, reward models and headers of weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROWS = 512
 def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> RunConfig:
     """Set `command` up without weights, and return the configuration that a run would record.
 
-    Raises what the run would raise, several errors as one. With `run_dir` the model is that of the run's newest step.
+    Raises what the run would raise, several errors as one.
     """
     errors: list[BurnishError] = []
     if run_dir is not None:
@@ -105,7 +105,6 @@ def _require_generator(foundation: Foundation, device: torch.device) -> None:
 def _functions(
     algorithm: AlgorithmConfig, tracking: TrackingConfig, command: Command
 ) -> Iterator[Callable[[], object]]:
-    """Yield what loads the functions that settings name, those of rewards aside."""
     if command == "rl":
         yield partial(load_policy_loss, algorithm)
     if command == "rl" and algorithm.advantage != "gae":  # whose advantages come from the critic
@@ -125,7 +124,6 @@ def _noting(errors: list[BurnishError]) -> Iterator[None]:
 def _first_rows(
     foundation: TextFoundation, name: str, command: Command, pool: RewardPool | None
 ) -> PromptDataset | ExampleDataset | Mixture[Any] | None:
-    """Read the first rows of `data.train` or `data.validation`, as far as they are not behind URLs or are streamed."""
     config, setting = foundation.config, f"data.{name}"
     is_streamed = name == "train" and config.data.streaming > 0
     paths = [path for path in getattr(config.data, name) if not is_elsewhere(path, "dataset")]

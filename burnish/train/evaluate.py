@@ -1,8 +1,7 @@
 """Validation on held-out data, during training and by itself.
 
-Prompts are answered n times and scored by the first reward function (mean@n, pass@n, maj@n), whole and by source. `val/reward`
-is the weighted sum of all functions. Examples are scored by their loss. Draws do not depend on the step, so two validations
-differ by the weights alone. Left out: benchmarks with harnesses of their own.
+The first reward function scores n answers to each prompt (mean@n, pass@n, maj@n). `val/reward` is the weighted sum of all.
+Examples are scored by their loss. Draws do not depend on the step. Left out: benchmarks with harnesses of their own.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def prompt_validation(
     dataset: PromptDataset,
     before: Callable[[], None] = lambda: None,
 ) -> Validation:
-    """Return a function that answers held-out prompts and scores the answers, and calls `before` first."""
+    """Return a function that calls `before`, answers held-out prompts and scores the answers."""
     config = foundation.config
     collector = replace(collector, stragglers=None)
     prompts = dataset[: config.evaluation.prompts or len(dataset)]
@@ -94,7 +93,7 @@ Answers = Sequence[Sequence[Any]]
 
 
 def _answers(groups: Sequence[Sequence[Rollout]], layout: Layout) -> Answers:
-    """Return a digest of each completion's answer, by whoever has its text; nothing where votes are not counted. Collective."""
+    """Return a digest of each answer; None where no votes are counted. Collective."""
     rollouts = [rollout for group in groups for rollout in group]
     if len(rollouts) == len(groups):
         return [[None] for _ in groups]
@@ -109,7 +108,6 @@ def _answers(groups: Sequence[Sequence[Rollout]], layout: Layout) -> Answers:
 def _by_source(
     groups: Sequence[Sequence[Rollout]], answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
-    """Return `val/NAME` of all prompts, and `val/SOURCE/NAME` of each named source."""
     sources: defaultdict[str, list[int]] = defaultdict(list)
     for number, group in enumerate(groups):
         sources[group[0].prompt.source].append(number)
@@ -125,7 +123,6 @@ def _by_source(
 def _numbers(
     groups: Sequence[Sequence[Rollout]], answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
-    """Return scores by the part `judged_by`, the reward with its parts, and lengths."""
     # Where the first function says by None that it does not apply, no other one stands in for it.
     scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
     worth = evaluation_stats(scores, answers, solved).values_by_name()
@@ -144,7 +141,7 @@ def example_validation(
 ) -> Validation:
     """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
 
-    `check` is called on every rank between batches. An exception that it raises ends the validation.
+    Every rank calls `check` between batches; it may raise.
     """
     config, layout, device = foundation.config, engine.layout, foundation.device
     paths, setting = config.data.validation, "data.validation"
@@ -170,10 +167,9 @@ def example_validation(
 def evaluate(
     config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    """Validate the model of `config`, with the weights of `step` if given, and return the numbers. Collective.
+    """Validate a model, with the weights of `step` if given. Collective.
 
-    With reward functions the held-out data are prompts, without them examples. With `rollout.engine` openai no model is loaded: an
-    endpoint answers.
+    With reward functions the held-out data are prompts, else examples.
     """
     with catch_signals(layout) as stopper:
         try:
@@ -226,8 +222,7 @@ def _measured(foundation: TextFoundation, stopper: Stopper, progress: Progress) 
 def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, Committed]:
     """Return the settings of the model in a run's newest committed step, and that step.
 
-    `model` has the run's own settings. An adapter's base stays where it was; tokenizer and chat template are the step's. Raises
-    `MissingError` if the run has no committed step.
+    An adapter's base stays where it was. Raises `MissingError` without a step.
     """
     step = newest(RunDirectory(run_directory).checkpoints)
     if step is None:

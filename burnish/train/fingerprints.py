@@ -1,7 +1,4 @@
-"""Fingerprints of a run's inputs: a resumed run compares the content of data, tokenizer, model and formula, not their paths.
-
-With other data or another tokenizer a run would go wrong silently: its position counts samples, and weights belong to token ids.
-"""
+"""Fingerprints of a run's inputs: data, tokenizer, model and formula by content, not by path."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ INPUTS = "inputs"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Digests of the tokenizer and of the data that are trained on."""
+    """Digests of what is trained on."""
 
     vocabulary: str
     """Of every token with its id, and of the ids with a meaning."""
@@ -49,7 +46,7 @@ class Inputs:
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
     ) -> Inputs:
-        """Fingerprint the inputs. `model` is a local directory, None without one; only RL has an `algorithm`."""
+        """Fingerprint the inputs. `model` is a local directory."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
@@ -60,7 +57,8 @@ class Inputs:
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
         """Return the inputs that changed and may, in words for a warning.
 
-        Raises `IncompatibleError` if the vocabulary, the formula or the number of samples changed.
+        Raises `IncompatibleError` if vocabulary, formula or number of samples changed: the position counts samples, and weights
+        belong to token ids.
         """
         names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
         if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:
@@ -102,7 +100,6 @@ class Inputs:
 
 
 def _formula_digest(algorithm: AlgorithmConfig) -> str:
-    """Return a digest of the files of the user's functions; "" without any."""
     names = {
         "algorithm.advantage": algorithm.advantage,
         "algorithm.policy_loss": algorithm.policy_loss,
@@ -112,7 +109,6 @@ def _formula_digest(algorithm: AlgorithmConfig) -> str:
 
 
 def _weights_digest(path: str | None) -> str:
-    """Return `model_digest` of a directory; "" if it holds no weights."""
     if path is None:
         return ""
     try:
@@ -122,7 +118,7 @@ def _weights_digest(path: str | None) -> str:
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return a fast tokenizer's rules without the traces of calls; None if it has no such description."""
+    """Return a fast tokenizer's rules without the traces of calls."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,7 +1,4 @@
-"""Hold the generator to the engine: both score a few completions, and where they disagree the run stops.
-
-There are as many prompts as ranks at least, so every rank's generator is checked.
-"""
+"""Hold the generator to the engine: both score a few completions, and the run stops where they disagree."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Guard:
     def check(self, version: int) -> None:
         """Compare, the first time and after every `rollout.check_every`-th version. Collective.
 
-        Raises `BurnishError`, which names the first tensor that differs, beyond `rollout.max_disagreement`.
+        Raises `BurnishError`, naming the first tensor that differs, beyond `rollout.max_disagreement`.
         """
         config = self.update.config
         rollout, limit = config.rollout, config.rollout.max_disagreement
@@ -69,7 +66,7 @@ class Guard:
         )
 
     def _drawn(self) -> list[Rollout]:
-        """Return a completion of each prompt, by rank in turns, the same on every rank."""
+        """Return a completion of each prompt, from every rank's generator, the same on every rank."""
         config, rank, world = self.update.config, self.layout.rank, self.layout.world
         asking = 1 if self.generator.central else world
         seed = derive_seed(config.seed, "guard") % 2**63
@@ -87,7 +84,7 @@ class Guard:
         return [Rollout(prompts[n], 0, shares[n % asking][n // asking], "") for n in numbers]
 
     def _first_difference(self) -> tuple[str | None, int]:
-        """Return the name of the first tensor that differs on any rank between engine and generator, and how many can be compared."""
+        """Return the first tensor that differs on any rank, and how many can be compared."""
         published = self.update.engine.published()
         have, held = [*published.fixed, *published.changing], list(self.generator.checksums())
         told = gather_objects([spec for spec, _ in held], self.layout)

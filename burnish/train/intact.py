@@ -1,7 +1,6 @@
-"""Check the weights that a run reads from another run's step against the hashes in its manifest.
+"""Check weights that a run reads from another run's step against the hashes in its manifest.
 
-A plain Hugging Face directory has no hashes. Left out: copies from a URL, and the step that a run resumes from, which is
-checked while it is read.
+Left out: plain Hugging Face directories, which have none, and copies from a URL.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Intact:
         self._seen: set[str] = set()
 
     def require(self, *places: str | None) -> None:
-        """Read the files of each model that lies in a committed step, and compare their hashes; pass any other place. Collective.
+        """Compare the hashes of each model that lies in a committed step; pass any other place. Collective.
 
-        The processes of a machine share the files. Links are followed. Raises `CorruptError` naming file and tensors if one differs or
-        the step is unhealthy, and `BurnishError` if machines hold different steps there.
+        A machine's processes share the files. Raises `CorruptError` naming file and tensors if one differs or the step is
+        unhealthy, and `BurnishError` if machines hold different steps.
         """
         for place in places:
             if place is None or place in self._seen:
@@ -54,7 +53,7 @@ class Intact:
 
 
 def _step_of(directory: Path) -> Committed | None:
-    """Return the step whose `model/` or `ROLE/model/` this is, with those files alone; None for any other place."""
+    """Return the step whose `model/` or `ROLE/model/` this is, with those files alone."""
     for path in directory.parents[:2]:
         if step_number(path.name) is not None and (path / COMMIT).is_file():
             below = f"{directory.relative_to(path).as_posix()}/"
@@ -65,7 +64,6 @@ def _step_of(directory: Path) -> Committed | None:
 
 
 def _read_share(step: Committed, layout: Layout, progress: Progress) -> None:
-    """Check this rank's share of the files; the ranks of one machine check all."""
     names = sorted(step.manifest.files)[layout.local_rank :: layout.local_world]
     sizes = {name: step.manifest.files[name].size / _MEGA for name in names}
     with progress.phase("check the model", sum(sizes.values())) as bar:

@@ -1,7 +1,7 @@
 """`burnish check`: compare one step of a shrunken model at the user's layout with plain PyTorch in one process.
 
-The user's data, loss, optimizer settings and layout run on a small model of the same family (fp32, fresh weights). PPO's critic
-follows the policy. Left out: the generator, Muon (AdamW steps), speed.
+The user's data, loss and optimizer settings run on a small model of the same family (fp32, fresh weights). Left out: the
+generator, Muon (AdamW steps), speed.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def _check_model(given: Material, layout: Layout, device: torch.device) -> None:
 
 
 def material(foundation: Foundation) -> Material:
-    """Take the first sequences of the data, cut short, the run's loss, and a small model of the family.
+    """Take the first sequences, cut short, the run's loss, and a small model.
 
-    With rewards the prompts get random completions and advantages. Supervised fine-tuning has temperature 1.
+    With rewards, prompts get random completions and advantages.
     """
     config = foundation.config
     given = Material(
@@ -98,7 +98,7 @@ def material(foundation: Foundation) -> Material:
 
 
 def critic_material(foundation: Foundation) -> Material:
-    """Return the same for the critic, which is trained without an adapter."""
+    """Return the same for the critic, without an adapter."""
     config, given = foundation.config, material(foundation)
     hf_config = shrunk(critic_foundation(foundation).hf_config, config.engine)
     return replace(
@@ -112,7 +112,6 @@ def critic_material(foundation: Foundation) -> Material:
 
 
 def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> list[Example]:
-    """Return random completions of the first prompts."""
     config = foundation.config
     prompts = train_dataset(partial(prompt_dataset, foundation), config.data)
     samples = min(config.rollout.n, 4)
@@ -126,7 +125,7 @@ def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> lis
 
 
 def _cut(example: Example) -> Example:
-    """Return at most `LONGEST` tokens of an example, around the first trained one."""
+    """Return at most `LONGEST` tokens, around the first trained one."""
     start = max(0, int(example.loss_mask.argmax()) - LONGEST // 2)
     window = slice(start, start + LONGEST)
     mask = example.loss_mask[window].copy()

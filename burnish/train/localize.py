@@ -1,8 +1,4 @@
-"""Copy a run's inputs from URLs and from the Hugging Face Hub to this machine before anything else begins.
-
-The run records the configuration with the URLs, and with each id of the hub at a commit. It works with the paths of the copies.
-All processes of a machine get the same copies.
-"""
+"""Copy a run's inputs from URLs and the Hugging Face Hub to this machine; its processes share them."""
 
 from __future__ import annotations
 
@@ -45,11 +41,12 @@ def local_inputs(
 ) -> tuple[RunConfig, RunConfig]:
     """Return the configuration to record, and the one to work with. Collective.
 
-    The first has ids of the hub at the commits that rank 0 finds, and the precision that its `device` is quick in. The second has
-    paths instead of ids and URLs, and rank and layers of the adapter that it starts from. Training data and a critic are copied only
-    if it `trains`. With `only_small` critic, reward models and data behind URLs stay where they are, a data set of the hub is its
-    first file, if that is small, and a model elsewhere becomes a new one with the same config.json and tokenizer.
-    Raises `MissingError` for missing files, and `BurnishError` if copying fails.
+    The first has ids of the hub at commits, and the precision in which rank 0's `device` is quick. The second has paths instead
+    of ids and URLs, and rank and layers of its first adapter. Only one that `trains` copies training data and a critic.
+
+    With `only_small`, critic, reward models and data behind URLs stay where they are. A data set of the hub is its first file, if
+    small. A model elsewhere becomes a new one with its config.json and tokenizer. Raises `MissingError` for missing files, and
+    `BurnishError` if copying fails.
     """
     layout = layout or Layout()
     values, pinned = config.model_dump(), config.model_dump()
@@ -84,7 +81,6 @@ def local_inputs(
 def _copy_all(
     values: Mapping[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
 ) -> None:
-    """Replace ids and URLs by paths of copies."""
     model, has_weights = values["model"], trains or values["rollout"]["engine"] != "openai"
     if only_small and is_elsewhere(model["path"]):
         folder = local_directory(model["path"], watch, weights=False)

@@ -1,7 +1,4 @@
-"""The README.md of a trained model: from what it was made, on what data, how.
-
-It depends on the configuration alone, so an interrupted run writes the same. Paths of this machine are named by their last part.
-"""
+"""The README.md of a trained model, from the configuration alone, so that an interrupted run writes the same."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _TRAINERS = {"sft": "supervised fine-tuning", "rl": "reinforcement learning"}
 def model_card(
     trainer: str, model: ModelConfig, data: DataConfig, settings: Mapping[str, Any]
 ) -> str:
-    """Return the text. `settings` are those of the whole run, by section."""
+    """Return the text, with only the last part of local paths."""
     base = HubPlace.of(model.path, "model")
     sets = [place for entry in data.train if (place := HubPlace.of(entry, "dataset"))]
     facts = {
@@ -65,6 +62,5 @@ def _rows(kind: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(entry: str, kind: Kind) -> str:
-    """Return an id as it is, and the last part of any other place."""
     place = HubPlace.of(entry, kind)
     return str(place) if place else PurePath(entry).name

@@ -16,9 +16,9 @@ from burnish.train.commits import hub_entries
 
 
 def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> RunConfig:
-    """Return the configuration of `values` with a step's model wherever a run's directory, `latest` or a step stands for it.
+    """Return the configuration of `values` with a step's model for each run's directory, `latest` or step.
 
-    The run in `run_dir` keeps the steps that it began with. Raises `MissingError` for a run without a committed step. Changes `values`.
+    The run in `run_dir` keeps its steps. Raises `MissingError` for a run without one. Changes `values`.
     """
     runs = [
         (number, section, key, root)
@@ -42,7 +42,7 @@ def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> R
 
 
 def is_model(place: str) -> bool:
-    """Whether what is to be evaluated is a model: a Hugging Face directory, a run's step, or an id of the hub; not a run."""
+    """Return whether a place is a model to evaluate, not a run: a Hugging Face directory, a step, or an id of the hub."""
     path = Path(place).expanduser()
     path = path.parent if path.name == LATEST else path
     if not path.is_dir():
@@ -54,7 +54,7 @@ def is_model(place: str) -> bool:
 
 
 def _steps_root(given: str) -> Path | None:
-    """Return the directory of steps, or the step, that a setting names; None for any other place."""
+    """Return the directory of steps, or the step, that a setting names."""
     path = Path(given).expanduser()
     path = path.parent if path.name == LATEST else path
     path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path

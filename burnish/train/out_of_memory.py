@@ -25,10 +25,10 @@ _ALLOCATOR_EVENTS = 100_000
 
 
 def explained(error: RuntimeError, session: Session) -> BurnishError | None:
-    """Return what to tell of `error`, with helpful settings; None if it is no lack of memory.
+    """Return what to tell of `error`; None if it is no lack of memory.
 
-    If the backend can, leaves a snapshot of its allocator in the run's directory, for https://pytorch.org/memory_viz. With
-    `tracking.allocations` it names lines of the program.
+    Leaves a snapshot of the allocator for https://pytorch.org/memory_viz if the backend can. With `tracking.allocations` it names
+    lines of the program.
     """
     if not isinstance(error, torch.OutOfMemoryError) and _CPU_SAYS not in str(error):
         return None
@@ -47,7 +47,6 @@ def explained(error: RuntimeError, session: Session) -> BurnishError | None:
 
 
 def _snapshot(session: Session) -> str:
-    """Leave a snapshot, and return what the message says of it."""
     path = session.directory.root / f"out-of-memory-rank{session.layout.rank}.pickle"
     try:
         if not write_snapshot(session.device, path):
@@ -60,10 +59,9 @@ def _snapshot(session: Session) -> str:
 
 @contextmanager
 def recording_allocations(device: torch.device) -> Iterator[None]:
-    """Record allocations and frees, with their Python stacks, inside the block.
+    """Record allocations and their Python stacks inside the block, if the backend can.
 
-    Costs about 2 µs an allocation (torch's figure) and up to some hundred MB of host memory. Does nothing where the
-    backend cannot.
+    Costs about 2 µs an allocation (torch's figure) and up to some hundred MB of host memory.
     """
     record = getattr(_memory_of(device), "_record_memory_history", None)
     if record is None:
@@ -77,7 +75,7 @@ def recording_allocations(device: torch.device) -> Iterator[None]:
 
 
 def write_snapshot(device: torch.device, path: Path) -> bool:
-    """Write a snapshot for https://pytorch.org/memory_viz; return False if the backend has none. Raises `OSError`."""
+    """Write a snapshot; return False if the backend has none. Raises `OSError`."""
     dump = getattr(_memory_of(device), "_dump_snapshot", None)
     if dump is not None:
         dump(str(path))

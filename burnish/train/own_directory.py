@@ -1,4 +1,4 @@
-"""Tell whether a directory is a run's, and whether this run may use it, before torch is loaded."""
+"""Tell whether a directory is a run's, and whether this run may use it. Loads no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("burnish")
 
 
 def recorded_config(run_dir: Path) -> Path:
-    """The configuration that a run's directory holds. Raises `MissingError` where it holds none."""
+    """Return the configuration in a run's directory. Raises `MissingError`."""
     path = RunDirectory(run_dir).config
     if not path.is_file():
         raise MissingError(
@@ -34,7 +34,7 @@ def recorded_config(run_dir: Path) -> Path:
 def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
     """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
 
-    One that makes way (`make_way`) is not refused, nor one that a start left which failed before it did anything.
+    One that makes way passes, and one of a start that failed before it did anything.
     """
     steps = [path.name for path in committed_steps(directory.root)]
     if (steps or directory.begun) and not _may_make_way(directory, run):
@@ -45,7 +45,7 @@ def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
 
 
 def make_way(directory: RunDirectory, run: RunIdentity) -> None:
-    """Rename a directory in which another configuration has trained and saved nothing, or any if `resume` is fresh.
+    """Rename a directory in which another configuration has saved nothing, or any if `resume` is fresh.
 
     Raises `BurnishError` if a run is using it. Call it in one process, before the run begins.
     """
@@ -63,13 +63,13 @@ def make_way(directory: RunDirectory, run: RunIdentity) -> None:
 
 
 def _may_make_way(directory: RunDirectory, run: RunIdentity) -> bool:
-    """Whether nothing of the directory has to be kept where it is. What was saved may be on a mirror, or damaged."""
+    """Whether nothing has to stay where it is. What was saved may be on a mirror, or damaged."""
     saved = committed_steps(directory.root) or (directory.checkpoints / QUARANTINE).exists()
     return run.config.mirror_url is None and (run.config.resume == "fresh" or not saved)
 
 
 def committed_steps(directory: Path) -> list[Path]:
-    """Return the checkpoints in a run's directory, oldest first. Raises `UsageError` if a file stands in its place."""
+    """Return a run's steps, oldest first. Raises `UsageError` if a file stands in the directory's place."""
     parents = (directory, *directory.parents)
     file = next((each for each in parents if os.path.lexists(each) and not each.is_dir()), None)
     have = None if file is None else f"{file}, which is no directory"

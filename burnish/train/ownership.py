@@ -1,6 +1,6 @@
 """Ownership of a run: its directory and its mirror belong to this run, or are refused unchanged.
 
-environment.json names the owner on either side: `run` is the run's id for life, `start` the id of one start.
+environment.json names the owner: `run` is the run's id, `start` that of one start.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Trainer = Literal["sft", "rl"]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run's directory while this process, with all others of the run, owns it."""
+    """A run's directory while the processes of the run own it."""
 
     config: RunConfig
     trainer: Trainer
@@ -75,8 +75,7 @@ def open_run(
 ) -> Iterator[Session]:
     """Own the run that `config` names inside the block; explain an out-of-memory error. Collective.
 
-    Before anything is loaded, refuses a run directory that is in use, belongs to another configuration or `trainer`, or holds steps
-    if `resume` is never, and ranks with different configurations.
+    First refuses a directory that is in use or not its own, and ranks with different configurations.
     """
     directory, settings = RunDirectory(config.directory), config.checkpoint
     spans = Spans(
@@ -148,10 +147,10 @@ def open_run(
 
 
 def _claim(session: Session) -> None:
-    """Make the directory, whose lease this process holds, and its mirror this run's. For rank 0.
+    """Make the directory and its mirror this run's, before anything expensive. For rank 0.
 
-    Writes to the mirror before anything expensive begins. Raises `IncompatibleError` for another run's mirror, and `UsageError`
-    if it holds steps and `resume` is never. Both stay unchanged.
+    Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never. Both stay
+    unchanged.
     """
     directory, mirror = session.directory, session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}

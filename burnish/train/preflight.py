@@ -1,7 +1,6 @@
 """Check that inputs exist, before torch is loaded.
 
-URLs and places of the hub are listed and not copied. With several processes the hub is left to rank 0 (`burnish.train.localize`).
-A dry run also looks into the files (`burnish.train.dry_run`).
+URLs and places of the hub are listed, not copied. With several processes, rank 0 asks the hub later (`burnish.train.localize`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _PATIENCE = RetryPolicy(seconds=20)
 def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
     """Raise `MissingError` naming every input of `command` that does not exist.
 
-    With `run_dir` the model and tokenizer come from that run's checkpoint and are not looked for.
+    With `run_dir`, model and tokenizer come from that run's checkpoint.
     """
     problems = [] if run_dir else list(_models(config.model, config.critic, config.engine))
     names = ("validation",) if command == "eval" else ("train", "validation")
@@ -82,7 +81,6 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
 
 
 def _noted(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:
-    """Yield problems, and one that is raised for a place of the hub."""
     try:
         yield from problems
     except BurnishError as error:
@@ -95,7 +93,7 @@ def is_asked_here(place: str, kind: Kind) -> bool:
 
 
 def data_sizes(path: str, setting: str) -> list[int]:
-    """Return the sizes of the files of an entry of `setting`: a file, a directory or a pattern, here or elsewhere."""
+    """Return the sizes of the files of an entry, here or elsewhere."""
     if hub := HubPlace.of(path, "dataset"):
         return list(split_files(hub.at_commit(), setting).values())
     if is_url(path):
@@ -104,7 +102,7 @@ def data_sizes(path: str, setting: str) -> list[int]:
 
 
 def files_here(path: str) -> list[Path]:
-    """Return the files of an entry of `data` that is on this machine."""
+    """Return an entry's files on this machine."""
     plain = Path(path).expanduser()
     if plain.is_dir():
         return [each for each in plain.iterdir() if is_data(each.name) and each.exists()]
@@ -114,7 +112,7 @@ def files_here(path: str) -> list[Path]:
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """The content of the model's config.json. Raises `MissingError` or `UsageError` where there is none."""
+    """Return the model's config.json. Raises `MissingError` or `UsageError` without one."""
     if isinstance(model.fresh, dict):
         return model.fresh
     place = model.fresh or model.path
@@ -130,7 +128,7 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def small_file(place: str, name: str) -> bytes:
-    """Return a small file of a directory, or for "" the file itself: here, behind a URL or on the hub."""
+    """Return a small file of a directory here or elsewhere; for "" the place itself."""
     if hub := HubPlace.of(place, "model"):
         return hub.file(name).read_bytes()
     place = f"{place.rstrip('/')}/{name}" if name else place
@@ -177,7 +175,6 @@ def _models(
 
 
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
-    """Require a directory that holds one of `members`."""
     folder, wanted = Path(path).expanduser(), " or ".join(members)
     if hub := HubPlace.of(path, "model"):
         with of_setting(setting):
@@ -288,7 +285,7 @@ def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishErr
 
 
 def _importable(package: str) -> bool:
-    """Return whether a top-level module is installed or in the working directory, without importing it."""
+    """Return whether a top-level module can be imported, without importing it."""
     try:
         found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except (ValueError, ImportError):

@@ -1,6 +1,6 @@
 """Compare the copies of a model bit for bit: a device that computes or stores wrongly makes them differ.
 
-With `engine.replicas` every copy gets the same reduced gradients, so all of them stay equal for ever.
+With `engine.replicas` all copies get the same gradients, so they stay equal.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from burnish.errors import BurnishError, few
 
 
 def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layout: Layout) -> None:
-    """Raise `BurnishError` on every rank if the trained weights differ between copies. Collective.
+    """Raise `BurnishError` on every rank if trained weights differ between copies. Collective.
 
-    Names the step, the ranks in the minority, and their tensors. Of two copies it names both.
+    Names the ranks in the minority and their tensors; of two copies both.
     """
     mine = {
         f"{shard.spec.name} of the {role}": shard.checksum()
@@ -53,7 +53,7 @@ def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layo
 
 
 def _odd(digests: list[str]) -> list[int]:
-    """Return the copies that differ from most; all of them if no majority agrees."""
+    """Return the copies that differ from most; all of them without a majority."""
     (most, count), *others = Counter(digests).most_common()
     if not others:
         return []

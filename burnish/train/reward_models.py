@@ -1,8 +1,7 @@
 """Reward models: trained models that judge completions, beside the reward functions.
 
-A reward model is a classifier with one label, of sequences or tokens; its reward is the output at the last token. It reads a
-conversation with its own tokenizer and chat template, so it need not share the policy's vocabulary. It is frozen, on the
-policy's layout. Left out: training one, several labels, and process rewards.
+One is a frozen classifier with one label, of sequences or tokens; its reward is the output at the last token. It reads a
+conversation with its own tokenizer and template. Left out: several labels, process rewards.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class RewardModel:
     """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
 
     def values(self, rollouts: Sequence[Rollout], tokens_per_device: int) -> list[float | None]:
-        """Return its value of each rollout, None for a text longer than its positions. Collective; the same on every rank."""
+        """Return its value of each rollout on every rank, None for a text longer than its positions. Collective."""
         layout = self.engine.layout
         owners = owners_of(rollouts)
         own = [i for i, each in enumerate(rollouts) if each.owner in (None, layout.rank)]
@@ -82,10 +81,7 @@ class RewardModel:
 
 
 def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
-    """Load the models of `reward.models`, in the policy's process groups. Collective.
-
-    Raises `IncompatibleError` for a model that is no classifier with one label.
-    """
+    """Load the models of `reward.models`, in the policy's process groups. Collective."""
     config, layout, device = foundation.config, foundation.layout, foundation.device
     names = config.reward.part_names[len(config.reward.functions) :]
     models, beside = [], policy
@@ -107,7 +103,7 @@ def read_judge(
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, ShardSource]:
     """Return a reward model's configuration, tokenizer and weights, of which only headers are read.
 
-    Raises `IncompatibleError` for a model that is no classifier with one label.
+    Raises `IncompatibleError` for one that is no classifier with one label.
     """
     model = ModelConfig(path=settings.path)
     hf_config = read_model_config(model)
@@ -162,7 +158,6 @@ def _with(
 
 
 def _read(encoder: ChatEncoder, rollouts: Sequence[Rollout]) -> list[TokenIds]:
-    """Prompt and completion of each rollout in the model's own tokens."""
     found: dict[int, TokenIds] = {}
     for plain in (True, False):
         chosen = [i for i, rollout in enumerate(rollouts) if plain == (not rollout.prompt.messages)]
@@ -180,7 +175,7 @@ def _text(encoder: ChatEncoder, rollout: Rollout) -> str:
 
 
 def _examples(texts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> Iterator[Example]:
-    """Return each text with one more token, since a value belongs to the state before a token."""
+    """Return each text with one more token: a value belongs to the state before a token."""
     ids = iter(texts)
     for _, group in groupby(rollouts, key=lambda rollout: rollout.prompt.index):
         same = [next(ids) for _ in group]

@@ -1,8 +1,6 @@
 """Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
 
-One step: generate a group of completions for each prompt, score them, turn rewards into advantages, update critic and policy,
-and publish the weights to the generator. With `rollout.ahead` completions are older than the step. Every process runs the same
-function. Left out: turns.
+A step generates completions for each prompt, scores them, updates critic and policy, and publishes the weights. Left out: turns.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from burnish.train.trainer_state import weights_version
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     """Learn from rewards as `config` says, from where its run directory left off. Collective.
 
-    `local` is the same with paths of copies in place of URLs and ids (`burnish.train.localize`).
+    `local` has paths of copies in place of URLs and ids.
     """
     with ExitStack() as stack:
         session = stack.enter_context(open_run(config, "rl", layout, device))
@@ -134,7 +132,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
 def _models(
     foundation: Foundation, session: Session, inputs: Inputs, total_steps: int
 ) -> tuple[Run, PolicyUpdate, Judge, Sequence[Engine]]:
-    """Return the run, its update, its reward models, and the engines of policy, critic and reference; weights are loaded."""
+    """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
     config = foundation.config
     engine = make_engine(foundation, config.optim)
     learners, critic = {MAIN: Learner(engine, foundation)}, None
@@ -158,7 +156,7 @@ def _models(
 
 
 def _reference(foundation: Foundation, engine: Engine, session: Session) -> Engine:
-    """Return the frozen initial model; with a fresh adapter it is `engine`, with the adapter off."""
+    """Return the frozen initial model; with a fresh adapter that is `engine` with the adapter off."""
     adapter = foundation.config.model.adapter
     if adapter and adapter.path is None:
         return engine

@@ -1,7 +1,6 @@
-"""The protocol of a training loop, `steps` and `finish`, and what lies around it: validations, saves, logs, stops and resumes.
+"""The protocol of a training loop, `steps` and `finish`, with its validations, saves, logs, stops and resumes.
 
-The state of a run is one frozen `Position`, replaced after each step, so a signal in the middle of a step saves the state after
-the step before.
+A signal in the middle of a step saves the frozen `Position` after the step before.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Validation = Callable[[], tuple[dict[str, float], Sequence[Rollout] | None]]
 
 
 class Run:
-    """One training run on this rank, from its resumption to its end.
+    """One training run on this rank.
 
     ```python
     with run.training(validate):
@@ -82,10 +81,9 @@ class Run:
         inputs: Inputs,
         total_steps: int,
     ) -> None:
-        """Fill the models, by role (`MAIN` among them), from the newest committed step, or else from where they begin. Collective.
+        """Fill the models, by role, from the newest committed step or from where they begin. Collective.
 
-        Raises `CorruptError` if a model to begin from lies in a damaged step, and `BurnishError` if ranks have different data or
-        tokenizers.
+        Raises `CorruptError` if a model to begin from lies in a damaged step, and `BurnishError` if ranks have different inputs.
         """
         self._session, self._layout, self._config = session, session.layout, session.config
         self._learners, self._inputs, self._total_steps = learners, inputs, total_steps
@@ -125,7 +123,6 @@ class Run:
                     session.mirror.bring_back(session.directory)
 
     def _introduce(self) -> None:
-        """Say what is about to be trained."""
         made, total = self.position.step, self._total_steps
         if made >= total:
             log.info("step %d of %d is made already: nothing is left to do", made, total)
@@ -148,11 +145,10 @@ class Run:
         drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple,
         begun: Callable[[], Mapping[SampleKey, Completion]] = dict,
     ) -> Iterator[None]:
-        """Train inside the block: validate before the first step if configured, and commit at the end. Collective.
+        """Train inside the block: validate first if configured, and commit at the end. Collective.
 
-        `drawn_ahead` returns the batches for later steps, which a save holds, and `begun` the completions of those that are being drawn.
-        A signal ends the block with a commit, and raises `StoppedError`. After a kill between a save and its log line, that line is
-        logged first.
+        A save holds the batches of `drawn_ahead` for later steps, and the completions `begun`. A signal ends the block with a
+        commit and `StoppedError`.
         """
         self._validate, self._drawn_ahead, self._begun = validate, drawn_ahead, begun
         try:
@@ -188,9 +184,9 @@ class Run:
         rollouts: Sequence[Rollout] | None = None,
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
-        """Count a step as done, and validate, save and log it where it is time. Collective.
+        """Count a step as done; validate, save and log it where due. Collective.
 
-        `batches` are those of its updates, `rollouts` what they were made of, with `advantages` and more numbers by token.
+        `batches` are those of its updates, made of `rollouts`; `by_token` has `advantages`.
         """
         self._hear_of_saving(wait=False)
         main, pending = self._learners[MAIN].engine, self._drawn_ahead()
@@ -222,7 +218,7 @@ class Run:
                 self._session.stopper.check_saved()
 
     def _begin(self) -> None:
-        """Open the observers, and log or validate what is left of the step that the run goes on from."""
+        """Open the observers, and do what the step that the run goes on from left undone."""
         session, position = self._session, self.position
         session.spans.step = position.step
         logged: dict[str, float] = {}
@@ -248,9 +244,9 @@ class Run:
         session.spans.added({})
 
     def _record(self, values: Mapping[str, float], *, validate: bool, save: bool = False) -> None:
-        """Validate and save where due, then log the step.
+        """Validate and save where due, then log.
 
-        Until it is logged, the line is in the position, so neither a signal nor a kill loses it.
+        Until then the position holds the line, so neither a signal nor a kill loses it.
         """
         spans = self._session.spans
         self.position = replace(self.position, unlogged=json_numbers(values))
@@ -273,7 +269,7 @@ class Run:
         rollouts: Sequence[Rollout],
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
-        """Have rank 0 write a step's rollouts if due, without `by_token` a validation's. Collective."""
+        """Have rank 0 write rollouts if due. A validation has no `by_token`. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
         wanted = wanted_rollouts(settings, step, total, rollouts, by_token is None)
         if wanted is None:
@@ -296,7 +292,7 @@ class Run:
     def _keep_measured(
         self, measured: Mapping[str, float | str], line: Mapping[str, float | str]
     ) -> None:
-        """Keep the validation's numbers in the position; if its step is committed already, for later steps."""
+        """Keep a validation's numbers for this step's save, or for a later one's."""
         later = self.position.measured_later
         if self._saved_step == self.position.step:
             later = {**later, str(self.position.step): measured}
@@ -317,7 +313,7 @@ class Run:
     def _throughput(
         self, batches: Sequence[Batch], values: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return `values` with tokens per second of the update over all ranks, the imbalance, and this rank's MFU.
+        """Return `values` with tokens per second over all ranks, the imbalance, and this rank's MFU.
 
         MFU is flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B).
         """
@@ -332,9 +328,9 @@ class Run:
         return found
 
     def _save(self, *, background: bool = False) -> None:
-        """Commit the current position unless it is committed; with `background`, only begin to. Collective.
+        """Commit the position unless it is committed; with `background`, only begin to. Collective.
 
-        A save in the background that fails warns loudly and stops nothing.
+        A failed save in the background stops nothing.
         """
         self._saved_at = time.monotonic()
         with self._session.spans("save"), self._session.progress.phase("save", lines=False):
@@ -353,7 +349,7 @@ class Run:
                 self._say_unsaved(self.position.step, error)
 
     def _check_replicas(self) -> None:
-        """Compare the copies of the weights if that is configured and this step's are not compared yet. Collective."""
+        """Compare copies of the weights if configured, once a step. Collective."""
         step = self.position.step
         if self._config.distributed.check_replicas_every and self._compared_step != step:
             engines = {role: learner.engine for role, learner in self._learners.items()}
@@ -398,7 +394,7 @@ class Run:
         )
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
-        """Fill models and position from a committed step, once all of it fits."""
+        """Fill models and position from a step, once all of it fits."""
         pending: Sequence[DrawnBatch] = ()
         partial: Mapping[SampleKey, Completion] = {}
         files = source.files(AHEAD)
@@ -421,12 +417,10 @@ class Run:
         self.pending, self.partial, self._saved_step = pending, partial, self.position.step
 
     def _counts_beside_main(self) -> dict[str, Updates]:
-        """Return the update counts of the models beside the run's own."""
         learners = self._learners.items()
         return {role: counts(learner.engine) for role, learner in learners if role != MAIN}
 
     def _complete(self) -> None:
-        """Save after the last step, and say where everything is."""
         session = self._session
         session.stopper.check_all()
         self._save()
@@ -448,7 +442,6 @@ class Run:
             )
 
     def _stopped(self, request: StopRequested) -> StoppedError:
-        """Commit the current position and return the error to raise."""
         self._save()
         self._tell(lambda each: each.report("stopped"))
         session, step = self._session, self.position.step
@@ -470,7 +463,7 @@ class Run:
         return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
 
     def _report_failure(self) -> None:
-        """Write the report of a run that an error ends. The error matters more than a report that cannot be written."""
+        """Write a report; the error that ended the run matters more than one in writing."""
         if self._observers is not None:
             try:
                 self._observers.report("failed")
@@ -478,7 +471,7 @@ class Run:
                 log.warning("report.html is not written: %s", error)
 
     def _settle_mirror(self, seconds: float) -> BurnishError | None:
-        """Wait this long for the mirror, or until a signal; return why it lacks some of the run. Collective."""
+        """Wait for the mirror, or until a signal; return why it lacks something. Collective."""
         session = self._session
         if session.mirror is None:
             return None
@@ -495,7 +488,7 @@ class Run:
             return session.checkpoints.settle_mirror(seconds, session.stopper.changed(), show)
 
     def _tell(self, say: Callable[[Observers], None]) -> None:
-        """Tell the observers, which the main rank has. Collective."""
+        """Tell rank 0's observers. Collective."""
         with agree(self._layout), self._writing():
             if self._observers is not None:
                 say(self._observers)
@@ -508,7 +501,7 @@ class Run:
             self._observers.close()
 
     def _save_is_due(self, *, validated: bool) -> bool:
-        """Return whether the step has to be saved, of which a validation may be due. Collective."""
+        """Return whether the step has to be saved. Collective."""
         settings, step = self._config.checkpoint, self.position.step
         if settings.save_every != "auto":
             return self._is_due(settings.save_every)
@@ -523,7 +516,7 @@ class Run:
 
 
 def counted(loss: LossFn, bar: Bar) -> LossFn:
-    """Return the loss, which counts each micro-batch on the bar."""
+    """Return the loss, which advances the bar."""
 
     def counting(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
         bar.advance()

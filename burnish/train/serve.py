@@ -1,7 +1,7 @@
 """Generators in processes of their own: start one beside each rank, find those that serve a run, and be one.
 
-A process beside a rank is this module, `python -m burnish.train.serve`; it ends with the rank. `burnish serve` notes its address
-and token in the run's directory, in `servers/`, for the trainer to find.
+`python -m burnish.train.serve` is the process beside a rank. `burnish serve` notes its address and token in `servers/` of the
+run's directory, where the trainer finds them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ log = logging.getLogger("burnish")
 def served_generator(foundation: Foundation) -> ServedGenerator:
     """Return the generator that `rollout.place` names: processes beside the ranks, or servers. Collective.
 
-    Raises `UsageError` if too few servers come, and `BurnishError` if a process does not start.
+    Raises `UsageError` for too few servers, and `BurnishError` if a process does not start.
     """
     config, layout = foundation.config, foundation.layout
     (specs, fixed), timeout = _specs(foundation), config.rollout.timeout_seconds
@@ -102,7 +102,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
 
 
 def _leads(layout: Layout, devices: int) -> bool:
-    """Return whether a generator of so many devices is beside this rank: the first of as many ranks of its machine."""
+    """Return whether this rank has a generator beside it: the first of every `devices`."""
     if layout.local_world % devices:
         raise UsageError(
             "the processes of this machine cannot be divided into groups that share a generator",
@@ -114,7 +114,7 @@ def _leads(layout: Layout, devices: int) -> bool:
 
 
 def visible_devices(device: torch.device, count: int) -> str | None:
-    """Return the value of CUDA_VISIBLE_DEVICES that shows a device and those after it, `count` in all; None where it means nothing."""
+    """Return a CUDA_VISIBLE_DEVICES that shows `count` devices from this one on; None without CUDA."""
     if device.type != "cuda":
         return None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -137,7 +137,7 @@ class Child:
     def __init__(
         self, settings: Mapping[str, Any], layout: Layout, devices: str | None = None
     ) -> None:
-        """Start it with the `settings` of the run; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES, if that is given."""
+        """Start it with the run's `settings`; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
         self.token, self.url = secrets.token_urlsafe(24), ""
         self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         self._given = {
@@ -224,10 +224,7 @@ class Child:
 
 
 def serve(foundation: Foundation, host: str, port: int) -> None:
-    """Serve the foundation's run until SIGTERM or ctrl-C.
-
-    Raises `UsageError` if the address is taken.
-    """
+    """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` if the address is taken."""
     config, token = foundation.config, secrets.token_urlsafe(24)
     server = _made(foundation, token, host, port)
     where = socket.gethostname() if host in ("0.0.0.0", "::") else host
@@ -245,7 +242,6 @@ def serve(foundation: Foundation, host: str, port: int) -> None:
 
 
 def _made(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
-    """Return a server with a generator that has no weights yet."""
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # this process is no rank, whoever started it
     if foundation.device.type == "cpu":
@@ -271,7 +267,7 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
 
 
 def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return the tensors that a generator wants each time, and those of a model that it wants once."""
+    """Return the tensors that a generator wants each time, and those that it wants once."""
     dtype, model = compute_dtype(foundation.config.engine), build_on_meta(foundation.hf_config)
     lora, sides = foundation.config.model.adapter_beside, (regions(model), ())
     if lora is not None:
@@ -282,12 +278,11 @@ def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
 
 
 def _fitting(specs: Sequence[TensorSpec]) -> str:
-    """Return a digest that generator and trainer share if the one can take the other's weights."""
+    """Return a digest that a generator and its trainer share."""
     return xxhash.xxh3_128_hexdigest(repr(sorted(map(str, specs))).encode())
 
 
 def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str, str]]:
-    """Return addresses and tokens of so many servers, by address; wait for them."""
     began, told = time.monotonic(), False
     while True:
         found = look()
@@ -309,7 +304,7 @@ def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str,
 def _others(
     look: Callable[[], dict[str, str]], layout: Layout, lost: Sequence[str], others: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return servers that rank 0 finds for lost ones, perhaps the same."""
+    """Return servers for lost ones, perhaps the same."""
     if not layout.is_main:
         return {}
     try:
@@ -321,7 +316,7 @@ def _others(
 
 
 def _answering(directory: Path, model: str) -> dict[str, str]:
-    """Return addresses and tokens of the servers noted that answer. Raises `UsageError` for one of another model."""
+    """Return addresses and tokens of the servers that answer. Raises `UsageError` for one of another model."""
     notes = dict(filter(None, map(_note, directory.glob("*.json"))))
     with ThreadPoolExecutor(max(1, len(notes))) as pool:
         told = dict(zip(notes, pool.map(_about, notes, notes.values()), strict=True))
@@ -343,7 +338,6 @@ def _note(path: Path) -> tuple[str, str] | None:
 
 
 def _about(url: str, token: str) -> dict[str, Any] | None:
-    """Return what a server is, or None if there is none."""
     try:
         return Server(url, token, _PROBE_SECONDS).about()
     except (ServerLost, BurnishError):
@@ -351,7 +345,7 @@ def _about(url: str, token: str) -> dict[str, Any] | None:
 
 
 def main(given: Mapping[str, Any], answers: TextIO) -> None:
-    """Be the generator beside a rank, as the rank's `Child` says."""
+    """Be the generator beside a rank, as its `Child` says."""
     accompany(given["parent"])
     local = RunConfig.model_validate(given["settings"])
     share_cores(given["local_world"])

@@ -1,4 +1,4 @@
-"""The setup that SFT, RL and evaluation share: tokenizer, model, data, engine, generator, rewards."""
+"""The setup that SFT, RL and evaluation share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
 
 @dataclass(frozen=True, slots=True)
 class TextFoundation:
-    """What the evaluation of an endpoint starts from: no model, only a tokenizer."""
+    """What the evaluation of an endpoint starts from: a tokenizer, no model."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
@@ -93,25 +93,25 @@ class Foundation(TextFoundation):
 
     @property
     def prompt_limits(self) -> dict[str, int]:
-        """Return the most tokens of a prompt beside a completion. Raises `UsageError` if a completion leaves no room."""
+        """Return the most tokens of a prompt. Raises `UsageError` if a completion leaves no room."""
         response, budget = self.config.rollout.max_response_length, self.config.microbatch_tokens
         positions = getattr(self.hf_config, "max_position_embeddings", None)
         return _prompt_limits(response, budget, positions)
 
     @property
     def costs(self) -> ModelFlops:
-        """What its sequences cost in an update: by these batches are balanced."""
+        """What its sequences cost in an update."""
         return self.flops.of_training(frozen=self.adapter is not None)
 
     def places(self, *, fresh: bool) -> list[str | None]:
-        """Return where the weights lie that a run reads: of reward models, under an adapter, and those that a `fresh` run starts from."""
+        """Return where the weights lie that a run reads, and if `fresh` those that it trains."""
         model = self.config.model
         started = [model.path, model.lora.path] if fresh else []
         frozen = [] if self.adapter is None else [model.path]
         return [*(judge.path for judge in self.config.reward.models), *frozen, *started]
 
     def write_assets(self, directory: Path) -> None:
-        """Write the files that make the trained weights a Hugging Face model, or PEFT's adapter."""
+        """Write what makes trained weights a Hugging Face model or PEFT's adapter."""
         if self.adapter is None:
             is_fp32 = self.config.checkpoint.model_dtype == "fp32"
             dtype = torch.float32 if is_fp32 else torch.bfloat16
@@ -132,13 +132,13 @@ class Learner:
     foundation: Foundation
 
     def take_flops(self) -> float:
-        """Operations of this rank's forward and backward passes since this was last asked."""
+        """Operations of this rank's passes since the last call."""
         passed, self.engine.passed = self.engine.passed, Passed()
         frozen = self.foundation.adapter is not None
         return self.foundation.flops.training(passed, frozen=frozen) / self.engine.layout.sharing
 
     def contents(self) -> ModelContents:
-        """What goes into a checkpoint of it."""
+        """What a checkpoint of it holds."""
         weights = list(self.engine.shards(Part.WEIGHTS))
         return ModelContents(
             weights=weights,
@@ -158,8 +158,7 @@ def lay_foundation(
 ) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is `config.model` before copies replaced its URLs and ids. Without a layout and a device it is for one process and a CPU.
-    `card` goes into the directory of the trained model.
+    `given` is `config.model` before copies replaced URLs and ids.
     """
     hf_config = read_model_config(config.model)
     if has_value_head(hf_config):
@@ -214,7 +213,7 @@ def model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _require_assets(foundation: Foundation) -> None:
-    """Write the files beside weights once, so that a library refuses them before anything is trained."""
+    """Write the files beside weights once, so that a library refuses them before training."""
     with (
         refusing(
             "the files beside the model's weights cannot be written as they were read",
@@ -233,7 +232,7 @@ def prove(
     lora: LoraConfig | None = None,
     generates: bool = False,
 ) -> None:
-    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly; see `burnish.check.proof`."""
+    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly."""
     proof = import_module("burnish.check.proof")
     proof.prove(hf_config, lora, device, generates=generates, layout=layout)
 
@@ -258,9 +257,9 @@ def prompt_dataset(
     pool: RewardPool | None = None,
     progress: Progress | None = None,
 ) -> PromptDataset:
-    """Read the prompts in `paths`, or in their `first` rows, that leave room for a completion. Collective.
+    """Read the prompts in `paths`, or their `first` rows, that leave room for a completion. Collective.
 
-    `setting` names them in errors. Raises `MissingError` if they lack a column that a reward function of the pool needs.
+    Errors name `setting`. Raises `MissingError` for lack of a column that a reward needs.
     """
     config = foundation.config
     rows = _rows(foundation, paths, setting, progress).first(first)
@@ -275,7 +274,7 @@ def prompt_dataset(
 def _rows(
     foundation: TextFoundation, paths: Sequence[str], setting: str, progress: Progress | None
 ) -> Rows:
-    """Read the rows of a setting, or with `data.streaming` list the files of `data.train`. Collective."""
+    """Read rows, or list the files of streamed ones. Collective."""
     data, seed = foundation.config.data, foundation.config.seed
     if setting == "data.train" and data.streaming:
         open_rows = import_module("burnish.data.streaming").open_rows
@@ -306,7 +305,7 @@ def make_loader(
     *,
     by_epoch: bool,
 ) -> Loader:
-    """Return what draws samples of `data.train`. `by_epoch`: one take never crosses the end of an epoch."""
+    """Return what draws samples of `data.train`. `by_epoch`: one take never crosses an epoch's end."""
     shuffle = data.shuffle
     if data.streaming:
         streamed: Loader = import_module("burnish.data.streaming").StreamLoader(
@@ -326,10 +325,6 @@ def make_loader(
 
 
 def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:
-    """Return the most tokens of a prompt beside a completion of `response` tokens, by what limits them.
-
-    `budget` is that of a micro-batch, `positions` the model's. Raises `UsageError` if a completion leaves no room.
-    """
     budgets = {"batch.tokens_per_device": budget}
     if positions is not None:
         budgets["the model's max_position_embeddings"] = positions
@@ -351,7 +346,7 @@ def example_dataset(
     first: int | None = None,
     progress: Progress | None = None,
 ) -> ExampleDataset:
-    """Read the SFT examples in `paths`, or in their `first` rows. `setting` names them in errors. Collective."""
+    """Read the SFT examples in `paths`, or their `first` rows. Collective."""
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
     rows = _rows(foundation, paths, setting, progress).first(first)
     limit = min(data.max_length or budget, budget)
@@ -363,7 +358,7 @@ def make_engine(
 ) -> Engine:
     """Make the configured engine without weights; frozen if `optim` is None.
 
-    `beside` is an engine whose process groups it shares. Warns if the device is slow at the configured precision.
+    It shares the process groups of `beside`.
     """
     in_bf16 = foundation.config.engine.precision == "bf16"
     if beside is None and in_bf16 and not has_bf16_products(foundation.device):
@@ -389,7 +384,7 @@ def make_engine(
 
 
 def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
-    """Return an engine for inference alone with the foundation's weights. Collective."""
+    """Return an engine for inference, with weights. Collective."""
     engine = make_engine(foundation, None, beside)
     engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)
@@ -412,7 +407,7 @@ def make_generator(foundation: TextFoundation) -> Generator:
 
 
 def local_generator(foundation: Foundation) -> Continuable:
-    """Make the generator of `rollout.engine` in this process, without weights."""
+    """Make the generator in this process, without weights."""
     if foundation.config.rollout.engine == "builtin":
         return builtin_generator(foundation)
     config = foundation.config
@@ -439,7 +434,7 @@ def local_generator(foundation: Foundation) -> Continuable:
 
 
 def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
-    """Make the built-in generator in this process, without weights."""
+    """Make the built-in generator, without weights."""
     config = foundation.config
     model = InferenceModel(
         foundation.hf_config,
@@ -463,7 +458,7 @@ def make_collector(
     progress: Progress,
     judge: Judge,
 ) -> Collector:
-    """Make the generator, without weights, and the rewards."""
+    """Make generator, without weights, and rewards."""
     generator, tokenizer = make_generator(foundation), foundation.tokenizer
 
     def decode(token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: make the examples' tokens likelier. Every process runs the same function."""
+"""Supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from burnish.train.setup import (
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     """Fine-tune as `config` says, from where its run directory left off. Collective.
 
-    `local` is the same with paths of copies in place of URLs and ids (`burnish.train.localize`).
+    `local` has paths of copies in place of URLs and ids.
     """
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:

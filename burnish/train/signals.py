@@ -1,8 +1,7 @@
 """Turn signals that ask for an end into a flag that training checks where it can stop cleanly.
 
-`Stopper.check` raises at a safe point, and the run commits a checkpoint. A second SIGINT or SIGTERM ends the process at once; the
-first signal says so. SIGHUP comes from a terminal that closes, and may come twice; SIGUSR1 is what Slurm's --signal mostly sends.
-`AFTER_SAVE` lets the run go on until its next regular save.
+A second SIGINT or SIGTERM ends the process at once; a closing terminal may send SIGHUP twice. SIGUSR1 is what Slurm's --signal
+mostly sends. `AFTER_SAVE` lets the run go on until its next regular save.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class StopRequested(Exception):
 
 
 class Stopper:
-    """Remembers the first signal; the main rank's confirms it on standard error."""
+    """Remembers the first signal; rank 0 confirms it on standard error."""
 
     def __init__(self, layout: Layout | None = None) -> None:
         self.received: int | None = None
@@ -42,7 +41,7 @@ class Stopper:
         self._layout = layout or Layout()
 
     def check(self) -> None:
-        """Raise `StopRequested` when a signal has arrived at this process."""
+        """Raise `StopRequested` if a signal has arrived at this process."""
         if self.received is not None:
             raise StopRequested(self.received)
 
@@ -58,7 +57,7 @@ class Stopper:
             raise StopRequested(AFTER_SAVE)
 
     def changed(self) -> Callable[[], bool]:
-        """Tells whether a first signal has arrived since this call."""
+        """Return what tells whether a first signal has arrived since this call."""
         before = self.received
         return lambda: self.received != before
 
@@ -81,7 +80,7 @@ class Stopper:
 
 @contextmanager
 def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
-    """Let the signals that ask for an end set the yielded flag inside the block.
+    """Let signals set a flag of the yielded stopper inside the block.
 
     A SIGHUP that nohup has told this process to ignore stays ignored. A thread that is not the main one cannot catch signals.
     """

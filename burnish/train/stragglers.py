@@ -1,4 +1,4 @@
-"""Which rank is slowest in the parts of a step that a rank spends by itself, without waiting for others."""
+"""Which rank is slowest in the parts of a step that a rank spends by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Stragglers:
     """Counts every rank's seconds of a step by part; the same on every rank."""
 
     def __init__(self, *, warns: bool) -> None:
-        """Only a rank that `warns` does so."""
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._in_a_row: dict[str, tuple[int, int]] = {}
         self._named: set[tuple[str, int]] = set()
@@ -35,7 +34,7 @@ class Stragglers:
             ]
 
     def stats(self) -> Stats:
-        """Return the slowest rank of each part and its time over the median rank's; warn of one that stays it. Ends the step."""
+        """End the step: return each part's slowest rank and its time over the median's; warn of lasting ones."""
         found = Stats()
         for part, seconds in self._seconds.items():
             longest, typical = max(seconds), median(seconds)

@@ -1,7 +1,4 @@
-"""Say what a run will do: in a few lines where it begins, in a screenful for `--dry-run`. Loads no torch.
-
-Parameters come from config.json, rows from counting lines. Neither takes longer than a moment.
-"""
+"""Say what a run will do: briefly where it begins, in a screenful for `--dry-run`. Loads no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def summary(
     *,
     brief: bool = False,
 ) -> str:
-    """Return aligned lines: model, engine, data, length, outputs; if not `brief` also sizes, formula, saving, and `memory`."""
+    """Return aligned lines of what a run does, if not `brief` also sizes, formula, saving and `memory`."""
     engine, data, evaluation = config.engine, config.data, config.evaluation
     processes = count_text(world, "process")
     rows = [
@@ -97,7 +94,6 @@ def summary(
 
 
 def _layout(engine: EngineConfig, world: int) -> str:
-    """Return the number of processes along each dimension of the engine's mesh, outermost first."""
     sizes = {"sequence": engine.sequence_parallel, "tensor": engine.tensor_parallel}
     if engine.kind == "megatron":
         data = world // engine.sharing
@@ -184,7 +180,6 @@ def _sampling(sampling: SamplingConfig) -> str:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Return the number of parameters: by the table of families, or by the headers of weights on this machine."""
     count = 0
     try:
         if model.path is None or is_asked_here(model.path, "model"):
@@ -207,15 +202,12 @@ def _elements(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """The rows of data files."""
-
     rows: int
     about: Literal["", "about "]
     """Whether they were all counted, or are as many as a part lets expect."""
 
 
 def _data(paths: Sequence[str], setting: str) -> tuple[str, _Counted | None]:
-    """Return a line about the files of `setting`, and how many rows they have if that is soon known."""
     named = ", ".join(paths)
     if not all(is_asked_here(path, "dataset") for path in paths):
         return named, None
@@ -228,7 +220,7 @@ def _data(paths: Sequence[str], setting: str) -> tuple[str, _Counted | None]:
 
 
 def _count(paths: Sequence[str]) -> _Counted | None:
-    """Count rows for a moment; None if they are elsewhere, or cannot be counted."""
+    """Count rows for a moment; None if that fails."""
     deadline = time.monotonic() + _COUNTING_SECONDS
     rows = read = 0
     try:
@@ -249,7 +241,7 @@ def _count(paths: Sequence[str]) -> _Counted | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield rows and bytes of each part of a JSON Lines file. Raises `ValueError` for a JSON array."""
+    """Yield rows and bytes of parts of a JSON Lines file. Raises `ValueError` for an array."""
     piece = b""
     with path.open("rb") as file:
         while more := file.read(_CHUNK):

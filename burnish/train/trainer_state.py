@@ -88,10 +88,7 @@ _WRITTEN_LATER = {"roles", "measured_later", "kl_coef", "ahead"}
 
 
 def weights_version(steps: int, warmup_steps: int) -> int:
-    """Return the version of the policy's weights after so many steps: the last step in which it learned, or 0.
-
-    In the critic's `warmup_steps` it does not.
-    """
+    """Return the last step in which the policy learned, after the critic's `warmup_steps`; or 0."""
     return steps if steps > warmup_steps else 0
 
 
@@ -103,7 +100,7 @@ def counts(engine: Engine) -> Updates:
 def state_of(
     position: Position, main: Learner, inputs: Inputs, config_digest: str
 ) -> dict[str, Any]:
-    """Return the content of state.json for a run at this position, whose own model is `main`."""
+    """Return the content of state.json at this position."""
     adapter, critic = main.foundation.adapter, main.foundation.config.critic
     written = {} if adapter is None else {ADAPTER_STATE: adapter}
     return (
@@ -118,7 +115,7 @@ def state_of(
 
 
 def position_of(step: Committed) -> Position:
-    """Return the position in a step's state.json. Raises `IncompatibleError` for anything that no trainer writes there."""
+    """Return a step's position. Raises `IncompatibleError` for what no trainer writes."""
     if IMPORTED in step.state:
         raise IncompatibleError(
             f"{step.path} was imported and has no training state to continue",
@@ -160,8 +157,8 @@ def take_up(
 ) -> Position:
     """Fill the models, by role, from a step, and return its position. Collective.
 
-    With `may_be_fresh` (`checkpoint.fresh_optimizer`) a model without optimizer state in the step begins with a fresh one. Raises before anything
-    is filled if state, tokenizer, data, adapter or tensors do not fit.
+    With `may_be_fresh` a model without optimizer state gets a fresh one. Raises, before anything is filled, if state, tokenizer,
+    data, adapter or tensors do not fit.
     """
     main = learners[MAIN]
     position = position_of(step)
@@ -191,9 +188,9 @@ def take_up(
 def require_same_adapter(
     recorded: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None, where: PurePath
 ) -> None:
-    """Refuse a checkpoint with another adapter than the run's, or with one if the run has none.
+    """Refuse a step with another adapter than the run's, or with one if the run has none.
 
-    Raises `IncompatibleError` with a table. The base model may have moved.
+    Raises `IncompatibleError`. The base model may have moved.
     """
     have, want = dict(recorded or {}), dict(wanted or {})
     keys = [key for key in {**want, **have} if key != "base" and have.get(key) != want.get(key)]
