@@ -1,8 +1,7 @@
 """The table of model families, and a model's shape from its config.json, without torch.
 
-Only this module names model types of transformers. Other code asks for a capability (`has_router`,
-`norm_offset`). A type outside the table can be trained if transformers describes it well enough;
-the planner and the Megatron engine refuse it.
+Only this module names model types of transformers. Other code asks for a capability. The planner and the Megatron engine
+refuse a type outside the table.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def names_of(capability: str) -> str:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's fields; a composite config.json has them under `text_config`."""
+    """Return the language model's fields, which a composite config.json has under `text_config`."""
     return dict(config) | dict(config.get("text_config") or {})
 
 
@@ -176,12 +175,12 @@ class ModelSizes:
 
     @property
     def key(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads."""
         return self.key_heads * self.head_dim
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """Read the content of a config.json of any model type."""
+        """Read a config.json of any model type."""
         fields = text_config(config)
         family = family_of(str(fields.get("model_type")))
         depth, hidden = _size(fields, "num_hidden_layers"), _size(fields, "hidden_size")
@@ -224,7 +223,7 @@ SIZE_FIELDS = (
 
 @dataclass(frozen=True)
 class ModelShape(ModelSizes):
-    """The sizes and parameters of a causal language model of a family in the table."""
+    """The sizes and parameters of a model of a family in the table."""
 
     layers: tuple[LayerShape, ...]
     """From first to last."""
@@ -261,7 +260,7 @@ class ModelShape(ModelSizes):
 
     @property
     def routers(self) -> tuple[int, int, int]:
-        """Routers of the model, experts of each, and experts per token; zeros for a dense model."""
+        """Routers, experts of each, and experts per token; zeros for a dense model."""
         found = [(each.experts, each.experts_per_token) for each in self.layers if each.experts]
         return (len(found), *found[0]) if found else (0, 0, 0)
 
@@ -278,7 +277,7 @@ def _elements(parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the layers that have experts; in some families others are dense."""
+    """Return the numbers of the layers that have experts."""
     dense = fields.get("mlp_only_layers") or ()
     every = fields.get("decoder_sparse_step") or 1
     layers = range(_size(fields, "num_hidden_layers"))
@@ -286,7 +285,7 @@ def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
 
 
 def window_of(family: Family, fields: Mapping[str, Any], index: int) -> int | None:
-    """Return how many tokens a layer's queries see, themselves included; None: all before them."""
+    """Return how many tokens a layer's queries see, themselves included; None: all."""
     window: int | None = fields.get("sliding_window")
     if window is None or family.windows == "never":
         return None
@@ -311,7 +310,6 @@ def window_of(family: Family, fields: Mapping[str, Any], index: int) -> int | No
 
 
 def _positive(fields: Mapping[str, Any], *names: str) -> int:
-    """Return a required number above 0, under one of its names."""
     for name in names:
         if isinstance(value := fields.get(name), int) and value > 0:
             return value

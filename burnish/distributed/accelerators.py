@@ -1,7 +1,6 @@
-"""Memory, speed and links of accelerators, from the makers' data sheets. Plain data, without torch.
+"""Memory, speed and links of accelerators, from the makers' data sheets, without torch.
 
-FLOP/s are of dense 16-bit products with fp32 accumulation; NVIDIA's sheets print twice that, for
-sparse ones. Memory is the largest that is sold. Links count one direction.
+FLOP/s are of dense 16-bit products with fp32 accumulation. Memory is the largest that is sold. Links count one direction.
 """
 
 from __future__ import annotations
@@ -54,6 +53,6 @@ ACCELERATORS = {
 
 
 def accelerator_named(name: str) -> Accelerator | None:
-    """Look up a driver's name, such as `NVIDIA H100 80GB HBM3`; None if unknown."""
+    """Look up a driver's name, such as `NVIDIA H100 80GB HBM3`."""
     matching = [key for key in ACCELERATORS if re.search(rf"\b{key}\b", name)]
     return ACCELERATORS[max(matching, key=len)] if matching else None

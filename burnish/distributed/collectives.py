@@ -1,4 +1,4 @@
-"""Collectives on objects, statistics, flags and failures. All ranks call them in the same order.
+"""Collectives on objects, statistics, flags and failures.
 
 Objects travel between the processes of one run as pickles over gloo; no pickle is read from disk.
 """
@@ -32,14 +32,14 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def gather_objects(value: T, layout: Layout) -> list[T]:
-    """Return every rank's value, by rank, on all ranks."""
+    """Return every rank's value, by rank. Collective."""
     if layout.world == 1:
         return [value]
     return gather_within(value, layout.groups or (None,))
 
 
 def gather_within(value: T, groups: Sequence[ProcessGroup | None]) -> list[T]:
-    """Return the values of the ranks that a rank shares these dims of the grid with, by rank; of all ranks for None."""
+    """Return the values of the ranks in these dims of the grid, of all ranks for None. Collective."""
     values = [value]
     for group in groups:
         told: list[list[T]] = [[]] * dist.get_world_size(group)
@@ -53,9 +53,9 @@ Parcel = tuple[Sequence[int], bytes]
 
 
 def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
-    """Send parcels to their receivers; return what other ranks and this one sent to this rank. Collective.
+    """Send parcels to their receivers; return what this rank is sent. Collective.
 
-    Where ranks are a grid, parcels pass its dims one after the other. The slowest dim is first, so one copy goes to neighbours.
+    In a grid, parcels pass the dims one after the other, the slowest first, so one copy goes to neighbours.
     """
     held, below = list(parcels), layout.world
     if layout.world == 1:
@@ -75,7 +75,6 @@ def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
 
 
 def _swapped(values: Sequence[T], group: ProcessGroup | None) -> list[T]:
-    """Send a value to each rank of a group, and return what each sent to this one."""
     packed = [pickle.dumps(each) for each in values]
     leaving = torch.tensor([len(each) for each in packed])
     coming = torch.empty_like(leaving)
@@ -89,7 +88,7 @@ def _swapped(values: Sequence[T], group: ProcessGroup | None) -> list[T]:
 
 
 def from_main(value: T, layout: Layout) -> T:
-    """Return rank 0's value on all ranks."""
+    """Return rank 0's value. Collective."""
     if layout.world == 1:
         return value
     values: list[T] = [value]
@@ -98,31 +97,29 @@ def from_main(value: T, layout: Layout) -> T:
 
 
 def any_rank(flag: bool, layout: Layout) -> bool:
-    """Return whether any rank sets the flag."""
+    """Return whether any rank sets the flag. Collective."""
     if layout.world == 1:
         return flag
     return bool(_largest(torch.tensor([int(flag)]), layout).item())
 
 
 def _largest(values: Tensor, layout: Layout) -> Tensor:
-    """Make each of the values the largest of all ranks."""
     for group in layout.groups or (None,):
         dist.all_reduce(values, dist.ReduceOp.MAX, group)
     return values
 
 
 def total(values: Tensor, layout: Layout) -> Tensor:
-    """Make each of the values on the CPU the sum over all ranks; whole numbers wrap around."""
+    """Sum values on the CPU over all ranks, in place. Collective."""
     for group in (layout.groups or (None,)) if layout.world > 1 else ():
         dist.all_reduce(values, group=group)
     return values
 
 
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
-    """Merge statistics over all ranks; ranks that share a micro-batch count once.
+    """Merge statistics over all ranks; ranks that share a micro-batch count once. Collective.
 
-    Values stay on `device` as 0-d fp64 tensors (fp32 where it has no fp64), without a wait. The
-    result has the names of all ranks.
+    Values stay on `device` as 0-d fp64 tensors (fp32 where it has no fp64), without a wait.
     """
     if layout.world == 1:
         return stats
@@ -145,7 +142,6 @@ def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
 
 
 def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
-    """Agree on metrics' names and kinds: one small all-reduce if all ranks have the same."""
     kinds: dict[str, type[Metric]] = {name: type(metric) for name, metric in stats.items()}
     text = "\n".join(f"{name} {kind.__name__}" for name, kind in kinds.items())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -179,7 +175,7 @@ def _pack(numbers: list[Number], device: torch.device) -> Tensor:
 
 @contextmanager
 def agree(layout: Layout) -> Iterator[None]:
-    """Raise an exception of any rank on every rank, at the end of the block.
+    """Raise an exception of any rank on every rank, at the end of the block. Collective.
 
     A failing rank raises its own error. The others raise the lowest failing rank's, as a
     `BurnishError` of the same kind that names the rank. Run no collectives inside the block.
@@ -209,7 +205,7 @@ def _portable(error: Exception, layout: Layout) -> BurnishError:
 
 
 def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
-    """Raise `BurnishError` on every rank, naming `what` and the ranks that differ from rank 0."""
+    """Raise `BurnishError` on every rank if a value differs, naming `what` and the ranks. Collective."""
     data = value.encode() if isinstance(value, str) else value
     digests = gather_objects(hashlib.blake2b(data, digest_size=16).hexdigest(), layout)
     differ = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]

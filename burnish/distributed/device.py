@@ -1,6 +1,6 @@
 """One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
 
-torch loads Ascend's `torch_npu` where it is installed. Apple's MPS has no collectives, so its CPU is used.
+Apple's MPS has no collectives, so its CPU is used.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def uncompiled(function: Function) -> Function:
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
-    """Return this local rank's accelerator, or the CPU of a machine without one.
+    """Return this local rank's accelerator, or the CPU.
 
-    With `own_device` the launcher shows each process one device, number 0. Raises `UsageError` for more processes
-    than devices.
+    With `own_device` the launcher shows each process one device. Raises `UsageError` for more processes than devices.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
@@ -59,18 +58,12 @@ def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
 
 
 def has_matrix_units(device: torch.device) -> bool:
-    """Return whether attention is fastest in bf16: on accelerators, and CPUs with Intel's AMX.
-
-    On other CPUs bf16 is two to five times slower than fp32.
-    """
+    """Return whether attention is fastest in bf16: on accelerators, and CPUs with Intel's AMX."""
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def has_bf16_products(device: torch.device) -> bool:
-    """Return whether bf16 matrix products have kernels: on accelerators, and CPUs with AVX-512 or AMX.
-
-    On other CPUs they are a hundred times slower than in fp32.
-    """
+    """Return whether bf16 products have kernels. On CPUs without AVX-512 or AMX they are a hundred times slower than fp32."""
     if device.type != "cpu":
         return True
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -78,7 +71,7 @@ def has_bf16_products(device: torch.device) -> bool:
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Return whether the device has fp64; Ascend's NPUs and Apple's MPS do not."""
+    """Return whether the device has fp64."""
     return device.type not in _WITHOUT_FP64
 
 
@@ -99,17 +92,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return bytes in use: by tensors on an accelerator, by the process (resident) on the CPU.
-
-    Without /proc it is the process's peak.
-    """
+    """Return bytes in use: by tensors on an accelerator, by the process (resident, without /proc its peak) on the CPU."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     return _process_status("VmRSS") or _peak_from_rusage()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes in use since `reset_peak_memory`, or since the process began."""
+    """Return the most bytes in use since `reset_peak_memory`."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return _process_status("VmHWM") or _peak_from_rusage()
@@ -123,10 +113,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still allocate on an accelerator, or that the machine has left.
-
-    What a control group allows counts as the machine's.
-    """
+    """Return the bytes that this process may still allocate on an accelerator, or that the machine or its control group has left."""
     if device.type != "cpu":
         # torch.accelerator raises where a backend has no hooks
         own = torch.get_device_module(device)
@@ -141,7 +128,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart `peak_memory` from the bytes in use. A CPU process needs /proc for it."""
+    """Restart `peak_memory`. A CPU process needs /proc for it."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
         return
@@ -155,7 +142,6 @@ def _process_status(field: str) -> int:
 
 
 def _field(path: Path, field: str) -> int:
-    """Return a number from one of the kernel's lists; 0 if there is none."""
     text = path.read_text() if path.exists() else ""
     match = re.search(rf"^{field}\s+(\d+)", text, re.MULTILINE)
     return int(match[1]) if match else 0
@@ -177,7 +163,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure square matrix products for about half a second; return the best FLOP/s."""
+    """Measure square products for about half a second; return the best FLOP/s."""
     deadline = time.perf_counter() + _MEASURE_SECONDS
     best = 0.0
     for size in _MATMUL_SIZES:
@@ -195,10 +181,7 @@ def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def share_cores(local_world: int) -> None:
-    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set.
-
-    By default every process gets a thread per core, and they slow each other down.
-    """
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         is_linux = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
@@ -206,9 +189,9 @@ def share_cores(local_world: int) -> None:
 
 
 def keep_freed_pages() -> None:
-    """Let glibc's malloc keep freed memory for the next tensor; do nothing with another C library.
+    """Let glibc's malloc keep freed memory for the next tensor. Memory stays at its peak between steps.
 
-    Page faults otherwise take a seventh of a CPU step's time. Memory stays at its peak between steps.
+    Page faults otherwise take a seventh of a CPU step's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,7 +1,6 @@
 """Read this process's rank from the environment of torchrun or Slurm's srun, if any.
 
-torchrun's variables win, because srun may start torchrun. Slurm's count only inside a step (`srun`): a batch
-script alone is one process whatever `--ntasks` says.
+torchrun's variables win, because srun may start torchrun. A Slurm batch script without `srun` is one process.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
 
 
 def die_with_agent(environ: MutableMapping[str, str]) -> None:
-    """Have the system end this rank when torchrun or the launcher dies: nobody else would, and the run would go on unwatched."""
+    """End this rank when torchrun or the launcher dies, since nobody else would."""
     if PARENT in environ:
         die_with(int(environ.pop(PARENT)))  # this process's parent, and no child's
     elif "TORCHELASTIC_RUN_ID" in environ:
@@ -96,7 +95,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
 def layout_of(
     environ: Mapping[str, str], rank_name: str, world_name: str, local_name: str, local_world: int
 ) -> Layout:
-    """Read rank, world and local rank from the variables of these names."""
+    """Read rank, world and local rank from these variables. Raises `UsageError`."""
     world, rank = number_of(environ, world_name), number_of(environ, rank_name)
     local_rank = number_of(environ, local_name, default=0 if world == 1 else None)
     if world < 1 or not 0 <= rank < world or local_rank < 0:

@@ -2,12 +2,11 @@
 
 A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
-The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. A busy, debugged or
-suspended rank is not taken for dead until `distributed.stall_seconds` have passed on all (`stall.py`). The
-launcher then restarts the run, which resumes.
+The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. `stall.py` is about
+ranks that only stand still.
 
-Messages are JSON objects, one a line. A rank introduces itself with a token from the store, which keeps
-strangers out. `{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it is. When it
+Messages are JSON objects, one a line. A rank introduces itself with a token from the store.
+`{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it is. When it
 leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
 The relay sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 """
@@ -69,14 +68,13 @@ _log = logging.getLogger(__name__)
 class FailureWatch:
     """This rank's connection to the relay, until `leave`.
 
-    Nothing can interrupt a kernel that waits for a lost rank. So a rank that has not left five seconds
-    after a failure is ended, with the failure and its threads' stacks on standard error.
+    A rank that has not left five seconds after a failure is ended, since a kernel may wait for a lost rank.
     """
 
     def __init__(
         self, layout: Layout, host: str, store: Store, patience: Patience | None = None
     ) -> None:
-        """Connect to rank 0 on the machine `host`. All ranks share `store`, and have the same `patience` with ranks that stand still."""
+        """Connect to rank 0 on the machine `host`. All ranks share `store`, and have the same `patience`."""
         self._rank = layout.rank
         self._failure: Failure | None = None
         self._told = threading.Event()
@@ -120,13 +118,13 @@ class FailureWatch:
             raise
 
     def failure(self, wait_seconds: float) -> Failure | None:
-        """Wait this long for another rank's failure; return it, or None."""
+        """Return another rank's failure, waiting this long."""
         self._told.wait(wait_seconds)
         first = self._failure
         return None if first is None or (first.rank == self._rank and not first.still) else first
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank failed; ignore `StoppedError`, which all ranks reach."""
+        """Tell the others that this rank failed. All ranks reach a `StoppedError`."""
         if not isinstance(error, StoppedError):
             self._reported = True
             ours = isinstance(error, BurnishError)
@@ -135,7 +133,7 @@ class FailureWatch:
             self._send({"reason": reason, "lines": lines})
 
     def leave(self) -> None:
-        """Say goodbye, unless this rank reported a failure, and disconnect."""
+        """Disconnect, with a goodbye unless this rank reported a failure."""
         self._left.set()
         if self._pulse is not None:
             self._pulse.stop()
@@ -153,7 +151,7 @@ class FailureWatch:
             self._socket.sendall(_line(message))
 
     def _alarm(self, still: float) -> None:
-        """Tell the relay that this rank does not move; if nobody asks back for long, rank 0 is what does not move."""
+        """Tell the relay that this rank does not move. If nobody asks back for long, rank 0 is what does not move."""
         now, limits = time.monotonic(), self._patience
         self._unanswered = self._unanswered or now
         if now - self._unanswered > 2 * limits.pause + limits.answer and 0 < limits.stall <= still:
@@ -206,13 +204,13 @@ class FailureWatch:
             os._exit(1)
 
     def _error(self, failure: Failure, work: str) -> BurnishError:
-        """Return the failure's error. One rank that is left shows the last lines of the lost rank's log."""
+        """Return the failure's error; one rank that is left shows the lost rank's log."""
         shows = self._rank == (1 if failure.rank == 0 else 0)
         lines = (failure.lines or logs.last_lines(failure.rank)) if shows else ()
         return replace(failure, lines=lines).error(self._rank, work)
 
     def _next(self) -> Failure | None:
-        """Return the relay's failure, or None when the run ends well. Silence means that rank 0 died."""
+        """Return the relay's failure, or None at the run's good end. Silence means that rank 0 died."""
         with suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
@@ -223,7 +221,6 @@ class FailureWatch:
 
 
 def _end_process(error: BurnishError) -> None:
-    """End the process at once; the main thread cannot be reached."""
     text = f"\nburnish: {error}\n  this rank did not stop by itself; the stacks of its threads:\n"
     for descriptor in filter(None, (2, logs.descriptor())):
         with suppress(OSError):  # standard error may be closed
@@ -234,7 +231,7 @@ def _end_process(error: BurnishError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first rank that failed: its machine, its process, the text of its error ("" if killed), and the last lines of its log."""
+    """The first rank that failed, the text of its error ("" if killed), and the last lines of its log."""
 
     rank: int
     host: str
@@ -275,10 +272,9 @@ class Failure:
 
 
 class _Relay(threading.Thread):
-    """Tells every rank of the first failure, until rank 0 leaves. Runs in rank 0."""
+    """Tells every rank of the first failure, until rank 0 leaves."""
 
     def __init__(self, *, local: bool, patience: Patience | None) -> None:
-        """Open a port, on this machine alone if all ranks are `local`."""
         super().__init__(name="burnish-relay", daemon=True)
         self._listener = _listen_on("localhost" if local else "")
         _prepare(self._listener)
@@ -393,10 +389,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Have the system close the connection if the other machine is silent, and in forked workers.
-
-    Workers would hold it open after this process has died.
-    """
+    """Have the system close the connection if the other machine is silent, and in forked workers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):  # not on every system

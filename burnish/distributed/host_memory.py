@@ -27,8 +27,7 @@ _LEAST = 4 << 20
 class Arena:
     """An allocator of host memory beside one device, pinned for CUDA.
 
-    It grows by at least a quarter, and merges free regions into one larger region. So a process with the
-    same needs in every step soon has one region and asks the system for nothing.
+    It grows by at least a quarter, and merges free regions, so a process with the same needs in every step soon has one.
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
@@ -104,8 +103,6 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 class _Region:
-    """A mapping of host memory, and its free gaps."""
-
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.size = size
         self._memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
@@ -161,7 +158,7 @@ def _pages(size: int) -> mmap.mmap:
 
 
 def pin(memory: Tensor) -> bool:
-    """Register memory with CUDA. Return False if CUDA refuses; copies are then slower, not wrong."""
+    """Register memory with CUDA. Return False if CUDA refuses; copies are then only slower."""
     size = memory.nbytes
     if size == 0:
         return False
@@ -183,8 +180,7 @@ def _runtime() -> Any:
 def _forget_error() -> None:
     """Clear this thread's last CUDA error, which the next kernel launch would raise.
 
-    torch has no binding for it. A process may hold several CUDA runtimes, each with its own error, so
-    this uses the library linked to torch's.
+    torch has no binding for it. A process may hold several CUDA runtimes; this uses the library linked to torch's.
     """
     kind = "hip" if torch.version.hip else "cuda"
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))

@@ -1,8 +1,4 @@
-"""The place of a process in the run, and the degrees of parallelism that can divide a model.
-
-A layout is a plain value; there is no current layout. Process groups are in `burnish.distributed.processes`.
-`burnish.config` checks that degrees divide the number of processes.
-"""
+"""The place of a process in the run, and the degrees of parallelism that can divide a model."""
 
 from __future__ import annotations
 
@@ -88,21 +84,18 @@ class Layout:
 
 
 def require_divisible(sizes: ModelSizes, engine: EngineConfig) -> None:
-    """Raise `UsageError` for the first engine setting that cannot divide the model."""
+    """Raise `UsageError` if an engine setting cannot divide the model."""
     for problem in indivisible(sizes, engine):
         raise problem
 
 
 def is_divisible(sizes: ModelSizes, engine: EngineConfig) -> bool:
-    """Return whether the engine's settings can divide the model."""
+    """Return whether the settings can divide the model."""
     return next(indivisible(sizes, engine), None) is None
 
 
 def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    """Yield an error for every engine setting that cannot divide a model of these sizes.
-
-    Sizes of 0, which the model's configuration does not give, are not checked.
-    """
+    """Yield an error for every setting that cannot divide a model. Unknown sizes, 0, are not checked."""
     divided = _by_megatron if engine.kind == "megatron" else _by_torch
     yield from divided(sizes, engine)
     tensor = engine.tensor_parallel

@@ -1,7 +1,4 @@
-"""Start a run's rank: pick its device and open the process group of torchrun, Slurm or a lone process.
-
-The group reduces tensors of the rank's device and of the CPU.
-"""
+"""Start a run's rank: pick its device and open the process group of torchrun, Slurm or a lone process."""
 
 from __future__ import annotations
 
@@ -56,8 +53,7 @@ _OWN_FILES = 512
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
     """Call `fn(layout, device)` as one rank of the run in the environment.
 
-    Picks the device, shares out the cores, and opens the process group. Raises errors of `fn`, `UsageError` for an unfit
-    environment or machine, and `BurnishError` naming another rank that fails or dies.
+    Raises errors of `fn`, `UsageError` for an unfit environment or machine, and `BurnishError` naming another rank that fails or dies.
     """
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
@@ -75,11 +71,10 @@ def process_group(
     place: Place | None = None,
     stall_seconds: float = 0.0,
 ) -> Iterator[Layout]:
-    """Open the default process group, yield this process's layout, destroy the group.
+    """Open the default process group inside the block.
 
-    Makes `device` current. `timeout_seconds` bounds the meeting of the ranks and every collective. `place` defaults to the
-    environment's. A run in the block that does not move for `stall_seconds` is ended (0: never). A lone process gets a group
-    of one, which FSDP's mesh needs, and opens no port.
+    `timeout_seconds` bounds the meeting of the ranks and every collective. A run that does not move for `stall_seconds` is ended
+    (0: never). A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
 
     Raises `UsageError` for a half-set environment, and `BurnishError` naming ranks that are missing, fail or die, or the
     collective that timed out.
@@ -114,13 +109,13 @@ def process_group(
 
 
 def connect_lazily(layout: Layout) -> None:
-    """Have gloo connect only ranks that have something to say to each other, where not all can be connected to all."""
+    """In a large run, have gloo connect only ranks that talk to each other."""
     if layout.world > _MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def group_sizes(world: int, most: int = _GROUP) -> list[int]:
-    """Return the dims of a grid of all ranks, of at most `most` ranks each where their number can be divided so."""
+    """Return the dims of a grid of all ranks, of at most `most` ranks each if possible."""
     sizes, left = list[int](), world
     while left > 1:
         sizes.append(next((n for n in range(min(most, left), 1, -1) if left % n == 0), left))
@@ -143,10 +138,7 @@ def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int =
 
 
 def by_machine(layout: Layout, timeout: timedelta) -> Layout:
-    """Return the layout with its `machines`. Collective.
-
-    gloo's messages know nothing of machines; NCCL's rings pass each machine once by themselves.
-    """
+    """Return the layout with its `machines`, of which gloo knows nothing. Collective."""
     if layout.world == layout.local_world:
         return layout
     places = gather_objects((layout.local_rank, layout.local_world), layout)
@@ -168,7 +160,7 @@ def _destroy_group() -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Name the communication backends of a device and of the CPU. Raises `UsageError` without one."""
+    """Name the backends of a device and of the CPU. Raises `UsageError` without one."""
     if device.type not in _BACKENDS:
         raise UsageError(
             f"no process group can be made for devices of type {device.type}",
@@ -197,10 +189,7 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
 
 
 def raise_descriptors(connections: int) -> None:
-    """Let this process open as many files as the system allows. Raises `UsageError` if those are too few for its connections.
-
-    Rank 0 has one from every rank to its relay, and one to its store unless the launcher's agent serves it.
-    """
+    """Let rank 0 open a file per connection. Raises `UsageError` if the system allows too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = connections + _OWN_FILES
@@ -237,7 +226,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
 
 
 def is_first(text: str) -> bool:
-    """Return whether no rank of the run has asked for this text before; True where no store is left to ask, as without torchrun."""
+    """Return whether no rank has asked for this text before; True without a store to ask."""
     place = place_of(os.environ)
     if place.agent_store:
         with suppress(RuntimeError, OSError):
@@ -248,7 +237,7 @@ def is_first(text: str) -> bool:
 
 
 def _arrive(store: Store, layout: Layout, point: str) -> None:
-    """Count this rank; the last one sets the key that all wait for. So the store has a few operations of each rank."""
+    """Count this rank. The last one sets the key that all wait for, so the store has few operations."""
     store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
     if store.add(f"{point}/{_COUNT}", 1) == layout.world:
         store.set(f"{point}/{_ALL}", "")
@@ -268,7 +257,7 @@ def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: st
 
 
 def _absent(store: Store, world: int, point: str) -> str:
-    """Name the ranks that have not come. The first rank that asks looks for all; the others read what it found."""
+    """Name the ranks that have not come. The first rank that asks looks for all."""
     try:
         if store.add(f"{point}/asked", 1) == 1:
             absent = [rank for rank in range(world) if not store.check([f"{point}/{rank}"])]
@@ -308,8 +297,8 @@ def wait_as_all(group: ProcessGroup) -> None:
 class Mesh:
     """The torch engine's groups of this rank, and its engines' shared host memory.
 
-    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest. Tensor parallelism communicates in
-    every layer, so its ranks are neighbours on one machine.
+    Processes are a grid of replicas × shard × sequence × tensor, the last running fastest, since tensor parallelism communicates in
+    every layer.
     """
 
     weights: DeviceMesh
@@ -323,7 +312,7 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
-        """Make the groups. Collective. The layout's sizes and `replicas` must divide its world."""
+        """Make the groups. The layout's sizes and `replicas` must divide its world. Collective."""
         grid = init_device_mesh(
             device.type,
             (replicas, layout.world // (replicas * layout.tensor), layout.tensor),

@@ -13,7 +13,7 @@ _PORTS = range(15000, 30000)
 
 
 def place_of_step(environ: Mapping[str, str]) -> Place:
-    """Read this process's place in a step of srun."""
+    """Read this process's place. Raises `UsageError`."""
     step_tasks = "SLURM_STEP_NUM_TASKS" in environ
     world_name = "SLURM_STEP_NUM_TASKS" if step_tasks else "SLURM_NTASKS"
     node = number_of(environ, "SLURM_NODEID", default=0)

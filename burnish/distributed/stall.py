@@ -2,8 +2,7 @@
 
 A thread in each rank looks at its main thread every few seconds. The rank moves if the stack is none of those
 seen lately, if a phase begins or ends, or if a bar advances. So a loop that only waits does not move.
-A rank that has stood still for long says so to rank 0's relay; a rank that moves says nothing. The relay then
-asks every rank for its step, phase, stack, collective and memory, and judges the answers.
+A rank that stands still says so to rank 0's relay, which then asks every rank and judges the answers.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Patience:
 
 
 class Pulse(threading.Thread):
-    """Notices whether this process's main thread moves. `alarm` gets the seconds, again and again, once it has not for long."""
+    """Notices whether this process's main thread moves; if not for long, `alarm` repeatedly gets the seconds."""
 
     def __init__(self, patience: Patience, alarm: Callable[[float], None]) -> None:
         super().__init__(name="burnish-pulse", daemon=True)
@@ -156,7 +155,7 @@ class Pulse(threading.Thread):
 
 
 def stack_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """Return a frame and those that called it, the outermost first."""
+    """Return a frame and its callers, the outermost first."""
     return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
 
 
@@ -181,7 +180,7 @@ def place_of_work(stack: Frames) -> str:
 
 
 def _collective(stack: Frames) -> str:
-    """Return the collective that the innermost frames are in, and the layer that FSDP gathers for it; "" for none."""
+    """Return the collective of the innermost frames, and the layer that FSDP gathers for it."""
     inner = list(takewhile(lambda each: _is_machinery(each[0]), reversed(stack)))
     of_torch = [each for each, _ in inner if _module(each).startswith("torch.distributed")]
     names = [each.f_code.co_name for each in of_torch if _module(each) != _WRAPPERS]
@@ -194,7 +193,7 @@ def _collective(stack: Frames) -> str:
 
 
 def _waits(threads: Collection[FrameType]) -> str:
-    """Return what objects of ours whose methods are running wait for: those with a method `waits_for`."""
+    """Return what our objects with a method `waits_for` wait for, if one of their methods is running."""
     owners: dict[int, Any] = {}
     for thread in threads:
         for frame, _ in stack_of(thread):
@@ -209,7 +208,6 @@ def _waits(threads: Collection[FrameType]) -> str:
 
 
 def _recorded() -> str:
-    """Return the collectives that torch's Flight Recorder has seen begin and not end."""
     said: list[str] = []
     for name in _RECORDERS:
         with suppress(AttributeError, RuntimeError, ValueError, KeyError):  # not in every torch
@@ -223,7 +221,7 @@ def _recorded() -> str:
 
 
 def process_state(process: Process) -> str:
-    """Return what the kernel says of a process beside this one, such as "T (stopped)"; "" of others."""
+    """Return the kernel's state of a process beside this one, such as "T (stopped)"; "" of others."""
     with suppress(OSError):
         status = Path(f"/proc/{process[1]}/status").read_text()
         state = re.search(rf"^State:\t(.*)$[^$]*^PPid:\t{os.getppid()}$", status, re.M)
@@ -232,7 +230,7 @@ def process_state(process: Process) -> str:
 
 
 def end_silent(*processes: Process) -> None:
-    """Kill processes beside this one that do not answer: they cannot end by themselves."""
+    """Kill processes beside this one that cannot end by themselves."""
     for process in processes:
         if process_state(process):
             with suppress(OSError):
@@ -249,7 +247,7 @@ class Judge:
         ask: Callable[[], None],
         fail: Callable[[int, Process, str, float], None],
     ) -> None:
-        """`processes` are the ranks that are there. `ask` asks them all; `fail` ends the run for a rank, its process, a cause and seconds."""
+        """`ask` asks the ranks in `processes`; `fail` ends the run for a rank, its process, a cause and seconds."""
         self._patience, self._processes, self._ask, self._fail = patience, processes, ask, fail
         self._answers: dict[int, Answer] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -295,9 +293,9 @@ class Judge:
 
 
 def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tuple[int, str]:
-    """Return the rank that most probably holds up the others, and a sentence that says what each rank does.
+    """Return the rank that most probably holds up the others, and a sentence on each rank.
 
-    `silent` are ranks that do not answer, with the states of their processes. Ranks in a collective wait for others.
+    `silent` are states of the processes of ranks that do not answer.
     """
     groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, state in silent.items():
@@ -320,7 +318,6 @@ def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tu
 
 
 def _named(ranks: Collection[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -337,7 +334,7 @@ def report(
     silent: Mapping[int, str],
     processes: Mapping[int, Process],
 ) -> str:
-    """Return the whole report: the summary, then every group of ranks with the same stack, small groups first."""
+    """Return the summary, then every group of ranks with the same stack, small groups first."""
     lines = [f"burnish: {summary}"]
     for rank, state in sorted(silent.items())[:_MOST_GROUPS]:
         where = f"host {processes[rank][0]}, pid {processes[rank][1]}"
@@ -362,7 +359,7 @@ def report(
 
 
 def publish(text: str, *, aloud: bool = True) -> None:
-    """Write to this rank's log, and `aloud` to standard error. Either may hang, so this waits two seconds at most."""
+    """Write to this rank's log, and `aloud` to standard error. Either may hang, so wait two seconds at most."""
 
     def write() -> None:
         with suppress(OSError):  # standard error may be closed
@@ -377,7 +374,7 @@ def publish(text: str, *, aloud: bool = True) -> None:
 
 @contextmanager
 def watching_alone(stall_seconds: float) -> Iterator[None]:
-    """Watch a run of one process inside the block: report and end the process if it does not move."""
+    """Report and end a run of one process if it does not move inside the block."""
 
     def end(still: float) -> None:
         answers = {0: pulse.answer()}

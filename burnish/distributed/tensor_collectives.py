@@ -1,7 +1,4 @@
-"""Differentiable collectives on tensors, among the ranks that share a micro-batch.
-
-Gradients equal those of one process that computes everything.
-"""
+"""Differentiable collectives on tensors, among the ranks that share a micro-batch."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from burnish.distributed.device import uncompiled
 
 @uncompiled
 def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all: send part r of `parts` [ranks, ...] to rank r; return the parts received, same shape."""
+    """All-to-all: send part r of `parts` [ranks, ...] to rank r; return the parts received."""
 
     def exchanged(sent: Tensor) -> Tensor:
         sent = sent.contiguous()
@@ -33,9 +30,9 @@ def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 @uncompiled
 def join(values: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather `values` [n, ...]: [ranks · n, ...]. All ranks must compute the same from the result.
+    """All-gather `values` [n, ...]: [ranks · n, ...]. Backward takes this rank's part of the gradient.
 
-    Backward takes this rank's part of the gradient, without a sum.
+    All ranks must compute the same from the result.
     """
     part = slice(group.rank() * len(values), (group.rank() + 1) * len(values))
     return _linear(values, partial(_gathered, group=group), lambda gradient: gradient[part])
@@ -43,9 +40,9 @@ def join(values: Tensor, group: ProcessGroup) -> Tensor:
 
 @uncompiled
 def add_up(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of `values` over the ranks. All ranks must compute the same from it.
+    """Return the sum of `values` over the ranks. Backward returns the gradient as it is.
 
-    Backward returns the gradient as it is, without a sum.
+    All ranks must compute the same from the result.
     """
 
     def added(own: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""The engine protocol: everything that trainers know of an engine.
-
-The engine iterates micro-batches and computes log-probs, which hides pipelines and cut vocabularies.
-"""
+"""The engine protocol: everything that trainers know of an engine."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class Engine(Protocol):
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, accumulate gradients, and return statistics reduced over all ranks.
 
-        The statistic `loss` is that of the step. Gradients are reduced once, or with `engine.reduce_each_microbatch` each time.
+        The statistic `loss` is that of the step. Gradients are reduced once, or each time with `engine.reduce_each_microbatch`.
         Another call before `optim_step` adds to them.
         """
 
@@ -68,11 +65,11 @@ class Engine(Protocol):
     ) -> list[TokenOutputs]:
         """Return the outputs of this rank's micro-batches, on its device, without gradients.
 
-        `adapter` False turns an adapter off. `experts` records where tokens go. Experts in the batch are used either way.
+        `adapter` False turns an adapter off. `experts` records where tokens go.
         """
 
     def optim_step(self, lr: float) -> Stats:
-        """Clip, step at this learning rate, zero the gradients; return `grad_norm` (before clipping), `lr`, `skipped`.
+        """Clip, step, zero the gradients; return `grad_norm` (before clipping), `lr`, `skipped`.
 
         A non-finite norm skips the step on every rank. Too many in a row raise `BurnishError`.
         """
@@ -84,10 +81,10 @@ class Engine(Protocol):
         """Return this rank's pieces for a generator, an adapter merged or beside (`model.lora.publish`). Collective."""
 
     def load(self, source: ShardSource, what: Part) -> None:
-        """Fill this rank's pieces from a source. Collective."""
+        """Fill this rank's pieces. Collective."""
 
     def parked(self) -> AbstractContextManager[None]:
         """Keep weights, gradients and slots in host memory inside the block, which must not use the engine. Collective."""
 
     def close(self) -> None:
-        """Free what the engine holds. It cannot be used afterwards."""
+        """Free what the engine holds."""

@@ -1,4 +1,4 @@
-"""Make the engine that the settings name. Megatron's is imported by name, since it needs an extra."""
+"""Make the engine that the settings name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MEGATRON = "burnish.engines.megatron"
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` if the engine cannot compute the model, or cannot divide it as configured."""
+    """Raise `UsageError` if the engine cannot compute or divide the model."""
     is_megatron = config.kind == "megatron"
     module = import_module(f"{_MEGATRON}.compatibility") if is_megatron else parallelize
     module.require_fitting(hf_config, config)
 
 
 def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
-    """Return the policy's settings for a model beside it, without those of experts if it has none."""
+    """Return the policy's settings for a model beside it, which may have no experts."""
     if has_routers(hf_config):
         return config
     none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
@@ -44,7 +44,7 @@ def make_engine(
 ) -> Engine:
     """Make an engine without weights. Collective.
 
-    Without `optim` it is frozen, with weights in the compute dtype. It shares the process groups of `beside`.
+    Without `optim` it is frozen, in the compute dtype. It shares the process groups of `beside`.
     """
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})

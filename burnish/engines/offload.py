@@ -22,9 +22,9 @@ WAVE = 256 << 20
 def parked(
     tensors: Iterable[Tensor], arena: Arena, device: torch.device, layout: Layout
 ) -> Iterator[None]:
-    """Move these tensors' data from `device` to the arena inside the block, and restore it bit for bit.
+    """Move these tensors' storages from `device` to the arena inside the block, and restore them bit for bit.
 
-    Whole storages are freed, but for those that numpy has seen. Entering is collective: if one rank of `layout` has no room, all raise.
+    Storages that numpy has seen stay. If one rank of `layout` has no room, all raise. Collective.
     """
     found = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
     here = [
@@ -57,9 +57,9 @@ def step_in_waves(
     slots: Sequence[str],
     steps: int,
 ) -> None:
-    """Step weights by their gradients, after `steps` steps, with slots that are on the host or in bf16.
+    """Step weights by their gradients, with slots that are on the host or in bf16.
 
-    Slots come to the device in fp32, some at a time, and are rounded to nearest afterwards. The result is that of one step of all.
+    Slots come to the device in fp32, some at a time. The result is that of one step of all.
     """
     for wave in _waves(gradients, len(slots)):
         for group in optimizer.param_groups:
@@ -84,7 +84,7 @@ def step_in_waves(
 def _waves(
     gradients: Iterable[tuple[Tensor, Tensor | None]], slots: int
 ) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """Group weights in order, so that the slots of a group are at most `WAVE` bytes in fp32."""
+    """Group weights in order, so that their slots take at most `WAVE` bytes in fp32."""
     wave: list[tuple[Tensor, Tensor | None]] = []
     size = 0
     for weight, gradient in gradients:

@@ -1,7 +1,7 @@
-"""What both engines do around their passes and updates: count and skip steps, reduce statistics, even out experts.
+"""The common part of both engines: count and skip steps, reduce statistics, even out experts.
 
-The load-balancing loss (`burnish.models.routing`) is a product of two means over tokens. transformers takes them over a micro-batch.
-Here they are over all tokens of a step on all ranks, so the result does not depend on how the batch is cut.
+The load-balancing loss (`burnish.models.routing`) is a product of two means over tokens. Here, unlike in transformers, they are over all
+tokens of a step on all ranks, so the result does not depend on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def trained(optimizer: T | None) -> T:
 
 
 class ShardedEngine(ABC):
-    """The common part of the engines; attributes are those of `burnish.engines.base.Engine`."""
+    """See `burnish.engines.base.Engine`."""
 
     _optimizer: _CountsSteps | None
 
@@ -76,13 +76,12 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _router_sizes(self) -> tuple[int, int, int]:
-        """Return the number of routers, of each one's experts, and of those that it chooses for a token; zeros for a dense model."""
+        """Return the number of routers, of each one's experts, and of a token's experts; zeros for a dense model."""
 
     def _balanced(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
 
-        Imbalance is the load of a router's busiest expert over the mean load, averaged over routers. Without a router loss return the
-        batch alone.
+        Imbalance is the load of a router's busiest expert over the mean load, averaged over routers.
         """
         is_routed = batch.is_routed  # raises if it is routed in part
         if self._config.router_aux_loss == 0:
@@ -98,7 +97,6 @@ class ShardedEngine(ABC):
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool
     ) -> tuple[Any, Any]:
-        """Return the routers' instructions for a micro-batch and its `TokenRows`; None twice if there is nothing to `record` or do."""
         if micro.experts is None and factors is None and not record:
             return None, None
         module = import_module(_ROUTING)
@@ -107,12 +105,12 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
-        """Return the part of a rank's rows that its routers see, and the number of ranks whose routers see the same."""
+        """Return the part of a rank's rows that its routers see, and how many ranks' routers see the same."""
 
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
         """Return the statistics of all ranks, with `loss` and perhaps `moe/aux_loss`. Collective.
 
-        `loss` and `router_loss` are 0-d, this rank's parts of sums over the global batch.
+        Both losses are 0-d, this rank's parts of sums over the global batch.
         """
         sums = {"loss": Sum(loss + router_loss)}
         if self._config.router_aux_loss:
@@ -121,10 +119,7 @@ class ShardedEngine(ABC):
         return Stats(reduced | {name: Mean(reduced[name].value(), 1.0) for name in sums})
 
     def _stepped(self, norm: float, lr: float) -> Stats:
-        """Count a step with gradients of this 2-norm; return its statistics.
-
-        Raises `BurnishError` after too many skipped steps in a row.
-        """
+        """Count a step with gradients of this 2-norm; return its statistics."""
         is_skipped = not math.isfinite(norm)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
         if self.skipped_in_a_row >= self._config.max_skipped_steps:

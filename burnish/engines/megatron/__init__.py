@@ -1,4 +1,4 @@
-"""The Megatron-Core engine (`megatron_engine`). Importing this imports Megatron, without its warnings of missing packages."""
+"""The Megatron-Core engine (`megatron_engine`). Importing this imports Megatron, without its warnings."""
 
 import warnings
 

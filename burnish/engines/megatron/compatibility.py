@@ -1,4 +1,4 @@
-"""Whether Megatron computes a model, and can divide it as the settings say, before the model is built."""
+"""Whether Megatron computes and divides a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
 
 
 def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
-    """Name the parts of the model that would be computed wrongly."""
     if hf_config.hidden_act != "silu":
         yield f"the activation {hf_config.hidden_act}"
     if getattr(hf_config, "attention_bias", False):

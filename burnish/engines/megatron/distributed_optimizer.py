@@ -1,11 +1,11 @@
 """AdamW by Megatron's distributed optimizer, over gradients that its DDP accumulates; weights and moments as shards.
 
-Main weights and moments are fp32; gradients are summed in fp32. Moments on the host (`engine.optimizer_offload`) or in bf16
-(`optim.moments`) come to the device in fp32 for their step, some at a time. Left out: fp32 weights on the host.
+Main weights, moments and sums of gradients are fp32. Moments on the host (`engine.optimizer_offload`) or in bf16 (`optim.moments`)
+come to the device in fp32 for their step.
 
-Megatron lays parameters end to end and gives each data-parallel rank an equal run. A rank's part of a parameter is a run of elements in
-C order. It is decomposed into boxes of checkpoint tensors, each a view of Megatron's memory: for a matrix at most the end of a row,
-whole rows, the beginning of a row. Saving gathers nothing; after filling, Megatron's all-gather carries the weights to the model.
+Megatron lays parameters end to end and gives each data-parallel rank an equal run. So a rank's part of a parameter is a run of elements
+in C order, decomposed into boxes of checkpoint tensors: for a matrix at most the end of a row, whole rows, the beginning of a row.
+Saving gathers nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
 
 
 class MegatronOptimizer:
-    """The optimizer of this rank's stages. Making it is collective. Call all of it inside `megatron_called`."""
+    """The optimizer of this rank's stages, for use inside `megatron_called`. Making it is collective."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class MegatronOptimizer:
         self.zero_grad()
 
     def set_steps(self, steps: int) -> None:
-        """Set how many steps were taken; Adam's bias correction runs on it."""
+        """Set how many steps were taken, for Adam's bias correction."""
         self.steps = steps
         for part in self.parts:
             _set_steps(part.optimizer, steps)
 
     def reduce(self) -> float:
-        """Add the gradients up over all ranks, once a step; their global 2-norm. Collective."""
+        """Add the gradients up over all ranks, once a step; return their global 2-norm. Collective."""
         finalize_model_grads(self.chunks, None, pg_collection=self._mesh.groups)
         self._chained.prepare_grads()
         return float(self._chained.get_grad_norm())
@@ -115,7 +115,7 @@ class MegatronOptimizer:
         self._chained.zero_grad()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds: gradients, main weights, moments."""
+        """Yield gradients, main weights, moments."""
         for chunk in self.chunks:
             yield from (parameter.main_grad for parameter in chunk.parameters())
         for part in self.parts:
@@ -127,7 +127,7 @@ class MegatronOptimizer:
 def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
     """Give a stage buffers for its gradients.
 
-    Megatron copies the weights to a buffer of its own. So the unloaded ones are freed first: they keep their shapes, with strides of 0.
+    Megatron copies the weights to a buffer of its own, so the unloaded ones are freed first: they get strides of 0.
     """
     for parameter in stage.parameters():
         element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
@@ -145,7 +145,6 @@ def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
 
 
 def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
-    """Configure AdamW; each step sets its learning rate and weight decay."""
     dtype = compute_dtype(config)
     return OptimizerConfig(
         optimizer="adam",
@@ -163,9 +162,9 @@ def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
 
 
 def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> None:
-    """Make zero moments, so that they can be loaded and saved before the first step; in the arena if there is one.
+    """Make zero moments, in any arena, so that they can be loaded and saved before the first step.
 
-    Takes Megatron's inner optimizer: torch's AdamW, or a fused one of TransformerEngine or Apex.
+    `optimizer` is Megatron's inner one: torch's AdamW, or a fused one of TransformerEngine or Apex.
     """
     for weight in _weights_of(optimizer):
         optimizer.state[weight] |= {slot: zero_slot(weight.data, arena, dtype) for slot in SLOTS}
@@ -173,7 +172,7 @@ def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> No
 
 
 def step_offloaded(optimizer: Any, steps: int) -> None:
-    """Step every weight, with offloaded moments, after `steps` steps; gradients are gone afterwards."""
+    """Step every weight, with offloaded moments; gradients are gone afterwards."""
     weights = list(_weights_of(optimizer))
     gradients = [(weight, weight.grad) for weight in weights]
     for weight in weights:
@@ -214,7 +213,7 @@ class _Range:
 
 
 class MegatronShards:
-    """The pieces of a model that is cut into `chunks`, and of the optimizer's state."""
+    """The pieces of a model and of the optimizer's state."""
 
     def __init__(
         self,
@@ -222,7 +221,7 @@ class MegatronShards:
         hf_config: PretrainedConfig,
         optimizers: Sequence[DistributedOptimizer],
     ) -> None:
-        """Take this rank's stages as `chunks`, wrapped for data parallelism if there are `optimizers`.
+        """Take this rank's stages, wrapped for data parallelism if there are `optimizers`.
 
         Raises `IncompatibleError` for parameters without a checkpoint name.
         """
@@ -239,31 +238,28 @@ class MegatronShards:
         self._ranges = list(self._stepped())
 
     def weights(self) -> Iterator[Shard]:
-        """What is trained: the optimizer's fp32 weights. Without an optimizer the model's own."""
+        """Yield what is trained: the optimizer's fp32 weights, without one the model's own."""
         if not self._optimizers:
             yield from self.model()
         for part in self._ranges:
             yield from self._pieces(part, part.main.detach())
 
     def slots(self) -> Iterator[Shard]:
-        """The optimizer's moments, `exp_avg/<weight>` and so on, in the dtype in which they rest."""
+        """Yield the optimizer's moments, `exp_avg/<weight>` and so on, in the dtype in which they rest."""
         for slot in SLOTS:
             for part in self._ranges:
                 state = part.optimizer.state[part.main]
                 yield from self._pieces(part, state[slot], f"{slot}/")
 
     def model(self) -> Iterator[Shard]:
-        """Return this rank's compute weights, in their dtype; others may hold the same."""
+        """Yield this rank's compute weights, in their dtype; others may hold the same."""
         for name, parameter in self._parameters.items():
             held, box = parameter.detach(), whole(tuple(parameter.shape))
             shards = (region.shard_of(held, box) for region in self._regions[name])
             yield from (shard for shard in shards if shard is not None)
 
     def fill(self, source: ShardSource) -> None:
-        """Fill what is trained, and let the model's weights follow. Collective.
-
-        Padding of the vocabulary becomes zero.
-        """
+        """Fill what is trained, and let the model's weights follow. Padding of the vocabulary becomes zero. Collective."""
         for name, parameter in self._parameters.items():
             if sum(region.box.elements for region in self._regions[name]) < parameter.numel():
                 parameter.data.zero_()
@@ -277,7 +273,6 @@ class MegatronShards:
             chunk.start_param_sync(force_sync=True)
 
     def _pieces(self, part: _Range, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
-        """Yield a range's weights, or their moments, as boxes of the checkpoint's tensors."""
         shape = tuple(self._parameters[part.parameter].shape)
         stop = part.start + part.main.numel()
         for region in self._regions[part.parameter]:
@@ -286,7 +281,6 @@ class MegatronShards:
                 yield Shard(spec, box, flat[at : at + box.elements].view(box.sizes))
 
     def _stepped(self) -> Iterator[_Range]:
-        """Yield what this rank's optimizers step, in the order of the model's parameters."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         found: dict[str, _Range] = {}
         for optimizer in self._optimizers:

@@ -1,7 +1,7 @@
 """Let Megatron-Core 0.16 run on a CPU with gloo, without CUDA.
 
-Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. `on_host` answers for the CPU
-inside its block, and does nothing with CUDA. Every substitution says which lines need it; none changes a result.
+Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. Every substitution says which
+lines need it; none changes a result.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def megatron_called() -> Iterator[None]:
-    """Every call of Megatron is made inside such a block; one may be inside another."""
+    """Surround every call of Megatron; blocks may be nested."""
     with warnings.catch_warnings(), on_host():
         warnings.simplefilter("ignore")
         yield
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Allow calls of Megatron without CUDA inside the block, which may be nested."""
+    """Allow calls of Megatron without CUDA inside the block."""
     return nullcontext() if torch.cuda.is_available() else _cuda_is_cpu()
 
 
@@ -49,7 +49,6 @@ def _cuda_is_cpu() -> Iterator[None]:
 
 
 def _substitutions() -> list[tuple[ModuleType | type, str, Any]]:
-    """List what replaces which name while Megatron runs on a host."""
     cuda = torch.cuda
     return [
         # `device=torch.cuda.current_device()`: tensor_parallel/layers.py, distributed/param_and_grad_buffer.py,
@@ -162,7 +161,6 @@ def _gathered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
 
 
 def _scattered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """Sum all rows over the ranks; return this rank's."""
     whole = rows.clone()
     dist.all_reduce(whole, group=group)
     own: Tensor = torch.split(whole, sizes)[group.rank()]

@@ -1,10 +1,10 @@
 """The Megatron engine: tensor, pipeline, expert and data parallelism of Megatron-Core.
 
-Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Without CUDA the same code runs over gloo
-(`burnish.engines.megatron.host`). Left out: adapters, activation offloading, compilation.
+Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Left out: adapters, activation offloading,
+compilation.
 
-Micro-batches pass the pipeline by Megatron's schedules. All ranks that share a micro-batch pass the same ones. One is planned when this
-rank's first stage needs it, so others take no device memory. The last stage computes log-probs and losses.
+Ranks that share a micro-batch pass the same ones. One is planned when this rank's first stage needs it, so others take no device
+memory. The last stage computes log-probs and losses.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planned:
-    """A micro-batch and what is computed for it on this rank."""
-
     plan: ScoringPlan
     temperature: float
     routing: Routing | None
@@ -60,7 +58,7 @@ class _Planned:
 
 
 class MegatronEngine(ShardedEngine):
-    """A causal language model, or one with a value head, trained with Megatron-Core; implements `burnish.engines.base.Engine`.
+    """A model trained with Megatron-Core; implements `burnish.engines.base.Engine`.
 
     Without `optim` it is frozen, in the compute dtype: `forward`, `published` and `load(source, Part.WEIGHTS)` only. Weights are
     undefined until loaded.
@@ -210,7 +208,7 @@ class MegatronEngine(ShardedEngine):
             yield
 
     def close(self) -> None:
-        """See `Engine.close`. Collective: closes the groups too if they were made here."""
+        """See `Engine.close`. Closes the groups too if they were made here. Collective."""
         del self._chunks, self._optimizer, self._shards
         if self._owns_mesh:
             self.mesh.close()

@@ -1,7 +1,7 @@
 """Megatron's process groups, made and destroyed here.
 
-Megatron keeps its groups in module variables, so all models of a run share one set. Ranks are a grid of pipeline × data ×
-sequence × tensor, the last fastest, as in `burnish.distributed.layout.Layout`; experts have their own grid in pipeline × data.
+Megatron keeps its groups in module variables, so all models of a run share one set. Ranks are a grid as in
+`burnish.distributed.layout.Layout`; experts have their own grid in pipeline × data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronMesh:
-    """The groups that this rank is in, and the host memory that engines in them share."""
+    """The groups that this rank is in, and host memory."""
 
     groups: ProcessGroupCollection
     """Megatron's, by their names there."""
@@ -33,7 +33,7 @@ class MegatronMesh:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> MegatronMesh:
-        """Make the groups. Collective. The degrees have to divide the processes; there may be no other mesh."""
+        """Make the groups, of degrees that divide the processes. There may be no other mesh. Collective."""
         _forget_ended_run()
         virtual = config.virtual_stages if config.virtual_stages > 1 else None
         with megatron_called():

@@ -1,7 +1,6 @@
 """Megatron's GPT model with packed tokens in; hidden states, log-probs and entropies, or values out.
 
-`burnish.models.logprobs` replaces Megatron's own loss. A value head replaces the output layer, whole on every tensor rank. Layers
-are Megatron's, from a spec with `modules`. Weights are undefined until loaded.
+`burnish.models.logprobs` replaces Megatron's own loss. A value head replaces the output layer, whole on every tensor rank.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class PackedGPT(GPTModel):
     ) -> Tensor | TokenOutputs:
         """Return hidden states [C, 1, H] of this stage's tokens; the last stage returns the outputs of each token.
 
-        Later stages take their input from `set_input_tensor`. `routing` instructs the routers, if given.
+        Later stages take their input from `set_input_tensor`.
         """
         cos, sin = self._rotary[0](plan.positions.float(), plan.positions[None])
         packing = Packing(attends=plan.packing, rotation=rotation_of(cos, sin), routing=routing)
@@ -132,7 +131,6 @@ class PackedGPT(GPTModel):
         return hidden
 
     def _scored(self, hidden: Tensor, plan: ScoringPlan, temperature: float) -> TokenOutputs:
-        """Return the outputs of the plan's predictions, from this rank's states [C, 1, H]."""
         states, part = hidden[:, 0], self.part
         if self.score is not None:
             values = state_values(states, self.score)
@@ -175,10 +173,7 @@ def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
 def build_stages(
     hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
 ) -> list[PackedGPT]:
-    """Build this rank's stages, one per virtual stage, in the compute dtype with undefined weights. Collective.
-
-    Call it inside `burnish.engines.megatron.host.megatron_called`.
-    """
+    """Build this rank's stages, in the compute dtype with undefined weights, inside `megatron_called`. Collective."""
     shape = llama_shape(hf_config)
     modules = layer_modules(config, device)
     transformer = _transformer_config(shape, hf_config, config, modules.adds_gradients)
@@ -195,7 +190,6 @@ def build_stages(
 def _transformer_config(
     shape: ModelShape, hf_config: PretrainedConfig, config: EngineConfig, adds_gradients: bool
 ) -> TransformerConfig:
-    """Return Megatron's configuration of a model, cut as the settings say; `adds_gradients` as in `LayerModules`."""
     dtype = compute_dtype(config)
     return TransformerConfig(
         num_layers=shape.depth,
@@ -257,7 +251,7 @@ def _of_experts(
 def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:
     """Return the layers of each stage, in the order of the model; None for a single stage.
 
-    Layers are dealt out evenly; the last stages, which also compute the output layer, get fewer.
+    The last stages, which also compute the output layer, get fewer.
     """
     stages = config.pipeline_parallel * config.virtual_stages
     if stages == 1:
@@ -276,7 +270,6 @@ def _stage(
     index: int,
     options: dict[str, Any],
 ) -> PackedGPT:
-    """Build the stage of this rank with this number among its virtual ones."""
     pipeline, tensor = mesh.groups.pp, mesh.groups.tp.size()
     virtual = transformer.virtual_pipeline_model_parallel_size
     vp_stage = None if virtual is None else index

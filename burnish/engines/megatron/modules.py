@@ -1,9 +1,8 @@
-"""The modules of Megatron's layers: ours, Megatron's, or TransformerEngine's where it is installed and can be used.
+"""The modules of Megatron's layers: ours, Megatron's, or TransformerEngine's where it can be used.
 
-Megatron's packed attention and router need TransformerEngine, its grouped experts other CUDA packages; ours replace them. Attention is
-the torch engine's in any case, since TransformerEngine's does not know shared prefixes. Ranks that share tokens use Ulysses (Megatron's
-context parallelism by all-to-all). TransformerEngine fuses a norm with the matrix behind it, and the experts of a layer. It multiplies
-fp32 in tf32, so it serves bf16 only. Left out: dropout, biases of experts, activations other than SiLU, fp8, Apex's layers.
+Megatron's packed attention and router need TransformerEngine, its grouped experts other CUDA packages; ours replace them.
+TransformerEngine's attention does not know shared prefixes, so attention is always ours. TransformerEngine multiplies fp32 in tf32, so it
+serves bf16 only. Left out: dropout, biases of experts, activations other than SiLU, fp8, Apex's layers.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ALIGNED_BYTES = 16
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Travels through Megatron's layers beside a micro-batch's hidden states; only `PackedAttention` reads it."""
+    """Travels through Megatron's layers beside a micro-batch's hidden states."""
 
     attends: Attends | None = None
     """Which tokens see each other."""
@@ -52,7 +51,7 @@ class Packing(PackedSeqParams):
 
 
 class PackedAttention(nn.Module):
-    """Grouped attention with rotary positions; called by Megatron's self-attention between its two linear layers."""
+    """Grouped attention with rotary positions, between the two linear layers of Megatron's self-attention."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class PackedAttention(nn.Module):
         sliding_window: int | None = None,
         **others: Any,
     ) -> None:
-        """`sliding_window`: tokens that a token sees, itself included; None: all before it. `others` are Megatron's and unused."""
+        """`sliding_window`: tokens that a token sees, itself included; None: all before it."""
         super().__init__()
         self.layer_number = layer_number
         self.sliding_window = sliding_window
@@ -92,7 +91,7 @@ class PackedAttention(nn.Module):
 class RMSNorm(nn.Module):
     """RMSNorm of this rank's tokens.
 
-    Under sequence parallelism the weight's gradient is summed over the tensor group; a mark on the weight tells Megatron.
+    Under sequence parallelism a mark tells Megatron to sum the weight's gradient over the tensor group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -105,14 +104,14 @@ class RMSNorm(nn.Module):
         self.epsilon = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Any shape [..., hidden_size]."""
+        """Take any shape [..., hidden_size]."""
         return rms_norm(hidden, self.weight, self.epsilon)
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts; its router does what the `routing` of a micro-batch's packing says.
+    """A layer with experts, whose router obeys the `routing` of a micro-batch's packing.
 
-    Instructions travel beside the micro-batch, so a layer that is computed again does the same.
+    So a layer that is computed again does the same.
     """
 
     def __init__(self, *args: Any, router: int, **options: Any) -> None:
@@ -121,15 +120,15 @@ class RoutedLayer(TransformerLayer):
         self.mlp.router.number = router
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Megatron's, after telling the router what to do."""
+        """Tell the router what to do, then run Megatron's."""
         self.mlp.router.instructions = options["packed_seq_params"].routing
         return super().forward(*args, **options)
 
 
 class PlainRouter(TopKRouter):
-    """Chooses experts by a linear layer in the dtype of computing, as the families' own code does.
+    """Chooses experts in the dtype of computing, as the families' own code does.
 
-    It follows, and writes down, what `Routing` says. The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
+    It follows and records `Routing`. The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -143,11 +142,11 @@ class PlainRouter(TopKRouter):
         """For the next forward pass; its rows are those of this rank alone."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [..., experts] of hidden states [..., H]."""
+        """Return logits [..., experts] of hidden states [..., H]."""
         return functional.linear(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and choices, both [R, experts], from logits [R, 1, experts].
+        """Return probabilities and choices, both [R, experts], from logits [R, 1, experts].
 
         Softmax over the chosen experts is softmax over all, scaled to a sum of 1.
         """
@@ -185,7 +184,7 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
 
     def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
-        """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R]; no bias.
+        """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R].
 
         `counts` [E] int64: rows of each expert.
         """
@@ -195,7 +194,7 @@ class GroupedExperts(MegatronModule):
 
 
 class GroupedLinear(nn.Module):
-    """A matrix [O, I] for each expert, in one undefined parameter [E, O, I]; no bias."""
+    """A matrix [O, I] for each expert, in one undefined parameter [E, O, I]."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         super().__init__()
@@ -209,7 +208,7 @@ class GroupedLinear(nn.Module):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows · weightᵀ for each expert; the weight's gradient goes to its `main_grad`, where Megatron has one."""
+    """rows · weightᵀ for each expert; the weight's gradient goes to any `main_grad` of Megatron's."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -232,7 +231,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Return [R, O] of rows [R, I] and matrices [E, I, O]: the first `counts[0]` rows times the first matrix, and so on."""
+    """Return [R, O] of rows [R, I], grouped by `counts`, and matrices [E, I, O]."""
     if _is_aligned(rows, matrices[0]):
         return functional.grouped_mm(rows, matrices, offs=_ends(counts, rows.device))
     each = zip(torch.split(rows, counts.tolist()), matrices, strict=True)
@@ -240,7 +239,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor) -> None:
-    """Add leftᵀ · right of each expert's rows, [R, O] and [R, I], to sums [E, O, I]; on a host one expert after the other."""
+    """Add leftᵀ · right of each expert's rows, [R, O] and [R, I], to sums [E, O, I]."""
     if left.is_cuda and _is_aligned(left, right):
         sums.add_(functional.grouped_mm(left.t(), right, offs=_ends(counts, left.device)))
         return
@@ -255,7 +254,6 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_aligned(*factors: Tensor) -> bool:
-    """Tell whether a grouped product can take these matrices; it takes no empty ones."""
     return all(
         matrix.numel() > 0 and size * matrix.element_size() % _ALIGNED_BYTES == 0
         for matrix in factors
@@ -265,7 +263,7 @@ def _is_aligned(*factors: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """Classes that a layer spec names, all with the signatures of Megatron's own; by default those that need torch alone."""
+    """Classes that a layer spec names, with the signatures of Megatron's; by default those that need torch alone."""
 
     norm: Any = RMSNorm
     """RMSNorm."""
@@ -282,7 +280,7 @@ class LayerModules:
 
 
 def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
-    """Return those that `engine.layers` asks for. Raises `UsageError` where TransformerEngine is asked for and cannot be used."""
+    """Return the modules of `engine.layers`. Raises `UsageError` if it asks for TransformerEngine, which cannot be used."""
     is_installed = transformer_engine.TEGroupedLinear is not None
     if config.layers == "transformer_engine" and not (is_installed and device.type == "cuda"):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Muon: update a matrix by its orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
 Orthogonalizing needs whole matrices, as in the checkpoint: query and key apart, each expert by itself. One rank makes each matrix
-whole, so any layout computes the same, up to the rounding of bf16. Momentum is sharded like weights. AdamW steps everything else.
+whole, so any layout computes the same, up to the rounding of bf16.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ _TINY = 1e-7
 
 
 class Muon:
-    """Muon on this rank's parts of `weights`, all of matrices.
+    """Muon on this rank's parts of `weights`, all of matrices. Making it is collective.
 
     One step, for a matrix W [m, n] with gradient G (fp32 but for the orthogonalizing):
 
         B ← μ B + (1 - μ) G        U = (1 - μ) G + μ B        O = orthogonalized(U)
         W ← (1 - lr λ) W - 0.2 √max(m, n) lr O
 
-    The factor makes updates as large as AdamW's, so one learning rate serves both (Liu et al., arXiv 2502.16982, equation 4). Momentum
-    is zeros from the start. Making it is collective.
+    The factor makes updates as large as AdamW's, so one learning rate serves both (Liu et al., arXiv 2502.16982, equation 4).
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Muon:
         self._scatter = Transfer(mine, updates, layout)
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """One update at learning rate `lr`; a weight without a gradient counts as having one of zeros. Collective."""
+        """Update once; a weight without a gradient counts as having one of zeros. Collective."""
         directions = {n: self._direction(n, gradients).bfloat16() for n in self.weights}
         updates = list(self._describe(directions))
         mine = self._matrices()
@@ -94,7 +93,6 @@ class Muon:
         return gradient.lerp(buffer, self._momentum)
 
     def _matrices(self) -> list[Shard]:
-        """Make room for the matrices that this rank makes whole."""
         device = next((weight.device for weight in self.weights.values()), None)
         empty = partial(torch.empty, dtype=torch.bfloat16, device=device)
         return [Shard(spec, whole(spec.shape), empty(spec.shape)) for spec in self._mine]
@@ -112,7 +110,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
-    """Return the matrices that this rank makes whole; all ranks get about the same work."""
     if not matrices:
         return []
     work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]

@@ -1,7 +1,4 @@
-"""AdamW on this rank's shards, whatever the layout, and Muon for the matrices of the layers if configured.
-
-Parameters may be DTensors; all work on their local tensors, so slots lie on the weights' boxes.
-"""
+"""AdamW on this rank's shards, whatever the layout, and perhaps Muon for the matrices of the layers."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: the local tensor of a DTensor, anything else as it is."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -41,7 +38,7 @@ def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.fl
 
 
 class ShardedOptimizer:
-    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's shards of what `model` trains, and Muon for its matrices if configured.
+    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's shards of what `model` trains, and perhaps Muon.
 
     Slots are zeros from the start, so they can be loaded. Making it is collective.
     """
@@ -54,10 +51,7 @@ class ShardedOptimizer:
         layout: Layout,
         arena: Arena | None = None,
     ) -> None:
-        """`regions` are the checkpoint tensors that the trained parameters hold.
-
-        Slots in `arena` or in bf16 come to the device in fp32 for a step, some at a time.
-        """
+        """`regions` are the checkpoint tensors that the trained parameters hold. Slots in `arena` or in bf16 are fp32 in a step."""
         self._model, self._regions = model, regions
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {name: local(p.data) for name, p in self._parameters.items()}
@@ -92,13 +86,13 @@ class ShardedOptimizer:
                 }
 
     def set_steps(self, steps: int) -> None:
-        """Set how many steps were taken; Adam's bias correction runs on it."""
+        """Set how many steps were taken, for Adam's bias correction."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(float(steps))
 
     def slots(self) -> dict[str, dict[str, Tensor]]:
-        """For each slot, its local tensors by weight name; zero-size for a weight this rank holds nothing of."""
+        """Return each slot's local tensors by weight name; zero-size where this rank holds nothing."""
         state = self._adamw.state
         moments = {
             slot: {n: state[t][slot] if t.numel() > 0 else t for n, t in self._weights.items()}
@@ -107,19 +101,16 @@ class ShardedOptimizer:
         return moments if self._muon is None else moments | self._muon.slots
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's pieces of the slots, `exp_avg/<weight>` and so on."""
+        """Yield this rank's pieces of the slots, `exp_avg/<weight>` and so on."""
         for slot, held in self.slots().items():
             yield from model_shards(self._model, held, f"{slot}/", self._regions)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients by weight name, those that exist."""
+        """Return this rank's gradients that exist, by weight name."""
         return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
 
     def step(self, lr: float) -> None:
-        """One update at learning rate `lr`, from the parameters' gradients. Collective for Muon.
-
-        AdamW leaves a weight without a gradient as it is.
-        """
+        """Update once; AdamW leaves a weight without a gradient as it is. Collective for Muon."""
         gradients = self.gradients()
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -142,6 +133,6 @@ class ShardedOptimizer:
             self._muon.step(lr, gradients)
 
     def zero_grad(self) -> None:
-        """Forget the gradients, freeing their memory."""
+        """Free the gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None

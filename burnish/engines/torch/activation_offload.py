@@ -1,8 +1,8 @@
 """Keep activations of decoder layers on the host until the backward pass (vDNN, arXiv 1602.08124).
 
 Whole storages are moved once each, and restored as the same views. On an accelerator, copies run on their own stream, one layer
-behind the forward pass and one ahead of the backward pass, so the device holds two layers. Left out: parameters, small tensors,
-and what selective checkpointing keeps.
+behind the forward pass and one ahead of the backward pass, so the device holds two layers. Parameters, small tensors, and what
+selective checkpointing keeps stay.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _SMALL = 1024
 
 
 class _Stored:
-    """A storage that was saved."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.held = tensor
         """What has its bytes: the tensor that was saved, bytes on the host, or bytes on the device again."""
@@ -42,18 +40,16 @@ class _Stored:
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to while only this had it."""
         return self._version is not None and self.held._version != self._version
 
     def move(self, held: Tensor) -> None:
-        """It is there, and nowhere else."""
         self.held, self.copy, self._version = held, None, None
         self.on_host = not self.on_host
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd holds instead of a tensor: a view of a storage."""
+    """A view of a storage, which autograd holds instead of a tensor."""
 
     stored: _Stored
     dtype: torch.dtype
@@ -68,8 +64,6 @@ class _Saved:
 
 
 class _Layer:
-    """What one layer saved, and by when the last copies of it are done."""
-
     def __init__(self, module: nn.Module) -> None:
         self.stored: weakref.WeakSet[_Stored] = weakref.WeakSet()
         self.copied: torch.Event | None = None
@@ -78,7 +72,7 @@ class _Layer:
         self._weights: frozenset[int] | None = None
 
     def weights(self) -> frozenset[int]:
-        """Where the parameters lie that it computes with; none before they have been gathered."""
+        """Return where the parameters lie that it computes with; none before they have been gathered."""
         if self._weights is None:
             parameters = list(self._module.parameters())
             if any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -88,10 +82,7 @@ class _Layer:
 
 
 class ActivationOffload:
-    """Moves what layers save, for one device. Gradients are those without it, bit for bit.
-
-    Autograd alone holds what they saved; here are weak references. Copies are made at once on a CPU, else on one stream.
-    """
+    """Moves what layers save, for one device. Autograd alone holds it; here are weak references."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._arena, self._device = arena, device
@@ -105,7 +96,7 @@ class ActivationOffload:
 
     @contextmanager
     def forward_and_backward(self) -> Iterator[None]:
-        """Around both passes over one micro-batch; outside of it nothing is moved."""
+        """Move what is saved in both passes over one micro-batch."""
         self._moves = True
         try:
             yield
@@ -117,7 +108,7 @@ class ActivationOffload:
                 self._wait(self._stream.record_event())
 
     def around(self, run: Run) -> Run:
-        """`run` for a layer's bound `__call__`, or a partial of it; what it saves is moved."""
+        """Wrap `run`, which gets a layer's bound `__call__` or a partial of it."""
 
         def running(call: Any, *args: Any) -> Any:
             if not self._moves:
@@ -129,7 +120,7 @@ class ActivationOffload:
 
     @contextmanager
     def _layer(self, module: nn.Module) -> Iterator[None]:
-        """Note what the block saves, and meanwhile move what the layer before saved; so the last one's stays."""
+        """Note what the block saves, and meanwhile move what the layer before saved. The last layer's stays."""
         before = self._layers[-1] if self._layers else None
         if before is not None:
             before.copied = self._copy_out(before.stored)
@@ -168,7 +159,6 @@ class ActivationOffload:
         return saved.tensor()
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """Tell whether it is a plain tensor on the device, and large enough."""
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         return (
             plain
@@ -178,7 +168,6 @@ class ActivationOffload:
         )
 
     def _copy_out(self, each: Iterable[_Stored]) -> torch.Event | None:
-        """Begin copying to the host what has not been copied, nor changed since it was saved."""
         pairs = []
         for stored in each:
             if not (stored.on_host or stored.copy is not None or stored.changed):
@@ -188,7 +177,7 @@ class ActivationOffload:
         return self._copy(pairs)
 
     def _fetch(self, layer: _Layer) -> None:
-        """Begin to copy what a layer saved to the device, once, and free it on the host."""
+        """Begin to copy what a layer saved to the device, once."""
         if layer.fetched:
             return
         moving = [stored for stored in layer.stored if stored.on_host]
@@ -209,6 +198,5 @@ class ActivationOffload:
         return self._stream.record_event()
 
     def _wait(self, event: torch.Event | None) -> None:
-        """Let the device begin later work when the copies are done."""
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)

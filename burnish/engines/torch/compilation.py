@@ -1,7 +1,6 @@
 """Compile decoder layers (torch.compile, doi 10.1145/3620665.3640366).
 
-A layer is compiled for any length, and equal layers share the result, so a run compiles each kind once or twice. Attention,
-collectives, FSDP2's gathers and experts stay eager. Left out: embedding, output layer, optimizer.
+Equal layers share a result for any length. Attention, collectives, FSDP2's gathers and experts stay eager.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ALL_EXPERTS_FUNCTIONS.register(_UNCOMPILED, uncompiled(ALL_EXPERTS_FUNCTIONS[_GR
 
 
 def compile_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
-    """Have `layers` of `model` compiled when they run first. Raises `UsageError` where there is no C++ compiler."""
+    """Have `layers` of `model` compiled when they run first. Raises `UsageError` without a C++ compiler."""
     _require_compiler()
     config = model.config.get_text_config()
     if config._experts_implementation == _GROUPED:

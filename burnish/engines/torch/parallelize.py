@@ -1,7 +1,4 @@
-"""Apply parallelism to a model that knows nothing of ranks, in one fixed order.
-
-Sequence parallelism changes no module: it is in the attention of each micro-batch (`burnish.models.kernels.ulysses`).
-"""
+"""Apply parallelism to a model that knows nothing of ranks, in one fixed order."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a decoder: the entries of its longest ModuleList outside any other."""
+    """Return the entries of a decoder's longest ModuleList outside any other."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     outer = [
         modules
@@ -85,7 +82,7 @@ def keep_activations(
     """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174).
 
     full keeps the input of each decoder layer; selective also keeps the results of matrix products and attention. `around` wraps the
-    call of a layer (`ActivationOffload.around`).
+    call of a layer.
     """
     kind = config.activation_checkpointing
     if kind == "none" and around is None:
@@ -110,8 +107,7 @@ def parallelize(
 ) -> dict[str, Any]:
     """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.Cut`).
 
-    Each decoder layer is one group of FSDP2. Copies of the model (HSDP) are sharded over neighbouring ranks. Main weights keep their
-    dtype; gradients are summed over all ranks in fp32.
+    Copies of the model (HSDP) are sharded over neighbouring ranks. Main weights keep their dtype; gradients are summed in fp32.
     """
     cuts: dict[str, Any] = {}
     if mesh.tensor is not None:
@@ -144,7 +140,7 @@ def parallelize(
 
 
 def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
-    """Add up gradients of one dtype over a group, in place, in one collective."""
+    """Add up gradients of one dtype over a group, in place. Collective."""
     if not gradients:
         return
     joined = torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,8 +1,8 @@
 """Tensor parallelism: several ranks share the matrices of every layer (Shoeybi et al., arXiv 1909.08053).
 
-A block (attention, or a layer's other half) computes some heads, or some of the inner width, on each rank, and sums outputs. Between
-blocks each rank has some of the tokens (Korthikanti et al., arXiv 2205.05198): a block gathers them first and scatters at its end.
-So the gradient of a parameter that is not cut is the sum over ranks.
+A block (attention, or a layer's other half) computes some heads, or some of the inner width, on each rank. Between
+blocks each rank has some of the tokens (Korthikanti et al., arXiv 2205.05198). So the gradient of an uncut parameter is the sum over
+ranks.
 
 Cuts follow transformers' plan of the family (`base_model_tp_plan`). An adapter's B is cut with its weight's rows, A with the
 columns. Left out: families without such a plan, and experts on ranks of their own.
@@ -64,7 +64,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
 
 
 def layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> tuple[dict[str, Cut], list[str]]:
-    """Return the cuts of the layers' parameters by name, and the blocks that have them. Raises as `share_matrices` does."""
+    """Return the cuts of the layers' parameters, and the names of their blocks. Raises as `share_matrices` does."""
     cuts = dict(_layer_cuts(model, _layer_plan(model.config), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
     _require_all_cut(blocks, model, cuts)
@@ -72,10 +72,7 @@ def layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> tuple[dict[str,
 
 
 def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
-    """Return the style of each module or parameter of a layer, with * for its number.
-
-    Raises `UsageError` if transformers has no plan of the family, or one with unknown styles.
-    """
+    """Return the style of each module or parameter of a layer, with * for its number."""
     text = hf_config.get_text_config()
     whole: Mapping[str, str] = text.base_model_tp_plan or {}
     plan = {name: style for name, style in whole.items() if ".*." in name}
@@ -94,7 +91,7 @@ def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
 def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]) -> None:
     """Raise `IncompatibleError` for matrices that the plan leaves whole.
 
-    One outside any block would see some of the tokens only. One that adds to a block's output would be added up over ranks.
+    One outside any block would see only some tokens. One that adds to a block's output would be added up over ranks.
     """
     lists = {block.rsplit(".", 2)[0] for block in blocks}
     names = plain_names(model)
@@ -142,7 +139,6 @@ def _layer_cuts(
 
 
 def _vocabulary_weights(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the names of the weights that have a row for every token."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     held = {id(layer.weight) for layer in layers if layer is not None}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -164,7 +160,6 @@ def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
 
 
 def _move_padding(embedding: Any, tokens: range) -> None:
-    """Renumber the row without a gradient, if this rank has it."""
     padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
         embedding.padding_idx = padding - tokens.start if padding in tokens else None
@@ -173,7 +168,7 @@ def _move_padding(embedding: Any, tokens: range) -> None:
 def _gather_tokens(
     group: ProcessGroup, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather hidden states [1, own tokens, H] of all tokens before a block."""
+    """Gather hidden states [1, own tokens, H] before a block."""
     if args:
         return (gather_rows(args[0][0], group)[None], *args[1:]), options
     hidden = gather_rows(options["hidden_states"][0], group)[None]

@@ -1,6 +1,6 @@
 """The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on one or more processes.
 
-Main weights and optimizer slots are fp32; compute is bf16 or fp32. One process runs the same code over a mesh of one.
+Main weights and optimizer slots are fp32; compute is bf16 or fp32.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def has_liger(device: torch.device) -> bool:
 
 
 class TorchEngine(ShardedEngine):
-    """A causal language model trained with FSDP2; implements `burnish.engines.base.Engine`.
+    """A model trained with FSDP2; implements `burnish.engines.base.Engine`.
 
-    Without `optim` it is frozen, in the compute dtype. With `lora` an adapter is trained, and the model is frozen in the compute dtype.
-    Weights are undefined until `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
+    Without `optim` it is frozen, in the compute dtype. With `lora` an adapter is trained beside such a model. Weights are undefined until
+    `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
     def __init__(
@@ -191,7 +191,6 @@ class TorchEngine(ShardedEngine):
         del self._scorer, self._optimizer, self._adapter, self._moving
 
     def _planned(self, micro: MicroBatch) -> ScoringPlan:
-        """Return the scoring plan of a micro-batch on the host."""
         ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
         group, multiple = self.mesh.sequence, self.layout.tensor
         return ScoringPlan.of(ids, ends, mask, self._device, group, multiple)
@@ -204,7 +203,6 @@ class TorchEngine(ShardedEngine):
         record: bool = False,
         factors: Tensor | None = None,
     ) -> TokenOutputs:
-        """Score a micro-batch. `record` adds the experts to the outputs, `factors` the load-balancing loss."""
         if micro.experts is not None:
             self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
         routing, rows = self._routing(micro, plan, factors, record=record)
@@ -225,7 +223,7 @@ class TorchEngine(ShardedEngine):
         return slice(None), self.layout.tensor
 
     def _reduce_in_next_backward(self, *, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients: in the last micro-batch, or in each over the shards."""
+        """Reduce gradients in the last micro-batch, or in each over the shards."""
         root = cast(FSDPModule, self._scorer)
         sharded = self.mesh.weights["shard"].size() > 1
         reduces = last or (sharded and self._config.reduce_each_microbatch)
