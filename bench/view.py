@@ -134,9 +134,10 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
                 begun, used = time.perf_counter(), found.used()
                 found.get("rollouts", run=run, **values)
                 first(name, found, begun, used)
-        used = found.used()
-        searched = rows * found.get("rollouts", run=run, text="is nowhere")["scanned"]
-        searched /= max(found.used() - used, 1 / _TICKS)
+        used, cursor = found.used(), ""
+        while cursor is not None:
+            cursor = found.get("rollouts", run=run, text="is nowhere", cursor=cursor)["next"]
+        searched = rows / max(found.used() - used, 1 / _TICKS)
         memory = found.megabytes()
     files = sum(path.stat().st_size for path in index.parent.glob("rollouts/*.gz")) / 1e6
     results = []

@@ -1,7 +1,8 @@
-"""Trace rollouts, to files and by OTLP."""
+"""Trace rollouts, to files and by OTLP.
 
-# A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each call
-# of a reward; turns and tools belong there as well. Files have one OTLP request in JSON a line, a trace each.
+A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each
+call of a reward; turns and tools belong there as well. A file has one OTLP request in JSON a line, which is one trace.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # the records' module loads torch
     from burnish.records.samples import Rollout
 
 Attributes = dict[str, Any]
-"""Attributes of a span: texts, numbers, lists of texts."""
+"""Attributes of a span: texts, numbers, lists of texts. And an object of JSON."""
 _AT_ONCE, _ROOM = 64, 16
 # Traces in one request to a collector, and steps whose traces may wait for it.
 _INTERNAL, _ERROR = 1, 2
@@ -40,11 +41,9 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 _MAY_PASS = (429, 502, 503, 504)  # a collector that answers so may soon take more
 
 
-class TraceSpan(NamedTuple):
-    """A part of a trace, with times in seconds since 1970."""
-
+class _Span(NamedTuple):
     name: str
-    begin: float
+    begin: float  # in seconds since 1970
     end: float
     attributes: Attributes
     error: str | None = None
@@ -52,7 +51,7 @@ class TraceSpan(NamedTuple):
 
 class _Trace(NamedTuple):
     id: bytes
-    spans: Sequence[TraceSpan]  # the first is the root
+    spans: Sequence[_Span]  # the first is the root
 
     def span_id(self, number: int) -> bytes:
         return _digest((self.id, number))
@@ -65,9 +64,7 @@ def sampled(kind: files.Kind, step: int, rate: float, count: int) -> set[int]:
 
 
 class Traces:
-    """A run's traces."""
-
-    # Of the rollouts that are kept longest, where these are written, and of a share of all others.
+    """A run's traces: of the rollouts that are kept longest, where these are written, and of a share of all others."""
 
     def __init__(
         self, directory: RunDirectory, settings: TracesConfig, keep_bytes: int, step: int
@@ -78,7 +75,8 @@ class Traces:
         self._config = recorded(directory.config) if directory.config.exists() else RunConfig()
         self._run = str(directory.read_environment().get(RUN, directory.root.name))
         service = os.environ.get("OTEL_SERVICE_NAME", "burnish")
-        self._resource = {"service.name": service, "service.instance.id": self._run}
+        self._resource = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES"))
+        self._resource |= {"service.name": service, "service.instance.id": self._run}
         self.exporter: BackgroundTracker | None = None
         """What sends them."""
         if settings.endpoint:
@@ -95,8 +93,7 @@ class Traces:
     ) -> None:
         """Trace a step's rollouts, without `advantages` a validation's: a share of all, and those of the indices `kept`."""
         kind: files.Kind = "validation" if advantages is None else "step"
-        wanted = {*kept}
-        wanted |= sampled(kind, step, self._settings.sample_rate, len(rollouts))
+        wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*kept}
         traces = []
         for i in sorted(wanted):
             about = {
@@ -115,7 +112,7 @@ class Traces:
         if traces and self.exporter is not None:
             self.exporter.tell("log_traces", step, traces)
 
-    def _spans(self, rollout: Rollout, about: Attributes) -> list[TraceSpan]:
+    def _spans(self, rollout: Rollout, about: Attributes) -> list[_Span]:
         made = [self._generation(rollout, about["burnish.kind"] == "step")]
         made += self._calls(rollout, made[0].end)
         attributes = about | {
@@ -128,7 +125,7 @@ class Traces:
         failed = "a reward has no value" if rollout.reward_error else None
         return [_span("rollout", begin, end, attributes, failed), *made]
 
-    def _generation(self, rollout: Rollout, trains: bool) -> TraceSpan:
+    def _generation(self, rollout: Rollout, trains: bool) -> _Span:
         prompt, completion, config = rollout.prompt, rollout.completion, self._config
         how = config.rollout if trains else config.evaluation
         model = config.model.path or config.run_name
@@ -168,7 +165,7 @@ class Traces:
             found.append({"role": str(message.get("role")), "parts": parts, **more})
         return json.dumps(found, ensure_ascii=False)
 
-    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[TraceSpan]:
+    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[_Span]:
         limit, is_open = self._settings.max_text, self._settings.redact == "off"
         inputs = {"completion": rollout.text, "answer": rollout.prompt.answer}
         for number, call in enumerate(rollout.calls):
@@ -189,30 +186,14 @@ class Traces:
 
 def _span(
     name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
-) -> TraceSpan:
+) -> _Span:
     # Without what is not known, and with texts that UTF-8 can hold.
     found = {
         plain(key): json_number(value) if isinstance(value, float) else plain(value)
         for key, value in attributes.items()
         if value is not None
     }
-    return TraceSpan(plain(name), begin, end, found, plain(error))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
-
-
-def _digest(name: object) -> bytes:
-    return blake2b(repr(name).encode(), digest_size=8).digest()
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
+    return _Span(plain(name), begin, end, found, plain(error))
 
 
 def _line(trace: _Trace, resource: Attributes) -> bytes:
@@ -235,6 +216,10 @@ def _line(trace: _Trace, resource: Attributes) -> bytes:
     return _ENCODER.encode({"resourceSpans": request}).encode() + b"\n"
 
 
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
 def _key_values(attributes: Attributes) -> list[Attributes]:
     return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
 
@@ -245,6 +230,26 @@ def _value(value: Any) -> Attributes:
     if isinstance(value, str):
         return {"stringValue": value}
     return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
+
+
+def _known(value: Attributes) -> Any:
+    """Return the inverse of `_value`."""
+    ((kind, held),) = value.items()
+    if kind == "arrayValue":
+        return [_known(each) for each in held["values"]]
+    return int(held) if kind == "intValue" else held
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def _digest(name: object) -> bytes:
+    return blake2b(repr(name).encode(), digest_size=8).digest()
 
 
 def read_traces(path: Path) -> Iterator[Attributes]:
@@ -260,21 +265,8 @@ def spans_of(path: Path, prompt_index: int, sample: int) -> list[Attributes]:
     for request in read_traces(path):
         with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
             found = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
-            begin = int(found[0]["startTimeUnixNano"])
-            spans = [
-                {
-                    "name": str(each["name"]),
-                    "start": (int(each["startTimeUnixNano"]) - begin) / 1e9,
-                    "seconds": (int(each["endTimeUnixNano"]) - int(each["startTimeUnixNano"]))
-                    / 1e9,
-                    "depth": int("parentSpanId" in each),
-                    "attributes": {
-                        pair["key"]: _known(pair["value"]) for pair in each["attributes"]
-                    },
-                    "error": each["status"].get("message"),
-                }
-                for each in found
-            ]
+            first = int(found[0]["startTimeUnixNano"])
+            spans = [_shown(each, first) for each in found]
             root = spans[0]["attributes"]
         place = (root.get("burnish.prompt_index"), root.get("burnish.sample"))
         if place == (prompt_index, sample):
@@ -282,12 +274,16 @@ def spans_of(path: Path, prompt_index: int, sample: int) -> list[Attributes]:
     return []
 
 
-def _known(value: Attributes) -> Any:
-    """Return the inverse of `_value`."""
-    ((kind, held),) = value.items()
-    if kind == "arrayValue":
-        return [_known(each) for each in held["values"]]
-    return int(held) if kind == "intValue" else held
+def _shown(span: Attributes, first: int) -> Attributes:
+    begin, end = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+    return {
+        "name": str(span["name"]),
+        "start": (begin - first) / 1e9,
+        "seconds": (end - begin) / 1e9,
+        "depth": int("parentSpanId" in span),
+        "attributes": {pair["key"]: _known(pair["value"]) for pair in span["attributes"]},
+        "error": span["status"].get("message"),
+    }
 
 
 class OtlpExporter:
@@ -312,7 +308,7 @@ class OtlpExporter:
             self._context = ssl.create_default_context(cafile=_variable("CERTIFICATE"))
             if certificate := _variable("CLIENT_CERTIFICATE"):
                 self._context.load_cert_chain(certificate, _variable("CLIENT_KEY"))
-        self._resource = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES")) | resource
+        self._resource = resource
         self._held: list[_Trace] = []
 
     def log_traces(self, step: int, traces: Sequence[_Trace]) -> None:
@@ -327,12 +323,12 @@ class OtlpExporter:
 
     def _send(self, body: bytes) -> None:
         """Send a request, for as long as the time-out where the collector is away or busy. Raises `OSError`."""
-        body = gzip.compress(body) if self._is_compressed else body
+        request = self._request(data=gzip.compress(body) if self._is_compressed else body)
         deadline, pause = time.monotonic() + self._timeout, 0.5
         while True:
             try:
                 left = max(0.1, deadline - time.monotonic())
-                urlopen(self._request(data=body), timeout=left, context=self._context).close()
+                urlopen(request, timeout=left, context=self._context).close()
                 return
             except OSError as error:
                 may_pass = getattr(error, "code", 503) in _MAY_PASS
@@ -363,25 +359,15 @@ def protobuf(traces: Sequence[_Trace], resource: Attributes) -> bytes:
 
 
 def _span_message(trace: _Trace, number: int) -> bytes:
-    span, parent, status = trace.spans[number], b"", b""
+    span = trace.spans[number]
+    parts = [_field(1, trace.id), _field(2, trace.span_id(number)), _field(5, span.name.encode())]
     if number:
-        parent = _field(4, trace.span_id(0))
+        parts.append(_field(4, trace.span_id(0)))
+    begin, end = _nanoseconds(span.begin), _nanoseconds(span.end)
+    parts.append(_number(6, _INTERNAL) + struct.pack("<BqBq", 7 << 3 | 1, begin, 8 << 3 | 1, end))
     if span.error is not None:
-        status = _field(15, _field(2, span.error.encode()) + _number(3, _ERROR))
-    times = [_nanoseconds(each).to_bytes(8, "little") for each in (span.begin, span.end)]
-    return b"".join(
-        (
-            _field(1, trace.id),
-            _field(2, trace.span_id(number)),
-            parent,
-            _field(5, span.name.encode()),
-            _number(6, _INTERNAL),
-            b"\x39" + times[0],  # fields 7 and 8, of 64 bits
-            b"\x41" + times[1],
-            _attributes(9, span.attributes),
-            status,
-        )
-    )
+        parts.append(_field(15, _field(2, span.error.encode()) + _number(3, _ERROR)))
+    return b"".join(parts) + _attributes(9, span.attributes)
 
 
 def _attributes(field: int, attributes: Attributes) -> bytes:

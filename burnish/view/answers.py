@@ -172,7 +172,7 @@ class Answers:
             }
             for identity, row in page.rows
         ]
-        return {"rows": rows, "next": page.next, "total": page.total, "scanned": page.scanned}
+        return {"rows": rows, "next": page.next, "total": page.total}
 
     def rollout(self, query: Query) -> Answer:
         """Return a whole rollout."""

@@ -1,9 +1,7 @@
 """Index a run's rollouts in SQLite, so that pages of millions are found without reading them.
 
-A row of the index has what filters and sorts need, and where the rollout lies: its file, block and line. Texts stay in the files.
-A rollout's number orders those of a kind by step, newest first, and within a step by prompt and sample.
-
-Files are indexed newest first, by a thread, and by a request for the files that its page needs. Several viewers may share an index.
+A row has what filters and sorts need, and where the rollout lies: its file, block and line. Its number orders rollouts
+of a kind by step, newest first, and within a step by prompt and sample. Several viewers may share an index.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import sqlite3
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from functools import lru_cache, partial
@@ -36,8 +33,10 @@ Sort = Literal["place", "reward", "-reward", "length", "-length", "step", "-step
 """Orders of rollouts: "place" and "-step" are newest first, "step" is the reverse."""
 _Facts = tuple[int, int, int, float, int, str]
 # Prompt, sample, place, reward, length and source of a rollout.
+_Place = tuple[int, float, int | None]
+# Number of a rollout, its value in the column that is sorted by, and place; None where there was no time to index what follows.
 
-FORMAT = 1
+FORMAT = 2
 """An index of another format is made again."""
 _SEQUENCE_BITS, _STEP_BITS, _LINE_BITS, _BLOCK_BITS = 22, 39, 22, 40
 _SEQUENCES = (1 << _SEQUENCE_BITS) - 1
@@ -48,28 +47,28 @@ _NAN = math.nextafter(-math.inf, 0.0)
 # In place of a reward that is NaN, which SQLite cannot hold.
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.3, 1.0, 0.15
 # How long a page may index, a search may read, and rows may be counted.
-_SORTED_AT_ONCE, _SAMPLED, _BINS = 50_000, 50_000, 20
+_SORTED_AT_ONCE = 50_000
 _BLOCKS_HELD, _BUSY_SECONDS = 16, 30.0
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
 # Least time between two looks at the directory, most of the time that they may take, and the age of a directory whose time is sure.
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
-_PRAGMAS = (
-    "journal_mode = WAL",
-    "synchronous = NORMAL",
-    "wal_autocheckpoint = 16384",
-    "cache_size = -32768",
-)
-# Pages of indices are written again and again: few checkpoints, and 32 MiB of memory.
 _SCHEMA = f"""
-CREATE TABLE groups(first INTEGER PRIMARY KEY, files TEXT NOT NULL, rows INTEGER NOT NULL, summary TEXT NOT NULL, problem TEXT);
-CREATE TABLE sources(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE rollouts(id INTEGER PRIMARY KEY, place INTEGER NOT NULL, prompt INTEGER NOT NULL,
-                      reward REAL NOT NULL, length INTEGER NOT NULL, source INTEGER NOT NULL);
-CREATE INDEX by_prompt ON rollouts(prompt);
-CREATE INDEX by_source ON rollouts(source);
-CREATE INDEX by_reward ON rollouts(reward);
-CREATE INDEX by_length ON rollouts(length);
-PRAGMA user_version = {FORMAT}
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+-- Pages of indices are written again and again: few checkpoints, and 32 MiB of memory.
+PRAGMA wal_autocheckpoint = 16384;
+PRAGMA cache_size = -32768;
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS groups(first INTEGER PRIMARY KEY, files TEXT NOT NULL, rows INTEGER NOT NULL, problem TEXT);
+CREATE TABLE IF NOT EXISTS sources(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS rollouts(id INTEGER PRIMARY KEY, place INTEGER NOT NULL, prompt INTEGER NOT NULL,
+                                    reward REAL NOT NULL, length INTEGER NOT NULL, source INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_prompt ON rollouts(prompt);
+CREATE INDEX IF NOT EXISTS by_source ON rollouts(source);
+CREATE INDEX IF NOT EXISTS by_reward ON rollouts(reward);
+CREATE INDEX IF NOT EXISTS by_length ON rollouts(length);
+PRAGMA user_version = {FORMAT};
+COMMIT
 """
 
 _log = logging.getLogger("burnish")
@@ -138,18 +137,6 @@ class RolloutPage(NamedTuple):
     """The cursor of the rest; None at the end."""
     total: int | None
     """How many there are, if that is soon known; told with the first page."""
-    scanned: float
-    """The share of rollouts that were looked at."""
-
-
-class _Place(NamedTuple):
-    """A rollout among those that are wanted; before the first one without a number."""
-
-    number: int | None = None
-    value: float = 0.0
-    """In the column that is sorted by."""
-    place: int | None = None
-    """Where it lies; None where there was no time to index what follows."""
 
 
 class RolloutIndex:
@@ -160,7 +147,7 @@ class RolloutIndex:
 
     def __init__(self, directory: Path, path: Path) -> None:
         self._directory, self._path = directory, path
-        self._lock, self._looking = threading.RLock(), threading.Lock()
+        self._lock, self._looking, self._indexing = (threading.RLock() for _ in range(3))
         self._listed: dict[int, str] = {}
         # Files of each step, by its first number: names and marks of that with chosen rollouts and of that with the rest, as JSON.
         self._pending: list[int] = []
@@ -168,7 +155,6 @@ class RolloutIndex:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._block = lru_cache(_BLOCKS_HELD)(self._read_block)
-        self._facets: dict[Kind, tuple[object, dict[str, Any]]] = {}
         self._open()
 
     def close(self) -> None:
@@ -202,10 +188,7 @@ class RolloutIndex:
         return parse_rollout(line, f"{path}, in the block at byte {match[2]},")
 
     def facets(self, kind: Kind | None = None) -> dict[str, Any]:
-        """Return what there is to filter by: steps, sources, and how rewards and lengths are distributed.
-
-        Distributions of many rollouts come from a sample of steps.
-        """
+        """Return what there is to filter by, how far the index is, and what is wrong with files."""
         return self._asked(lambda: self._found_facets(kind or self.kind()))
 
     def kind(self) -> Kind:
@@ -256,21 +239,21 @@ class RolloutIndex:
             _log.warning("%s", error)
 
     def _index(self, first: int) -> None:
-        """Put a step into the index, unless another viewer has."""
-        files = self._listed.get(first)
-        if files is not None:
+        """Put a step into the index, unless another thread or viewer has."""
+        with self._indexing:
+            files = self._listed.get(first)
             with self._lock:
-                query = "SELECT count(*) FROM groups WHERE first = ? AND files = ?"
-                (is_there,) = self._database.execute(query, (first, files)).fetchone()
-            if not is_there:
+                query = "SELECT 1 FROM groups WHERE first = ? AND files = ?"
+                is_there = self._database.execute(query, (first, files)).fetchone()
+            if files is not None and not is_there:
                 rows, problem = self._read(files)
                 with self._lock, self._database:
                     self._drop(first)
                     self._insert(first, files, rows, problem)
-        with self._lock:
-            place = bisect_left(self._pending, first)
-            if self._pending[place : place + 1] == [first] and self._listed.get(first) == files:
-                del self._pending[place]
+            with self._lock:
+                place = bisect_left(self._pending, first)
+                if self._pending[place : place + 1] == [first] and self._listed.get(first) == files:
+                    del self._pending[place]
 
     def _drop(self, first: int) -> None:
         ids = (first, first + _SEQUENCES)
@@ -278,14 +261,9 @@ class RolloutIndex:
         self._database.execute("DELETE FROM groups WHERE first = ?", (first,))
 
     def _insert(self, first: int, files: str, rows: list[_Facts], problem: str | None) -> None:
-        sources = Counter(row[5] for row in rows)
-        names = [(name,) for name in sources]
+        names = {(row[5],) for row in rows}
         self._database.executemany("INSERT OR IGNORE INTO sources(name) VALUES (?)", names)
         numbers = dict(self._database.execute("SELECT name, id FROM sources"))
-        finite = [row[3] for row in rows if math.isfinite(row[3]) and row[3] != _NAN]
-        ranges: dict[str, list[float]] = {"reward": finite, "length": [row[4] for row in rows]}
-        summary = {name: [min(each), max(each)] for name, each in ranges.items() if each}
-        whole = json.dumps({**summary, "sources": sources})
         rows.sort()
         self._database.executemany(
             "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?)",
@@ -294,8 +272,8 @@ class RolloutIndex:
                 for i, (prompt, _, place, reward, length, source) in enumerate(rows)
             ),
         )
-        group = (first, files, len(rows), whole, problem)
-        self._database.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?)", group)
+        group = (first, files, len(rows), problem)
+        self._database.execute("INSERT INTO groups VALUES (?, ?, ?, ?)", group)
 
     def _read(self, files: str) -> tuple[list[_Facts], str | None]:
         """Return the facts of a step's rollouts, and what is wrong with one of its files."""
@@ -321,57 +299,46 @@ class RolloutIndex:
 
     def _page(self, wanted: RolloutFilter, cursor: str | None, limit: int) -> RolloutPage:
         self._look()
-        deadline = time.monotonic() + (_SEARCH_SECONDS if wanted.text else _PAGE_SECONDS)
-        after, examined = _parsed(cursor)
-        needle, in_span = wanted.text.casefold(), self._rows(wanted)
+        begun, needle, after = time.monotonic(), wanted.text.casefold(), _parsed(cursor)
         found: list[tuple[str, Row]] = []
         following: str | None = None
-        with closing(self._candidates(wanted, after, in_span, deadline)) as candidates:
+        with closing(self._candidates(wanted, after, begun + _PAGE_SECONDS)) as candidates:
             for each in candidates:
-                is_late = bool(needle) and time.monotonic() > deadline
-                if each.place is None or is_late or len(found) == limit:
-                    last = each if each.place is None else after
-                    following = (
-                        "" if last.number is None else f"{last.number},{last.value!r},{examined}"
-                    )
+                is_late = needle and time.monotonic() > begun + _SEARCH_SECONDS
+                if each[2] is None or len(found) == limit or (after and is_late):
+                    number, value, _ = each if each[2] is None or after is None else after
+                    following = f"{number},{value!r}"
                     break
-                after, examined = each, examined + 1
+                after = each
                 if (row := self._matching(each, needle)) is not None:
                     found.append(row)
         total = self._count(wanted) if not (cursor or needle) else None
-        share = 1.0 if following is None else min(0.99, examined / max(1, self._rows(wanted)))
-        return RolloutPage(found, following, total, share)
+        return RolloutPage(found, following, total)
 
     def _candidates(
-        self, wanted: RolloutFilter, after: _Place, in_span: int, deadline: float
+        self, wanted: RolloutFilter, after: _Place | None, deadline: float
     ) -> Generator[_Place]:
         """Yield rollouts that fulfil all but the text, in order; index what they are among while there is time."""
-        (low, high), descends = wanted.span, wanted.descends
-        first = self._next_pending(low, high)
-        if wanted.column != "id":
-            while first is not None and time.monotonic() < deadline:
-                self._index(first)
-                first = self._next_pending(low, high)
-            yield from self._selected(wanted, low, high, after, in_span)
-            return
-        if after.number is not None:
-            low, high = (low, after.number - 1) if descends else (after.number + 1, high)
-        while (first := self._next_pending(low, high, from_end=descends)) is not None:
-            # What comes before a step that is not indexed can be told; the rest has to wait for it.
-            if descends:
-                yield from self._selected(wanted, first + _SEQUENCES + 1, high, _Place(), in_span)
-                high = first + _SEQUENCES
-            else:
-                yield from self._selected(wanted, low, first - 1, _Place(), in_span)
-                low = first
-            if time.monotonic() > deadline:
-                yield _Place(high + 1 if descends else low - 1)
+        (low, high), descends, by_step = wanted.span, wanted.descends, wanted.column == "id"
+        if after is not None and by_step:
+            low, high = (low, after[0] - 1) if descends else (after[0] + 1, high)
+            after = None
+        while (first := self._next_pending(low, high, descends)) is not None:
             self._index(first)
-        yield from self._selected(wanted, low, high, _Place(), in_span)
+            if time.monotonic() > deadline:
+                break
+        first = self._next_pending(low, high, descends)
+        if first is None or not by_step:
+            yield from self._selected(wanted, low, high, after)
+        # What comes before a step that is not indexed can be told; the rest has to wait for it.
+        elif descends:
+            yield from self._selected(wanted, first + _SEQUENCES + 1, high)
+            yield first + _SEQUENCES + 1, 0.0, None
+        else:
+            yield from self._selected(wanted, low, first - 1)
+            yield first - 1, 0.0, None
 
-    def _next_pending(
-        self, low: int = 0, high: int = _LAST, *, from_end: bool = False
-    ) -> int | None:
+    def _next_pending(self, low: int = 0, high: int = _LAST, from_end: bool = False) -> int | None:
         """Return the first step with numbers in a range that is not indexed; the last one `from_end`."""
         with self._lock:
             start = bisect_right(self._pending, low - _SEQUENCES - 1)
@@ -379,7 +346,7 @@ class RolloutIndex:
             return self._pending[stop - 1 if from_end else start] if start < stop else None
 
     def _selected(
-        self, wanted: RolloutFilter, low: int, high: int, after: _Place, in_span: int
+        self, wanted: RolloutFilter, low: int, high: int, after: _Place | None = None
     ) -> Iterator[_Place]:
         column = wanted.column
         way, beyond = ("DESC", "<") if wanted.descends else ("ASC", ">")
@@ -388,23 +355,23 @@ class RolloutIndex:
             index = "INDEXED BY by_prompt"
         elif column == "id" and wanted.source is not None:
             index = "INDEXED BY by_source"
-        elif column != "id" and in_span > _SORTED_AT_ONCE:
+        elif column != "id" and self._rows(wanted) > _SORTED_AT_ONCE:
             index = f"INDEXED BY by_{column}"
         parts: list[dict[str, Any]] = [{}]
-        if after.number is not None:
-            same = {f"{column} = ?": after.value, f"id {beyond} ?": after.number}
-            parts = [same, {f"{column} {beyond} ?": after.value}]
+        if after is not None:
+            same = {f"{column} = ?": after[1], f"id {beyond} ?": after[0]}
+            parts = [same, {f"{column} {beyond} ?": after[1]}]
         for part in parts:
             where = {"id >= ?": low, "id <= ?": high, **wanted.conditions, **part}
             query = f"SELECT id, {column}, place FROM rollouts {index} WHERE {' AND '.join(where)}"
             order = f" ORDER BY {column} {way}, id {way}"
             with closing(self._connection()) as reader:
-                yield from map(_Place._make, reader.execute(query + order, [*where.values()]))
+                yield from reader.execute(query + order, [*where.values()])
 
     def _matching(self, each: _Place, needle: str) -> tuple[str, Row] | None:
         """Return a rollout and its id, if its text contains `needle`; None also if it is gone."""
-        number = each.number or 0
-        rest_and_start, line = divmod(each.place or 0, 1 << _LINE_BITS)
+        number, _, place = each
+        rest_and_start, line = divmod(place or 0, 1 << _LINE_BITS)
         is_rest, start = divmod(rest_and_start, 1 << _BLOCK_BITS)
         try:
             name, mark = json.loads(self._listed[number & ~_SEQUENCES])[is_rest]
@@ -446,36 +413,22 @@ class RolloutIndex:
 
     def _found_facets(self, kind: Kind) -> dict[str, Any]:
         self._look()
-        pending = len(self._pending)  # before the groups are read, which may become more meanwhile
-        state = (self._changed_at, pending)
-        if kind in self._facets and self._facets[kind][0] == state:
-            return self._facets[kind][1]
+        pending = len(self._pending)  # before what is indexed, which may become more meanwhile
         every = [_kind_and_step(first) for first in sorted(self._listed, reverse=True)]
         trained = [step for of, step in every if of == "step"]
-        values: list[tuple[float, int]] = []
+        span = RolloutFilter(kind=kind).span
+        used = "SELECT 1 FROM rollouts INDEXED BY by_source WHERE source = sources.id AND id BETWEEN ? AND ?"
+        sources = f"SELECT name FROM sources WHERE EXISTS ({used}) ORDER BY name"
+        wrong = "SELECT problem FROM groups WHERE problem NOT NULL AND first BETWEEN ? AND ?"
         with closing(self._connection()) as reader:
-            query = "SELECT first, rows, summary, problem FROM groups WHERE first BETWEEN ? AND ?"
-            groups = reader.execute(query, RolloutFilter(kind=kind).span).fetchall()
-            rows = sum(count for _, count, *_ in groups)
-            for first, *_ in groups[:: -(-rows // _SAMPLED) or 1]:
-                query = "SELECT reward, length FROM rollouts WHERE id BETWEEN ? AND ?"
-                values += reader.execute(query, (first, first + _SEQUENCES))
-        summaries = [json.loads(summary) for *_, summary, _ in groups]
-        sources = sum((Counter(each["sources"]) for each in summaries), Counter[str]())
-        scale = rows / max(1, len(values))
-        found = {
-            "kind": kind,
-            "steps": [trained[0], trained[-1], len(trained)] if trained else None,
-            "validations": [step for of, step in every if of == "validation"],
-            "sources": sources.most_common(),
-            "reward": _distribution("reward", summaries, [reward for reward, _ in values], scale),
-            "length": _distribution("length", summaries, [length for _, length in values], scale),
-            "rows": rows,
-            "indexed": round(1 - pending / max(1, len(self._listed)), 4),
-            "problems": [problem for *_, problem in groups if problem],
-        }
-        self._facets[kind] = (state, found)
-        return found
+            return {
+                "kind": kind,
+                "steps": [trained[0], trained[-1], len(trained)] if trained else None,
+                "validations": [step for of, step in every if of == "validation"],
+                "sources": [name for (name,) in reader.execute(sources, span)],
+                "indexed": round(1 - pending / max(1, len(self._listed)), 4),
+                "problems": [problem for (problem,) in reader.execute(wrong, span)],
+            }
 
     def _asked(self, call: Callable[[], T]) -> T:
         """Call. A broken index is made again, once."""
@@ -514,13 +467,7 @@ class RolloutIndex:
             database.close()
             self._remove()
             database = self._connection()
-        for setting in _PRAGMAS:
-            database.execute(f"PRAGMA {setting}")
-        with database:
-            database.execute("BEGIN IMMEDIATE")  # several viewers may begin at once
-            if database.execute("PRAGMA user_version").fetchone() == (0,):
-                for statement in _SCHEMA.split(";"):
-                    database.execute(statement)
+        database.executescript(_SCHEMA)
         self._database, self._inode = database, self._path.stat().st_ino
 
     def _connection(self) -> sqlite3.Connection:
@@ -549,15 +496,13 @@ def _mark(path: Path) -> str:
     return f"{state.st_size}:{state.st_mtime_ns}"
 
 
-def _parsed(cursor: str | None) -> tuple[_Place, int]:
-    """Return the rollout that a page ended with, and how many were examined. Raises `UsageError`."""
-    if not cursor:
-        return _Place(), 0
+def _parsed(cursor: str | None) -> _Place | None:
+    """Return the rollout that a page ended with, if one did. Raises `UsageError`."""
     try:
-        number, value, examined = cursor.split(",")
-        return _Place(_fitting(number), float(value)), int(examined)
+        number, value = cursor.split(",") if cursor else (None, 0)
+        return None if number is None else (_fitting(number), float(value), None)
     except (ValueError, OverflowError) as error:
-        raise UsageError("cursor: no page ends there", have=cursor[:80]) from error
+        raise UsageError("cursor: no page ends there", have=str(cursor)[:80]) from error
 
 
 def _facts(line: bytes, place: int, where: str) -> _Facts:
@@ -574,22 +519,5 @@ def _facts(line: bytes, place: int, where: str) -> _Facts:
 def _fitting(value: Any) -> int:
     """Return an integer that SQLite can hold. Raises `ValueError`, `TypeError` or `OverflowError`."""
     number = int(value)
-    if not -(1 << 63) <= number < 1 << 63:
-        raise OverflowError("too large a number")
+    number.to_bytes(8, signed=True)
     return number
-
-
-def _distribution(
-    name: str, summaries: list[dict[str, Any]], values: list[float], scale: float
-) -> list[Any] | None:
-    """Return lowest and highest value and a histogram between them, each value `scale` times."""
-    ranges = [each[name] for each in summaries if name in each]
-    if not ranges:
-        return None
-    low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
-    width = (high - low) / _BINS or 1.0
-    if math.isinf(width):
-        return [low, high, None]
-    places = Counter(int((each - low) / width) for each in values if low <= each <= high)
-    places[_BINS - 1] += places.pop(_BINS, 0)
-    return [low, high, [round(places[number] * scale) for number in range(_BINS)]]

@@ -76,7 +76,6 @@ def pages(
     while cursor is not None:
         page = index.page(wanted, cursor, limit)
         assert len(page.rows) <= limit
-        assert (page.scanned == 1.0) == (page.next is None)
         for identity, each in page.rows:
             assert index.row(identity)["completion"] == each["completion"]
         found += [each for _, each in page.rows]
@@ -157,18 +156,15 @@ def test_facets(tmp_path: Path) -> None:
     write(directory, 4, [row(reward=-1.0)], "validation")
     with index_of(directory) as index:
         found = wait_for(index)
-        assert (found["steps"], found["validations"], found["rows"]) == ([1, 5, 2], [4], 4)
-        assert found["sources"] == [("s", 3), ("t", 1)]
-        low, high, bins = found["reward"]
-        assert (low, high, bins[0], bins[-1], sum(bins)) == (0.5, 2.5, 1, 1, 2)
-        assert found["length"][:2] == [1, 9]
-        assert index.facets("validation")["reward"][:2] == [-1.0, -1.0]
+        assert (found["steps"], found["validations"]) == ([1, 5, 2], [4])
+        assert found["sources"] == ["s", "t"]
+        assert index.facets("validation")["sources"] == ["s"]
 
 
 def test_without_files_there_is_nothing(tmp_path: Path) -> None:
     with index_of(tmp_path / "rollouts") as index:
         page = index.page(RolloutFilter())
-        assert (page.rows, page.next, page.total, page.scanned) == ([], None, 0, 1.0)
+        assert (page.rows, page.next, page.total) == ([], None, 0)
         assert index.facets()["steps"] is None
 
 
@@ -252,7 +248,7 @@ def test_hostile_json_is_damage(tmp_path: Path) -> None:
         assert len(pages(index, RolloutFilter())) == 1
 
 
-@pytest.mark.parametrize("cursor", ["x", "1,2", "1,2,3,4", f"{2**80},0,0", "1,x,0"])
+@pytest.mark.parametrize("cursor", ["x", "1", "1,2,3", f"{2**80},0", "1,x"])
 def test_a_cursor_that_is_none(tmp_path: Path, cursor: str) -> None:
     with index_of(tmp_path / "rollouts") as index, pytest.raises(UsageError):
         index.page(RolloutFilter(), cursor)

@@ -1,7 +1,7 @@
 // Lists of rollouts: with filters, of a report, and of one prompt over the steps.
 
 import {frozen, get} from "./data.js";
-import {button, count, fixed, h, later, mean, num, options, passage, plural, rewardChip, searchBox, short, words} from "./dom.js";
+import {button, count, fixed, h, later, mean, num, options, passage, plural, rewardChip, searchBox, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
 import {draw} from "./plot.js";
 import {answerOf, filtersOf, readRollout, toRollout} from "./rollout.js";
@@ -39,8 +39,7 @@ export function rolloutsView(body) {
     if (frozen) return;
     if (!further) list.replaceChildren();
     list.append(...answer.rows.map((row) => item(row)));
-    const partly = query.get("text") && answer.scanned < 1 ? `, ${Math.round(100 * answer.scanned)} % searched` : "";
-    total.textContent = (known === null ? `${count(rows.length)}${cursor ? " or more" : ""} rollouts` : plural(known, "rollout")) + partly;
+    total.textContent = known === null ? `${count(rows.length)}${cursor ? " or more" : ""} rollouts` : plural(known, "rollout");
     if (!rows.length && cursor) await load(true);
     else if (!rows.length) list.append(h("p.none", Object.keys(filtersOf(query)).length ? "No rollout matches." : "No rollouts have been written yet."));
   }
@@ -55,7 +54,6 @@ export function rolloutsView(body) {
     if (!frozen && kind !== filled) fill(form, await get("rollouts/facets", {run, kind}));
     filled = kind;
     for (const field of form.querySelectorAll("[name]")) if (field !== document.activeElement) field.value = query.get(field.name) ?? "";
-    form.querySelectorAll(".bars").forEach((bars) => bars.mark());
     if (filters !== listed) await load();
     else if (live) await fresher(run, query);
     listed = filters;
@@ -89,9 +87,8 @@ export function rolloutsView(body) {
   return {update, keys: {j: () => move(1), k: () => move(-1), ArrowLeft: sample(-1), ArrowRight: sample(1), b: beside}};
 }
 
-// The filters, with how many rollouts there are of each.
-function fill(form, {reward, length, sources = [], steps, validations = [], indexed, problems = []}) {
-  const named = (name) => form.querySelector(`[name=${name}]`);
+// The filters.
+function fill(form, {sources = [], steps, validations = [], indexed, problems = []}) {
   const change = () => later(() => {
     const values = [...form.querySelectorAll("[name]")].map(({name, value}) => [name, value.trim()]);
     replace(changed(Object.fromEntries(values), {...here(), view: "rollouts", argument: null}));
@@ -100,31 +97,14 @@ function fill(form, {reward, length, sources = [], steps, validations = [], inde
   const select = (name, label, choices) => h("label", label, h("select", {name, onchange: change}, options(choices)));
   const group = (title, ...fields) => h("fieldset", h("legend", title), fields);
 
-  // A histogram, of which one can choose a bar.
-  const bars = (name, [low, high, counts]) => {
-    const most = Math.max(...counts), ends = [`min_${name}`, `max_${name}`], edge = (i) => Number((low + ((high - low) * i) / counts.length).toPrecision(6));
-    const choose = (i) => {
-      ends.forEach((end, k) => (named(end).value = edge(i + k)));
-      change();
-    };
-    const bar = (n, i) => h("button", {type: "button", tabindex: -1, title: `${short(edge(i))} to ${short(edge(i + 1))}: ${count(n)}`, onclick: () => choose(i)},
-      h("i", {style: {height: `${n ? 6 + (94 * n) / most : 0}%`}}));
-    const node = h("div.bars", counts.map(bar));
-    node.mark = () => {
-      const [from, to] = ends.map((end) => named(end).value);
-      [...node.children].forEach((each, i) => each.classList.toggle("out", (from !== "" && edge(i + 1) <= from) || (to !== "" && edge(i) >= to)));
-    };
-    return node;
-  };
-  const range = (title, name, histogram) => group(title,
-    histogram && histogram[0] < histogram[1] ? bars(name, histogram) : null, h("div.pair", field(`min_${name}`, "from"), field(`max_${name}`, "to")));
-  const search = searchBox("text", "Search prompts and answers"), known = sources.map(([name, n]) => [name, `${name || "none"} (${count(n)})`]);
+  const range = (title, name) => group(title, h("div.pair", field(`min_${name}`, "from"), field(`max_${name}`, "to")));
+  const search = searchBox("text", "Search prompts and answers"), known = sources.map((name) => [name, name || "none"]);
   search.name = "text";
   form.replaceChildren(...[
     search,
     validations.length ? select("kind", "Of", [["", steps?.[2] ? "training" : "validation"], ["validation", "validation"]].slice(steps?.[2] ? 0 : 1)) : null,
     select("sort", "Order", SORTS), known.length > 1 ? select("source", "Source", [["", "all"], ...known]) : null,
-    range("Reward", "reward", reward), range("Length, tokens", "length", length),
+    range("Reward", "reward"), range("Length, tokens", "length"),
     group(steps?.[2] ? `Step, ${count(steps[0])} to ${count(steps[1])}` : "Step", h("div.pair", field("from_step", "from"), field("to_step", "to"))),
     group("Prompt", field("prompt", "number of the prompt")), button("button", "Clear", () => go(link("rollouts", here().run))),
     ...problems.map((each) => h("p.bad", words(each))), indexed < 1 ? h("p.faint", `${Math.floor(100 * indexed)} % of the files are indexed`) : null,
