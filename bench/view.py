@@ -126,7 +126,7 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
             first("first page of rollouts, without an index", found, begun, used)
     with viewer(root) as found:
         begun, used = time.perf_counter(), found.used()
-        while found.get("rollouts/facets", run=run)["indexed"] < 1:
+        while found.get("facets", run=run)["indexed"] < 1:
             time.sleep(1.0)
         first(f"index of {rows:,} rollouts", found, begun, used)
         for _ in range(rounds):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self, cast
@@ -39,17 +40,7 @@ _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 # Least time between two searches for runs, how much of its metrics a list reads of each, and how many runs' are held whole.
-_LISTED = (
-    "kind",
-    "step",
-    "prompt_index",
-    "sample",
-    "reward",
-    "length",
-    "stop_reason",
-    "source",
-    "advantage",
-)
+_LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
@@ -99,8 +90,8 @@ class Answers:
         self.root, self._url = root.resolve(), url
         self._name = url or str(root)
         self._lock = threading.Lock()
-        self._curves: dict[Path, Curves] = {}
-        self._tails: dict[Path, Curves] = {}
+        self._curves = lru_cache(_CURVES_HELD)(Curves)
+        self._tails = lru_cache(None)(partial(Curves, last_bytes=_TAIL_BYTES))
         self._indices: dict[Path, RolloutIndex] = {}
         self._found: tuple[float, list[Path]] = (-math.inf, [])
 
@@ -120,7 +111,7 @@ class Answers:
         try:
             for each in (run.config, run.environment, run.status, run.metrics):
                 self._within(each)
-            curves = self._tails.setdefault(path, Curves(run.metrics, _TAIL_BYTES)).refresh()
+            curves = self._tails(run.metrics).refresh()
             facts = describe(run, curves, is_copy=self._url is not None)
         except BurnishError as error:
             return found | {"error": error.problem}
@@ -167,7 +158,6 @@ class Answers:
                 **{name: row.get(name) for name in _LISTED},
                 "prompt": str(row["prompt"])[:_PREVIEW],
                 "completion": str(row["completion"])[:_PREVIEW],
-                "has_tokens": bool(row.get("tokens")),
                 "error": bool(row.get("reward_error")),
             }
             for identity, row in page.rows
@@ -183,7 +173,6 @@ class Answers:
         return {"tokens": None, **row, "id": identity, "kind": kind, "trace": trace}
 
     def _trace(self, path: Path, row: Row) -> Answer | None:
-        """Return the spans of a rollout, from the start of its trace on; None if it has no trace."""
         try:
             spans = spans_of(self._within(path), row["prompt_index"], row.get("sample", 0))
         except FileNotFoundError:
@@ -204,9 +193,11 @@ class Answers:
         total = curves.pop(f"{_TIMING}step", None)
         ranks = self._profiled(run.profiles, step) or {0: _one_after_another(curves, step)}
         first = min((span["start"] for spans in ranks.values() for span in spans), default=0.0)
-        for span in (span for spans in ranks.values() for span in spans):
-            span["start"] -= first
-        found = [{"rank": rank, "spans": spans} for rank, spans in sorted(ranks.items()) if spans]
+        found = [
+            {"rank": rank, "spans": [span | {"start": span["start"] - first} for span in spans]}
+            for rank, spans in sorted(ranks.items())
+            if spans
+        ]
         return {"steps": list(total.steps) if total else [], "ranks": found}
 
     def _profiled(self, directory: Path, step: int) -> dict[int, list[Answer]]:
@@ -236,11 +227,10 @@ class Answers:
     def log(self, query: Query) -> Answer:
         """Return the last lines of a rank's log before an offset, in all of its files."""
         logs = self._within(self._one(query).root / "logs")
-        names = [path.name for path in logs.iterdir()] if logs.is_dir() else []
-        files = [match for name in names if (match := _LOG.fullmatch(name))]
+        files = [match for path in logs.glob("*") if (match := _LOG.fullmatch(path.name))]
         of_rank = [match for match in files if int(match[1]) == query.rank]
-        oldest_first = sorted((-int(match[2] or 0), match[0]) for match in of_rank)
-        paths = [self._within(logs / name) for _, name in oldest_first]
+        oldest_first = sorted(of_rank, key=lambda match: -int(match[2] or 0))
+        paths = [self._within(logs / match[0]) for match in oldest_first]
         text = b"".join(path.read_bytes() for path in paths)  # five files of 10 MB at most
         end = len(text) if query.before is None else max(0, min(query.before, len(text)))
         begin = max(0, end - _TEXT_BYTES)
@@ -266,19 +256,18 @@ class Answers:
         }
 
     def environment(self, query: Query) -> Answer:
-        """Return where a run's last start ran, how it is, and what its code had beyond the commit."""
+        """Return where a run's last start ran, and what its code had beyond the commit."""
         run = self._one(query)
-        for path in (run.environment, run.status):
-            self._within(path)
+        self._within(run.environment)
         diff = self._text(run.diff) if run.diff.exists() else None
-        return {"environment": run.read_environment(), "status": run.read_status(), "diff": diff}
+        return {"environment": run.read_environment(), "diff": diff}
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return size and time of each run's metrics, by id, to see which grow."""
         found = {}
         for path in self._paths():
-            if (metrics := RunDirectory(path).metrics).exists():
-                state = metrics.stat()
+            with suppress(FileNotFoundError):
+                state = RunDirectory(path).metrics.stat()
                 found[self._id(path)] = (state.st_size, state.st_mtime_ns)
         return found
 
@@ -297,22 +286,20 @@ class Answers:
 
     def _named(self, query: Query) -> dict[str, RunDirectory]:
         """Return the runs that a request names, by id. Raises `MissingError`."""
-        found = {}
         for run in query.run:
             path = self.root / run
-            is_inside = (
-                "\0" not in run
-                and os.path.realpath(path) == str(path)
+            is_real = "\0" not in run and os.path.realpath(path) == str(path)
+            if not (
+                is_real
                 and path.is_relative_to(self.root)
-            )
-            if not (is_inside and (path / "environment.json").is_file()):
+                and RunDirectory(path).environment.is_file()
+            ):
                 raise MissingError(
                     f"there is no run {run[:200]!r} in {self._name}",
                     want="the path of a run's directory below it, without links",
                     do="choose one of the list",
                 )
-            found[run] = RunDirectory(path)
-        return found
+        return {run: RunDirectory(self.root / run) for run in query.run}
 
     def _within(self, path: Path) -> Path:
         """Return the path of a file or directory, if it is one and no link leads out. Raises `UsageError`."""
@@ -320,8 +307,8 @@ class Answers:
             raise UsageError(f"{path} is no file", have="a pipe or a device")
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(self.root):
-            have, do = f"a link to {target}", "view a directory that holds both"
-            raise UsageError(f"{path} leads out of {self.root}", have=have, do=do)
+            problem, do = f"{path} leads out of {self.root}", "view a directory that holds both"
+            raise UsageError(problem, have=f"a link to {target}", do=do)
         return path
 
     def _text(self, path: Path) -> str:
@@ -331,12 +318,7 @@ class Answers:
             return file.read(_TEXT_BYTES).decode("utf-8", "replace")
 
     def _read(self, run: RunDirectory) -> Curves:
-        with self._lock:
-            curves = self._curves.pop(run.root, None) or Curves(self._within(run.metrics))
-            self._curves[run.root] = curves
-            if len(self._curves) > _CURVES_HELD:  # the one that was asked for longest ago
-                del self._curves[next(iter(self._curves))]
-        return curves.refresh()
+        return self._curves(self._within(run.metrics)).refresh()
 
     def _index(self, run: RunDirectory) -> RolloutIndex:
         with self._lock:

@@ -49,15 +49,15 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
         raise curves.problem
     name = run_dir.resolve().name
     config = run.config.read_text("utf-8", "replace") if run.config.exists() else ""
-    environment, status = run.read_environment(), run.read_status()
+    environment, steps = run.read_environment(), run.read_status().get(STEPS)
     facts = {"run": name, "name": name, "kind": environment.get(TRAINER), "model": model_of(run)}
-    facts |= {"state": state, "step": curves.last_step, "of": status.get(STEPS)}
+    facts |= {"state": state, "step": curves.last_step, "of": steps}
     answers = {
         "runs": {"runs": [facts]},
         "metrics": {name: {key: _points(curve) for key, curve in curves.by_name.items()}},
         "rollouts": choose_examples(run.rollouts) or {"rows": []},
         "config": {"text": {name: config}, "settings": [], "different": []},
-        "environment": {"environment": environment, "status": status},
+        "environment": {"environment": environment},
     }
     # No "<" ends the element that holds them.
     held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

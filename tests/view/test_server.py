@@ -32,7 +32,7 @@ from burnish.tracking.trackers import JsonlTracker
 from burnish.view.server import PAGE
 
 PATHS = (
-    "runs", "metrics", "rollouts", "rollouts/facets", "timeline", "checkpoints", "log", "config", "environment",
+    "runs", "metrics", "rollouts", "facets", "timeline", "checkpoints", "log", "config", "environment",
 )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_nothing_outside_of_the_directory_is_read(tmp_path: Path) -> None:
         refused = [name for name, each in listed.items() if each["error"]]
         assert sorted(refused) == ["with-config.yaml", "with-metrics.jsonl", "with-status.json"]
         for path, name in (
-            ("config", "config.yaml"), ("environment", "status.json"), ("metrics", "metrics.jsonl"),
+            ("config", "config.yaml"), ("metrics", "metrics.jsonl"),
             ("environment", "git.diff"), ("log", "logs"), ("rollouts", "rollouts"), ("checkpoints", "checkpoints"),
         ):  # fmt: skip
             found.get(path, run=f"with-{name}", status=400)
@@ -368,11 +368,7 @@ def test_configurations_beside_each_other(served: Viewer) -> None:
 
 def test_where_a_run_ran(served: Viewer) -> None:
     found = served.get("environment", run="hostile")
-    assert (found["environment"]["trainer"], found["status"]["state"], found["diff"]) == (
-        "rl",
-        "finished",
-        None,
-    )
+    assert (found["environment"]["trainer"], found["diff"]) == ("rl", None)
     (served.answers.root / "hostile" / "git.diff").write_bytes(b"+ \xff\n")
     assert served.get("environment", run="hostile")["diff"] == "+ \ufffd\n"
 

@@ -51,7 +51,7 @@ export function rolloutsView(body) {
     const filters = JSON.stringify(filtersOf(query));
     body.classList.toggle("reading", view === "rollout");
     const kind = query.get("kind") ?? "";
-    if (!frozen && kind !== filled) fill(form, await get("rollouts/facets", {run, kind}));
+    if (!frozen && kind !== filled) fill(form, await get("facets", {run, kind}));
     filled = kind;
     for (const field of form.querySelectorAll("[name]")) if (field !== document.activeElement) field.value = query.get(field.name) ?? "";
     if (filters !== listed) await load();
