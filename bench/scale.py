@@ -48,7 +48,7 @@ from burnish.boxes.pieces import PieceTable, alike_tensors
 from burnish.boxes.rounds import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
-from burnish.checkpoint.layout import MAIN, Disks, Outline, WritePlan
+from burnish.checkpoint.layout import MAIN, Disks, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
 from burnish.data.balance import Shares
@@ -270,7 +270,7 @@ def plan(pipe: Connection, ranks: int) -> None:
     begun = process_time()
     told = [pickle.dumps(share) for share in shares]
     received = pickle.loads(pickle.dumps([told] * len(sections)))  # noqa: S301 - our own
-    WritePlan._joined(outline, [pickle.loads(each[0]) for each in received])  # noqa: S301
+    WriteShare.joined([pickle.loads(each[0]) for each in received])  # noqa: S301
     telling += process_time() - begun
     moves = sum(len(wave) for group in shares[0].moves for wave in (group.own, *group.waves))
     print(

@@ -17,7 +17,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.distributed.layout import Layout
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL, LocalStorage
 
 SHAPES = {
     "embed.weight": (37, 16),
@@ -83,7 +83,7 @@ def contents_of(weights, slots, layout=None, /, **changes):
     return Contents(**(fields | changes))
 
 
-def save_once(root, step=1, seed=0, storage=None, **changes):
+def save_once(root, step=1, seed=0, storage=LOCAL, **changes):
     """One step in `root`, by one process."""
     with Checkpoints(root, Layout(), retention=Retention(10), storage=storage) as checkpoints:
         return checkpoints.save(step, contents_of(*make_state(seed), **changes))

@@ -18,7 +18,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.distributed.layout import Layout
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL, LocalStorage
 
 EXPORT_BYTES = 1600
 """Of a file of an export: three files."""
@@ -31,7 +31,7 @@ def save_steps(root, storage, steps, layout=None):
             storage.ack(step)
 
 
-def resume(root, storage=None):
+def resume(root, storage=LOCAL):
     """What a run does first; the step it continues from, 0 for none."""
 
     def load(step, source):

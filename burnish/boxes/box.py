@@ -1,7 +1,4 @@
-"""Intersect and subtract n-dimensional boxes, and convert flat ranges: in C order over the whole tensor.
-
-Coordinates are global unless a function says otherwise.
-"""
+"""Intersect and subtract n-dimensional boxes, in global coordinates. "Flat" is C order over the whole tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A rectangular part of a tensor: per dim, an offset and a size, in elements; () for a scalar."""
+    """A rectangular part of a tensor: an offset and a size per dim; () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -29,7 +26,7 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """Move the box by so many elements per dim."""
+        """Move the box by elements per dim."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def relative_to(self, other: Box) -> Box:
@@ -82,10 +79,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return the flat elements `start` to `stop` as contiguous boxes, in order; at most 2 per dim.
-
-    Raises `ValueError` outside the tensor.
-    """
+    """Return flat elements as contiguous boxes, in order; at most 2 per dim. Raises `ValueError` outside the tensor."""
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} outside a tensor of shape {shape}")
     if start == stop:
@@ -113,10 +107,7 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def flat_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield a box's maximal contiguous runs in C order: (flat start, count).
-
-    Raises `ValueError` outside the tensor.
-    """
+    """Yield a box's maximal contiguous runs in C order: (flat start, count). Raises `ValueError` outside the tensor."""
     if not box.fits(shape):
         raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
     if box.elements == 0:

@@ -1,7 +1,4 @@
-"""Bring whole tensors to every rank, a bounded number of bytes at a time.
-
-A plan has a row for each piece that a rank holds, not one for each pair of ranks. Tensors that are cut alike share it.
-"""
+"""Bring whole tensors to every rank, a bounded number of bytes at a time. Tensors that are cut alike share a plan."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class _Part(NamedTuple):
 
 
 class Gather:
-    """Give every rank all of the wanted tensors: planned once, run any number of times. Keeps no tensors."""
+    """Give every rank all of the wanted tensors: planned once, run any number of times."""
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class Gather:
     ) -> None:
         """Plan from this rank's pieces. Collective; `want` is the same on all ranks.
 
-        Raises `MissingError` for what nobody holds, and `IncompatibleError` for another shape.
+        Raises `MissingError`, and `IncompatibleError` for another shape.
         """
         have = list(have)
         self._have, self._layout = pieces_of(have), layout
@@ -93,8 +90,7 @@ class Gather:
         """Yield pieces of the wanted tensors, one tensor after the other, in the wanted dtype. Collective; all ranks must take
         all.
 
-        A piece may be a view, and is valid until the next. Raises `ValueError` unless the shards are those of the plan, in its
-        order.
+        A piece may be a view, and is valid until the next. Raises `ValueError` for other shards than the plan's.
         """
         have = list(have)
         if pieces_of(have) != self._have:
@@ -107,7 +103,7 @@ class Gather:
 
     @torch.no_grad()
     def _exchanged(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
-        """Return the messages [ranks, bytes] of a wave; `sizes` are their lengths."""
+        """Return a wave's messages [ranks, bytes]; `sizes` are their lengths."""
         rank, world, longest = self._layout.rank, self._layout.world, int(sizes.max())
         own = int(self._rows[rank])
         room = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
@@ -145,7 +141,7 @@ class Gather:
         dist.broadcast(message, group=within, group_src=sender % within.size())
 
     def _elements(self, room: Tensor, part: _Part) -> Tensor:
-        """Return a part's elements in the messages, [ranks, *sizes of its box]; a view, unless machines share them."""
+        """Return a part's elements in the messages, [ranks, *sizes of its box]."""
         ranks = slice(part.ranks.start, part.ranks.stop)
         rows = room[:, part.start : part.start + part.bytes][
             self._rows[ranks] if self._machines else ranks
@@ -163,8 +159,7 @@ def waves_of(
 ) -> list[tuple[list[_Part], Ints]]:
     """Return the parts of each wave and the bytes of each rank's message.
 
-    `alike` has for each wanted tensor the first that is cut as it is, and `own` this rank's pieces of it. `tables` have all
-    ranks' pieces of those first ones.
+    `alike` has for each wanted tensor the first that is cut as it is. `own` has this rank's pieces of it, `tables` all ranks'.
     """
     tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
     asked = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
@@ -193,7 +188,7 @@ def _runs(
 ) -> list[list[_Part]]:
     """Return the parts of each wanted row, with `piece` as a row of this rank's table.
 
-    Ranks in a row whose pieces are equal and lie one below the other, as FSDP cuts them, send one part.
+    Neighbours whose equal pieces lie one below the other, as FSDP cuts them, send one part.
     """
     if not everywhere.all():
         moves, everywhere = cut(moves, everywhere, wave_bytes)
@@ -211,7 +206,7 @@ def _runs(
 
 
 def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Part]]:
-    """Cut a part where waves end, `upto` bytes after the first began. A rank's elements belong to the wave in which they end."""
+    """Cut a part where waves end. A rank's elements belong to the wave in which they end."""
     first, size = 0, part.bytes
     if not part.ranks:
         yield max(upto - 1, 0) // wave_bytes, part
@@ -233,7 +228,7 @@ def _placed(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
 
 
 def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
-    """Return which moves go on where the one before ends: the next rank has as many rows below."""
+    """Return which moves go on where the one before ends."""
     found, boxes = np.zeros(len(moves), bool), moves.boxes
     row = boxes.offsets.copy()
     row[:, 0] -= boxes.sizes[:, 0]
@@ -247,7 +242,7 @@ def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
 
 
 def assembled(pieces: Iterable[Shard]) -> Iterator[Shard]:
-    """Join the pieces of each tensor, which follow each other. Tensors in one piece are not copied."""
+    """Join the pieces of each tensor, which follow each other. One piece is not copied."""
     for spec, group in groupby(pieces, lambda piece: piece.spec):
         tensor: Tensor | None = None
         for piece in group:

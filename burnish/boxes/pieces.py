@@ -57,7 +57,7 @@ def _columns(boxes: BoxTable) -> tuple[Ints, Ints, Ints]:
 
 
 def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
-    """Return the tensors of every rank's table. Collective. Sends names only if they differ by rank."""
+    """Return every rank's tensors. Collective. Sends names only if they differ."""
     digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
@@ -70,10 +70,7 @@ def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
 def alike_tensors(
     mine: Sequence[Sequence[Piece]], want: Sequence[TensorSpec], layout: Layout
 ) -> list[int]:
-    """Return for each wanted tensor the number of the first that every rank cuts as it is. Collective.
-
-    `mine` has this rank's pieces of each.
-    """
+    """Return for each wanted tensor the first that every rank cuts as it is. Collective."""
     own = [repr((layout.rank, [(of.shape, of.dtype, box) for of, box in some])) for some in mine]
     digests = np.array([xxhash.xxh3_64_intdigest(each.encode()) for each in own], np.uint64)
     sums = total(torch.from_numpy(digests.view(np.int64)), layout).tolist()
@@ -99,9 +96,9 @@ def gather_some(
     layout: Layout,
     dims: int,
 ) -> list[PieceTable]:
-    """Return every rank's pieces of the tensors that are `wanted` here; `tensors` are all ranks'. Collective.
+    """Return every rank's pieces of the tensors that are `wanted` here. Collective.
 
-    The ranks of the first `dims` of the grid exchange everything, those further off what each of them wants.
+    The ranks of the first `dims` of the grid exchange everything, others what is wanted.
     """
     inner, outer = layout.groups[:dims], layout.groups[dims:]
     everything = (np.arange(len(mine.boxes)), *_columns(mine.boxes))
@@ -154,10 +151,7 @@ class TensorIndex:
         return max([1, *map(len, self.shapes)])
 
     def merge(self, *sides: Sequence[PieceTable]) -> list[Pieces]:
-        """Merge each list of tables by rank into one.
-
-        Raises `IncompatibleError` where two ranks disagree on a tensor's shape.
-        """
+        """Merge each list of tables by rank into one. Raises `IncompatibleError` where ranks disagree on a shape."""
         numbers: dict[Tensors, tuple[Ints, Ints]] = {}
         for tables in sides:
             rank = 0
@@ -168,10 +162,7 @@ class TensorIndex:
         return [_merged(tables, numbers, self.dims) for tables in sides]
 
     def add(self, tensors: Sequence[TensorSpec], where: str) -> tuple[Ints, Ints]:
-        """Return the numbers of tensors and of their dtypes, new ones if needed.
-
-        Raises `IncompatibleError` for a shape other than the known one; `where` says whose it is.
-        """
+        """Return the numbers of tensors and of their dtypes. Raises `IncompatibleError` for another shape, of `where`."""
         numbers, kinds = [], []
         for name, shape, dtype in tensors:
             number = self._numbers.setdefault(name, len(self.names))
@@ -205,7 +196,7 @@ def _merged(
     numbers: dict[Tensors, tuple[Ints, Ints]],
     dims: int,
 ) -> Pieces:
-    """Merge tables by rank, at once for ranks in a row that name the same tensors, because they are many."""
+    """Merge tables by rank, at once for ranks in a row that name the same tensors."""
     found, rank = list[Pieces](), 0
     for named, alike in groupby(tables, lambda table: (table.tensors, table.boxes.dims)):
         run = list(alike)

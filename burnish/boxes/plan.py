@@ -72,10 +72,10 @@ class Moves(Columns):
 
 
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
-    """Cover every wanted element once, in the order of the wanted pieces; `have` and `want` are tables by rank.
+    """Cover every wanted element once, in the order of the wanted pieces; the tables are by rank.
 
-    A rank reads elements that it holds itself; else holders take turns. Raises `MissingError` for an element that nobody holds,
-    and `IncompatibleError` where two pieces disagree on a tensor's shape.
+    A rank reads its own elements; else holders take turns. Raises `MissingError` for an element that nobody holds, and
+    `IncompatibleError` where shapes disagree.
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
@@ -127,12 +127,12 @@ class Cover:
         return cls(tensors, wanted, want, cell, boxes, holders, cell_held, cells)
 
     def holders(self) -> tuple[Ints, Ints]:
-        """Return every pair of part and holder, a row of `held`."""
+        """Return every pair of part and row of `held`."""
         first, count = self._of_cell()
         return np.repeat(np.arange(len(self.cell)), count), ranges(first, count)
 
     def moves(self, targets: Ints) -> Moves:
-        """Move each part from one holder to its target; `targets` has a rank per row of `wanted`."""
+        """Move each part from a holder to its target; `targets` has a rank per row of `wanted`."""
         target = targets[self.want]
         first, count = self._of_cell()
         in_turn = first + np.arange(len(first)) % np.maximum(count, 1)
@@ -178,7 +178,7 @@ class Cover:
 
 
 def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
-    """Cut held boxes into disjoint cells; return cells, holders, and each holder's cell."""
+    """Cut held boxes into disjoint cells; return cells, holders, and their cells."""
     cells, held, cell = _distinct(held)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)
@@ -190,7 +190,7 @@ def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
 
 
 def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
-    """Return the distinct boxes, their holders by box and rank, and each holder's box."""
+    """Return distinct boxes, their holders by box and rank, and the holders' boxes."""
     boxes = held.boxes
     columns = [boxes.tensor, *boxes.offsets.T, *boxes.sizes.T]
     varying = [column for column in columns if len(column) and (column != column[0]).any()]
@@ -204,7 +204,7 @@ def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
 
 
 def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
-    """Cut the pieces of `tangled` tensors until any two are equal or disjoint."""
+    """Cut `tangled` tensors' pieces until any two are equal or disjoint."""
     mixed = np.isin(held.boxes.tensor, tangled)
     rows, boxes = [], []
     for tensor in tangled.tolist():

@@ -1,7 +1,4 @@
-"""Schedule a plan's moves in rounds that bound the bytes a rank sends or receives at a time.
-
-Every rank computes all rounds and keeps its part.
-"""
+"""Schedule a plan's moves in rounds that bound the bytes a rank sends or receives."""
 
 from __future__ import annotations
 
@@ -44,9 +41,9 @@ def schedule(
     group: Ints | None = None,
     groups: int = 1,
 ) -> list[list[Group]]:
-    """Return the moves of each of `ranks` in each of `groups`, which run one after the other; `group` gives each move's.
+    """Return the moves of each of `ranks` in each of `groups`, which follow each other; `group` gives each move's.
 
-    Per round a rank sends and receives at most `wave_bytes` each; large moves are cut. Raises `ValueError` below 64 bytes.
+    Per round a rank sends and receives at most `wave_bytes`; large moves are cut. Raises `ValueError` below 64 bytes.
     """
     if wave_bytes < _LONGEST_PARTS * ALIGN:
         raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
@@ -71,7 +68,7 @@ def schedule(
 
 
 def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
-    """Return each move's round in its group: about the first in which both ranks have room."""
+    """Return each move's round in its group: about the first with room."""
     world = 1 + max(moves.source.max(initial=0), moves.target.max(initial=0))
     distance = (moves.target - moves.source) % world
     order = np.lexsort((distance, group))  # all ranks begin with their neighbours
@@ -105,7 +102,7 @@ def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
 
 
 class _Room:
-    """Bytes that each rank can still send, or receive, in a round."""
+    """Bytes that each rank can still send, or receive."""
 
     def __init__(self, rank: Ints, size: Ints, limit: int) -> None:
         self._rank = np.unique(rank, return_inverse=True)[1]
@@ -139,7 +136,7 @@ def _running(keys: Ints, values: Ints) -> Ints:
 
 
 def cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
-    """Cut moves into parts of at most a quarter of a wave; return parts, and the `group` of each."""
+    """Cut moves into parts of at most a quarter of a wave; return parts and their `group`."""
     largest = wave_bytes // (_LONGEST_PARTS * ALIGN) * ALIGN
     origin = np.arange(len(moves))
     while (big := moves.bytes > largest).any():
@@ -154,7 +151,6 @@ def cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
 
 
 def _with_halves(moves: Moves, rows: Ints, dim: Ints, half: Ints) -> Moves:
-    """Halve the moves at `rows` along `dim`; append the second halves."""
     first = moves.take(np.arange(len(moves)))
     rest = moves.take(rows)
     first.boxes.sizes[rows, dim] = half

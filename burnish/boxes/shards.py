@@ -1,7 +1,6 @@
-"""Shards: pieces of tensors that know their canonical name and their place in the whole tensor.
+"""Shards: pieces of tensors with their canonical name and their place.
 
-Names, shapes and dim order are those of the Hugging Face checkpoint, in optimizer state behind a slot
-(`exp_avg/model.layers.0...`).
+Names, shapes and dim order are the Hugging Face checkpoint's, in optimizer state behind a slot (`exp_avg/NAME`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Shard:
     """The elements: a *view* of the engine's own memory, with shape `box.sizes`."""
 
     def part(self, box: Box) -> Tensor:
-        """Return an inner box, in global coordinates: a view, unless a subclass computes it."""
+        """Return an inner box: a view, unless a subclass computes it."""
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
 
     def checksum(self) -> str:
@@ -47,7 +46,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """This process's pieces of a model, to be read once, perhaps collectively."""
+    """This process's pieces of a model, to be read once."""
 
     changing: Iterable[Shard]
     """What training changes."""
@@ -58,10 +57,9 @@ class Publication:
 
 
 class ShardSource(Protocol):
-    """A source that fills shards: a model directory, a checkpoint, fresh values."""
+    """A source that fills shards: a model directory, a checkpoint."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Write each shard in place, converting to its dtype.
-
-        Raises `MissingError` for an unknown name, `IncompatibleError` for another global shape.
+        """Write each shard in place, converting to its dtype. Raises `MissingError` for an unknown name, `IncompatibleError`
+        for another shape.
         """

@@ -1,4 +1,4 @@
-"""Hold many boxes as numpy arrays: a plan among a thousand ranks has millions."""
+"""Boxes as numpy arrays: a plan among a thousand ranks has millions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """A table: the subclass's arrays, and the tables among its fields, have one entry per row."""
+    """A table: the subclass's arrays and tables have one entry per row."""
 
     def take(self, rows: NDArray[np.generic] | slice) -> Self:
         """Return rows by index or mask."""
@@ -34,7 +34,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, tables: Sequence[Self]) -> Self:
-        """Join the rows of tables that agree in their other fields."""
+        """Join rows of tables that agree in other fields."""
         joined: dict[str, Any] = {}
         for name, column in tables[0]._columns():
             each = [getattr(table, name) for table in tables]
@@ -59,10 +59,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable(Columns):
-    """Boxes of any tensors, one a row.
-
-    All have as many dims as the widest; missing dims come last, with offset 0 and size 1.
-    """
+    """Boxes of any tensors, one a row. Missing dims come last, with offset 0 and size 1."""
 
     tensor: Ints
     """`[rows]`: which tensor, as an index that means something to the caller."""
@@ -105,10 +102,7 @@ def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
 
 
 class BoxIndex:
-    """Look boxes up by overlap; for boxes cut like a grid, in time proportional to the results.
-
-    Indexes each tensor along the dim with the most different offsets.
-    """
+    """Look boxes up by overlap; for boxes cut like a grid, in time proportional to the results."""
 
     def __init__(self, boxes: BoxTable) -> None:
         self._boxes = boxes
@@ -121,7 +115,7 @@ class BoxIndex:
         self._ends = np.maximum.accumulate((places + end)[self._order])
 
     def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-        """Return every overlapping pair: the row of `others`, ascending, the row here, the common elements."""
+        """Return overlapping pairs: the row of `others`, ascending, the row here, the common elements."""
         starts = range(0, max(len(others), 1), _ROWS_AT_ONCE)
         if len(starts) == 1:
             return self._meeting(others)
@@ -180,10 +174,7 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
 
 
 def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
-    """Turn flat ranges into contiguous boxes, at most 2 per dim: row of the range, offsets, sizes.
-
-    They come in no particular order. `shapes` is `[rows, dims]`, padded with 1.
-    """
+    """Turn flat ranges of `shapes` `[rows, dims]` into contiguous boxes, at most 2 per dim: rows, offsets, sizes."""
     rows = np.flatnonzero(starts < stops)
     starts, stops = starts[rows], stops[rows]
     offsets = np.zeros((len(rows), shapes.shape[1]), np.int64)

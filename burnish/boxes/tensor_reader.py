@@ -1,4 +1,4 @@
-"""Read any part of the tensors in safetensors files, by `read(key, box, into)`. Threads may share a reader."""
+"""Read any part of the tensors in safetensors files. Threads may share a reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from burnish.boxes.box import Box, flat_range, intersect
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.safetensors import Header, TensorEntry, read_header, weight_files
-from burnish.files.storage import Closing, LocalStorage, ReadableFile
+from burnish.files.storage import LOCAL, Closing, ReadableFile
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
@@ -86,10 +86,9 @@ class Location:
 
 
 def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
-    """Return the tensors of files, by key, in the order of their bytes.
+    """Return the tensors of files, by key, in the order of their bytes. A header comes with key prefix and file name.
 
-    A header comes with its prefix of keys and file name. Raises `CorruptError` for a tensor that is there twice,
-    `IncompatibleError` for a dtype that torch lacks.
+    Raises `CorruptError` for a tensor that is there twice, `IncompatibleError` for a dtype that torch lacks.
     """
     found: dict[str, Location] = {}
     for prefix, file, header in headers:
@@ -113,7 +112,7 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
 
 
 class TensorReader(Closing, ABC):
-    """Read any part of tensors by key into any memory. A context manager. Holds a buffer of 1 MiB for each thread that reads."""
+    """Read any part of tensors into any memory. Holds a buffer of 1 MiB for each thread."""
 
     path: PurePath
     """The directory."""
@@ -131,16 +130,13 @@ class TensorReader(Closing, ABC):
         self._buffers: list[Tensor] = []
 
     def read(self, key: str, box: Box, into: Tensor) -> None:
-        """Write a box of a tensor into memory of its shape, converting to its dtype.
-
-        The memory may have any strides and be on any device. Raises `CorruptError`.
-        """
+        """Write a box into memory of its shape, with any dtype, strides and device. Raises `CorruptError`."""
         self.fill([(key, Tensor.copy_)], box, into)
 
     def read_range(
         self, key: str, start: int, stop: int, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return elements `start` to `stop` in C order, flat, in `dtype` or the tensor's own."""
+        """Return elements in C order, flat, in `dtype` or the tensor's own."""
         info = self.tensors[key]
         result = torch.empty(stop - start, dtype=dtype or info.dtype)
         for box in flat_range(info.shape, start, stop):
@@ -149,7 +145,7 @@ class TensorReader(Closing, ABC):
         return result
 
     def fill(self, sources: Sequence[tuple[str, Put]], box: Box, into: Tensor) -> None:
-        """Read from several stored tensors of one shape, each with how its elements are put."""
+        """Read several stored tensors of one shape, each with its way to put elements."""
         shape = self.locations[sources[0][0]].entry.shape
         if not box.fits(shape):
             raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
@@ -164,7 +160,7 @@ class TensorReader(Closing, ABC):
                 self._read_in_chunks(sources, shape, part, there)
 
     def _read_directly(self, key: str, box: Box, into: Tensor) -> bool:
-        """Read straight into `into` where it has the file's layout; return whether it has."""
+        """Read straight into memory with the file's layout; return whether it has."""
         at = self.locations[key]
         start, stop = _span(at.entry.shape, box)
         is_alike = into.device.type == "cpu" and into.dtype == at.dtype and into.is_contiguous()
@@ -213,16 +209,15 @@ class TensorReader(Closing, ABC):
 
 
 class DirectoryReader(TensorReader):
-    """Read the weights of a Hugging Face directory, by name behind `prefix`; check headers only.
+    """Read the weights of a Hugging Face directory, by name behind `prefix`; check headers only. Follows links.
 
-    Follows links, because Hugging Face's cache uses them. Raises `MissingError` without a file, `CorruptError` for a broken
-    one, `IncompatibleError` for an unknown dtype.
+    Raises `MissingError`, `CorruptError`, and `IncompatibleError` for an unknown dtype.
     """
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
         headers = [(prefix, path.name, read_header(path)) for path in weight_files(directory)]
         super().__init__(directory, locate(directory, headers))
-        self._opened = OpenFiles(lambda name: LocalStorage().open(Path(directory / name).resolve()))
+        self._opened = OpenFiles(lambda name: LOCAL.open(Path(directory / name).resolve()))
 
     def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
         try:
@@ -281,7 +276,7 @@ def _described(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
 
 
 def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `size` that together cover `elements`."""
+    """Yield ranges of at most `size` that cover `elements`."""
     for start in range(0, elements, size):
         yield start, min(start + size, elements)
 

@@ -1,4 +1,4 @@
-"""Carry out a plan between the memory of ranks, in rounds of bounded bytes. Elements travel in the wanted dtype."""
+"""Carry out a plan between ranks, in rounds of bounded bytes. Elements travel in the wanted dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from burnish.distributed.layout import Layout
 class Exchange:
     """Run rounds: pack what this rank sends, all-to-all, unpack what it receives.
 
-    The buffer lives on `device`, which the process group must reach; a host buffer comes from `arena` if given.
+    The buffer lives on `device`, which the process group must reach; in host memory it comes from any `arena`.
     """
 
     def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
@@ -39,8 +39,7 @@ class Exchange:
     ) -> None:
         """Run this rank's moves of one round. Collective.
 
-        `read` writes an outgoing move's elements into memory of its dtype; `write` takes an incoming move's, valid until it
-        returns.
+        `read` writes an outgoing move's elements into memory; `write` takes an incoming move's, valid until it returns.
         """
         rank, world = self._layout.rank, self._layout.world
         going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
@@ -79,7 +78,7 @@ def _aligned(size: int) -> int:
 
 
 class Transfer:
-    """Redistribute shards between two layouts: planned once, collectively; run any number of times. Keeps no tensors."""
+    """Redistribute shards between two layouts: planned once, collectively; run any number of times."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Transfer:
     def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
         """Write every wanted shard's tensor, converting to its dtype. Collective. Buffers take at most two waves.
 
-        Raises `ValueError` unless the shards are those of the plan, in its order.
+        Raises `ValueError` for other shards than the plan's.
         """
         have, want = list(have), list(want)
         if pieces_of(have) != self._have or pieces_of(want) != self._want:
@@ -133,7 +132,7 @@ def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
 def meeting_place(
     devices: Sequence[torch.device | None], mine: torch.device | None
 ) -> torch.device:
-    """Choose the device of an `Exchange`'s buffers from every rank's `accelerator_of`."""
+    """Choose an `Exchange`'s device from every rank's `accelerator_of`."""
     if mine is not None:
         return mine
     kind = next((device.type for device in devices if device is not None), "cpu")

@@ -1,7 +1,4 @@
-"""Save while training goes on: a copy in shared memory, and a writer process beside each rank.
-
-All ranks get a save's outcome. A failed save leaves nothing behind. A writer that died is restarted.
-"""
+"""Save while training goes on: a copy in shared memory, and a writer process beside each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import os
 import socket
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.save import Assets, Contents, Saved, Saver, check_new
-from burnish.checkpoint.subprocess import Companion, accompany
+from burnish.checkpoint.subprocess import Companion, accompany, told
 from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.environment import place_of
@@ -36,6 +32,7 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import connect_lazily, in_groups
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
+from burnish.files.storage import allocate
 
 _LOOK_SECONDS = 0.05
 # Between two questions of waiting ranks to each other.
@@ -54,20 +51,18 @@ class Memory:
 
     @classmethod
     def make(cls) -> Memory:
-        """Create memory that the system frees with its last user."""
+        """Create memory, freed with its last user."""
         if hasattr(os, "memfd_create"):
             return cls(os.memfd_create("burnish-staging", os.MFD_CLOEXEC))
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     def take(self, size: int, *, pin: bool = False) -> Tensor:
-        """Return the first `size` bytes, page-locked if `pin`. Their address changes only when they grow. Raises `OSError`
-        without room.
-        """
+        """Return the first `size` bytes, page-locked if `pin`, at a stable address unless they grow. Raises `OSError`."""
         if size > self._bytes.numel():
             self._release()
             if os.fstat(self.descriptor).st_size < size:
-                _allocate(self.descriptor, size)
+                allocate(self.descriptor, size)  # a lack of memory is an error here, a signal later
             mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         if pin and not self._pinned:
@@ -86,19 +81,8 @@ class Memory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def _allocate(descriptor: int, size: int) -> None:
-    """Take the pages now: a lack of memory is an error here, and a signal later."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.ftruncate(descriptor, size)
-
-
 def stage(contents: Contents, memory: Memory) -> Contents:
-    """Copy the shards into the memory; they may change when this returns. Raises `OSError` without room.
-
-    The result has only dtypes and shapes; `staged_in` restores the elements.
-    """
+    """Copy the shards into the memory, for `staged_in`; they may change when this returns. Raises `OSError` without room."""
     device = accelerator_of(contents.shards)
     size, on_cuda = sum(map(_room, contents.shards)), device is not None and device.type == "cuda"
     copies = staged_in(memory.take(size, pin=on_cuda), contents)
@@ -181,14 +165,9 @@ def _answer(
             room = memory.take(sum(map(_room, job.contents.shards)))
             contents = replace(staged_in(room, job.contents), arena=arena)
             return saver.save(job.step, contents, fence)
-    except BurnishError as error:
-        return error
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-        return BurnishError(
-            f"step {job.step} could not be saved",
-            have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
-            do="correct what it names; the next save tries again",
-        )
+        do = "correct what it names; the next save tries again"
+        return told(error, f"step {job.step} could not be saved", do)
 
 
 @contextmanager
@@ -225,8 +204,7 @@ class Finished:
 class BackgroundSaver:
     """One rank's writer process and its memory. All methods but `close` are collective.
 
-    Writers wait for each other at most `timeout_seconds`; one without progress for as long is killed. The writer holds
-    `keep_open`.
+    A writer without progress for `timeout_seconds` is killed, and one that died is restarted.
     """
 
     def __init__(
@@ -256,9 +234,9 @@ class BackgroundSaver:
         self._writer = self._start_writer()
 
     def begin(self, step: int, contents: Contents) -> None:
-        """Copy the contents and start writing them. No save may be in flight.
+        """Copy the contents and start writing them. No save may be in flight. Later saves reuse the first one's assets.
 
-        Raises on every rank if copying fails on any, or if the step exists. Later saves reuse the first one's assets.
+        Raises if copying fails on any rank, or if the step exists.
         """
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
@@ -275,7 +253,7 @@ class BackgroundSaver:
         self._step, self._moved_at = step, time.monotonic()
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """Return the outcome of the save in flight, once; None while it runs or if there is none."""
+        """Return the save's outcome, once; None while it runs or without one."""
         if self._step is None:
             return None
         while True:

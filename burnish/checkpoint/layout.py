@@ -1,7 +1,7 @@
 """The names of tensors, and their places in files and blocks, which depend only on names, dtypes and shapes.
 
-A step holds models, by role. A model's tensors come in sets: weights ("model"), the bits that bf16 lacks ("residual"), and one
-per optimizer slot ("exp_avg"). Sets of roles other than `MAIN` begin with the role ("critic/model"). A key is set/weight.
+A model's tensors come in sets: weights ("model"), the bits that bf16 lacks ("residual"), and one per optimizer slot
+("exp_avg"). Sets of roles other than `MAIN` begin with the role ("critic/model"). A key is set/weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from burnish.boxes.pieces import (
 from burnish.boxes.plan import Cover
 from burnish.boxes.rounds import Group, schedule
 from burnish.boxes.shards import TensorSpec
-from burnish.boxes.table import BoxIndex, BoxTable, Ints, flat_ranges, strides
+from burnish.boxes.table import BoxIndex, BoxTable, Columns, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from burnish.distributed.collectives import agree, gather_within
@@ -69,7 +69,7 @@ _ROLE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def prefix_of(role: str) -> str:
-    """Return the prefix of a role's sets. Raises `ValueError` for an impossible name."""
+    """Return the prefix of a role's sets. Raises `ValueError`."""
     if role == MAIN:
         return ""
     if not _ROLE.fullmatch(role) or role in (MODEL, RESIDUAL, TRAINING):
@@ -78,7 +78,7 @@ def prefix_of(role: str) -> str:
 
 
 def key_parts(key: str, roles: Iterable[str]) -> tuple[str, str]:
-    """Split a key into its set and its weight's name."""
+    """Split a key into set and weight."""
     prefix = next((f"{role}/" for role in roles if role and key.startswith(f"{role}/")), "")
     kind, _, name = key.removeprefix(prefix).partition("/")
     return prefix + kind, name
@@ -97,7 +97,7 @@ def set_of(path: str) -> str | None:
 
 
 def roles_in(paths: Iterable[str]) -> list[str]:
-    """Return the roles with weights in these files, `MAIN` first."""
+    """Return the roles with weights, `MAIN` first."""
     sets = {tensor_set for path in paths if (tensor_set := set_of(path)) is not None}
     return sorted(
         s.removesuffix(MODEL).removesuffix("/") for s in sets if s.split("/")[-1] == MODEL
@@ -124,7 +124,7 @@ class Disks:
         return len(self.leaders) > 1
 
     def divide(self, sizes: Sequence[int]) -> list[int]:
-        """Assign files to disks, so that ranks write about equally much."""
+        """Assign files to disks; ranks write about equally much."""
         writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
         filled = [0] * len(writers)
         found = [0] * len(sizes)
@@ -167,7 +167,7 @@ class PlannedFile:
     size: int
 
     def header_within(self, start: int, stop: int) -> bytes:
-        """Return the header's part of a range of the file."""
+        """Return the header's part of a range."""
         return self.header[start:stop].ljust(min(stop, self.header_bytes) - start)
 
 
@@ -181,7 +181,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SpanTable:
+class SpanTable(Columns):
     """Spans as columns, in the order of files and bytes."""
 
     file: Ints
@@ -197,10 +197,6 @@ class SpanTable:
         start = (np.arange(len(file)) - (np.cumsum(count) - count)[file]) * block_bytes
         return cls(file, start, np.minimum(start + block_bytes, size[file]))
 
-    def part(self, rows: slice) -> SpanTable:
-        """Return some of the spans."""
-        return SpanTable(self.file[rows], self.start[rows], self.stop[rows])
-
     def __getitem__(self, row: int) -> Span:
         return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
 
@@ -215,10 +211,9 @@ class SpanTable:
 def plan_files(
     tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES, align: int = ALIGN
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
-    """Return the safetensors files for these tensors, and their index files by path. Names are Hugging Face's or PEFT's.
+    """Return safetensors files with Hugging Face's or PEFT's names, and their index files by path.
 
-    In a file, multiples of `align` bytes come first, then those of half of it, and so on. So ranks' rows begin where blocks do,
-    and no element crosses blocks.
+    In a file, multiples of `align` bytes come first, then those of half of it, and so on. So ranks' rows begin where blocks do.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -246,8 +241,7 @@ def plan_files(
 def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
     """Return the block size for tensors of these sizes, a power of two.
 
-    The tensor with the middle byte gets 64 blocks, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. More than `most` blocks grow, up to
-    `MAX_BLOCK_BYTES`.
+    The tensor with the middle byte gets 64 blocks, within `MIN_BLOCK_BYTES` and `BLOCK_BYTES`. More than `most` blocks grow.
     """
     tensors, size = sorted(sizes), BLOCK_BYTES
     upto = np.cumsum([0, *tensors], dtype=np.int64)
@@ -355,10 +349,7 @@ def _byte_ranges(spans: SpanTable) -> BoxTable:
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
-    """Return for each block a rank that has most of it, equally many for all.
-
-    A row is a rank's bytes of a block. Blocks without a row go to any rank.
-    """
+    """Return for each block a rank that has most of it, equally many for all. A row is a rank's bytes of a block."""
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
     block, rank = np.divmod(pair, world)
@@ -395,9 +386,9 @@ def owners_by_disk(
 
 
 def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
-    """Divide each owner's spans into groups of about `group_bytes`; return each span's group, and its index there.
+    """Divide owners' spans into groups of about `group_bytes`; return each span's group and index there.
 
-    Spans with bytes of other ranks (`travels`) come first, in few groups.
+    Spans with bytes of other ranks (`travels`) come first.
     """
     order = np.lexsort((~travels, owner))
     owner, size = owner[order], size[order]
@@ -423,10 +414,21 @@ class WriteShare:
     digest: str
     """Of the section's plan for all ranks."""
 
+    @classmethod
+    def joined(cls, shares: Sequence[Self]) -> Self:
+        """Join shares of several sections, which number their parts by themselves."""
+        spans, places, moves = list[Sequence[Span]](), dict[int, PartPlace](), list[Group]()
+        for each in shares:
+            base = 1 + max(places, default=-1)
+            spans += each.spans
+            places |= {want + base: place for want, place in each.places.items()}
+            moves += [group.shifted(base) for group in each.moves] if base else each.moves
+        return cls(spans, places, moves, " ".join(share.digest for share in shares))
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedSection:
-    """Blocks that are planned by themselves, for the ranks that are `turn` modulo `turns`."""
+    """Blocks that are planned by themselves, for ranks that are `turn` modulo `turns`."""
 
     blocks: slice
     turn: int = 0
@@ -457,8 +459,16 @@ class Outline:
         blocks = SpanTable.blocks(sizes, block_bytes)
         return cls(files, indices, block_bytes, disks.divide(sizes), blocks)
 
+    def files_on(self, disk: int) -> list[PlannedFile]:
+        """Return the files of a disk."""
+        return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
+
+    def blocks_in(self, file: PlannedFile) -> int:
+        """Return the number of a file's blocks."""
+        return -(-file.size // self.block_bytes)
+
     def sections(self, world: int, most: int) -> list[PlannedSection]:
-        """Divide the blocks into at most `most` sections. Ranks take turns, so that all write equally many."""
+        """Divide the blocks into at most `most` sections; all ranks write equally many."""
         count, found = len(self.blocks.file), list[PlannedSection]()
         size = max(1, -(-count // (most * world))) * world
         turns = max(1, most // max(1, -(-count // size))) if len(set(self.disks)) < 2 else 1
@@ -471,7 +481,7 @@ class Outline:
 
     def tensors_in(self, section: PlannedSection) -> set[str]:
         """Return the keys of a section's tensors."""
-        spans = self.blocks.part(section.blocks)
+        spans = self.blocks.take(section.blocks)
         found = set[str]()
         for number in np.unique(spans.file).tolist():
             own, file = spans.file == number, self.files[number]
@@ -490,7 +500,7 @@ class Outline:
         """Plan a section, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
-        blocks, turn, turns = self.blocks.part(section.blocks), section.turn, section.turns
+        blocks, turn, turns = self.blocks.take(section.blocks), section.turn, section.turns
         parts = Parts.of(self.files, blocks, tensors)
         cover = Cover.of(held, parts.pieces, tensors)
         part, holder = cover.holders()
@@ -530,37 +540,23 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """A step's tensor files, and this rank's part in writing them."""
+    """A step's tensor files, and this rank's share in all."""
 
-    files: Sequence[PlannedFile]
-    indices: Mapping[str, bytes]
-    """The index files that belong to them, by path."""
-    block_bytes: int
-    disks: Sequence[int]
-    share: Sequence[Sequence[Span]]
-    """The spans that this rank writes, by group: put together at one time."""
-    places: Mapping[int, PartPlace]
-    """The place of a move's elements in its group's spans, by `Move.want`."""
-    moves: Sequence[Group]
-    """The moves for each group of all ranks."""
-    digest: str
+    outline: Outline
+    share: WriteShare
 
     @classmethod
     def of(
         cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: Disks
     ) -> Self:
-        """Plan from all ranks' pieces, named by key. Raises `MissingError` for an incomplete tensor, and as `Outline.of`."""
+        """Plan from all ranks' pieces, named by key. Raises as `Outline.of` and `Outline.shares`."""
         outline = Outline.of((table.tensors for table in have), roles, disks)
-        return cls._joined(
-            outline, outline.shares(have, PlannedSection(slice(None)), disks, [layout.rank])
-        )
+        [share] = outline.shares(have, PlannedSection(slice(None)), disks, [layout.rank])
+        return cls(outline, share)
 
     @classmethod
     def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: Disks) -> Self:
-        """Plan from this rank's pieces. Collective. Raises as `of` does.
-
-        Of very many ranks, neighbours plan a section each and exchange shares.
-        """
+        """Plan from this rank's pieces. Collective. Raises as `of` does. Of very many ranks, neighbours plan a section each."""
         if not layout.groups:
             return cls.of(gather_pieces(mine, layout), roles, layout, disks)
         tensors = gather_tensors(mine, layout)
@@ -581,34 +577,7 @@ class WritePlan:
                 shares = [pickle.dumps(share) for share in planned]
         told = gather_within(shares, layout.groups[:dims])
         parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - of this run
-        return cls._joined(outline, parts)
-
-    @classmethod
-    def _joined(cls, outline: Outline, shares: Sequence[WriteShare]) -> Self:
-        spans, places, moves = list[Sequence[Span]](), dict[int, PartPlace](), list[Group]()
-        for each in shares:
-            base = 1 + max(places, default=-1)  # sections number their parts by themselves
-            spans += each.spans
-            places |= {want + base: place for want, place in each.places.items()}
-            moves += [group.shifted(base) for group in each.moves] if base else each.moves
-        return cls(
-            outline.files,
-            outline.indices,
-            outline.block_bytes,
-            outline.disks,
-            spans,
-            places,
-            moves,
-            " ".join(share.digest for share in shares),
-        )
-
-    def files_on(self, disk: int) -> list[PlannedFile]:
-        """Return the files of a disk."""
-        return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
-
-    def blocks_in(self, file: PlannedFile) -> int:
-        """Return the number of a file's blocks."""
-        return -(-file.size // self.block_bytes)
+        return cls(outline, WriteShare.joined(parts))
 
 
 def _planners(layout: Layout) -> tuple[int, int]:

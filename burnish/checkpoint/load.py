@@ -32,7 +32,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.storage import LOCAL, Source
 
 _HELD_BYTES = 8 << 20
 # Of blocks that were read and may hold more that is wanted; two blocks at least.
@@ -43,19 +43,19 @@ _Described = tuple[torch.dtype, tuple[int, ...]]
 
 
 class StepReader(TensorReader):
-    """All tensors of a committed step, by key (`model/NAME`, `exp_avg/NAME`, `critic/model/NAME`).
+    """All tensors of a step, by key (`model/NAME`, `critic/exp_avg/NAME`). Raises `DamagedBlock`.
 
-    Reading into fp32 memory returns split weights bit for bit; other dtypes come from `model/`. Raises `DamagedBlock`.
+    Reading into fp32 memory returns split weights bit for bit; other dtypes come from `model/`.
     """
 
     def __init__(
         self,
         step: Committed,
-        storage: Source | None = None,
+        storage: Source = LOCAL,
         headers: Mapping[str, Header] | None = None,
         arena: Arena | None = None,
     ) -> None:
-        self._step, self._storage, self._arena = step, storage or LocalStorage(), arena
+        self._step, self._storage, self._arena = step, storage, arena
         if headers is None:
             headers = _read_headers(step, _tensor_files(step), self._storage)
         places = [(f"{set_of(name)}/", name, header) for name, header in headers.items()]
@@ -140,21 +140,21 @@ def _residuals(keys: Iterable[str]) -> dict[str, str]:
 
 
 class CheckpointSource:
-    """The tensors of one model of a step, the run's own at first; a `ShardSource`.
+    """The tensors of one model of a step, the run's own at first; a `ShardSource`. Takes 32 MiB, or four blocks if larger.
 
-    A shard is named by its weight, or `slot/weight`. Takes 32 MiB beside the tensors, or four blocks if larger.
+    A shard is named by its weight, or `slot/weight`.
     """
 
     def __init__(
         self,
         committed: Committed,
         layout: Layout,
-        storage: Source | None = None,
+        storage: Source = LOCAL,
         arena: Arena | None = None,
     ) -> None:
         self._step = committed
         self._layout = layout
-        self._storage = storage or LocalStorage()
+        self._storage = storage
         names = _tensor_files(committed)
         with agree(layout):
             mine = _read_headers(committed, names[layout.rank :: layout.world], self._storage)
@@ -189,7 +189,7 @@ class CheckpointSource:
         return found
 
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
-        """Require that the step holds exactly all ranks' tensors, in the same dtypes. Collective.
+        """Require exactly all ranks' tensors and dtypes. Collective.
 
         Raises `MissingError` if tensors are only lacking, else `IncompatibleError`.
         """
@@ -232,7 +232,7 @@ class CheckpointSource:
     def fill(self, shards: Iterable[Shard]) -> None:
         """Fill each shard's tensor in place, converted to its dtype. Collective, errors included.
 
-        Raises `MissingError` for an absent tensor, `IncompatibleError` for another shape, `CorruptError` for a damaged block.
+        Raises `MissingError`, `IncompatibleError` for another shape, `CorruptError` for a damaged block.
         """
         shards = list(shards)
         with agree(self._layout):

@@ -37,7 +37,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
 from burnish.files.lease import LEASE, Lease, Token
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.storage import LOCAL, LocalStorage, Source
 from burnish.tracking.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Destination(Protocol):
     """Of the copy of the run's directory."""
 
     def lead(self, disk: int | None) -> None:
-        """Copy this rank's disk: one of several, or the only one (None)."""
+        """Copy this rank's disk; None for the only one."""
 
     def begin(self) -> None:
         """Ask for a copy of what is new."""
@@ -108,7 +108,7 @@ class Destination(Protocol):
         """Return the steps ever set aside."""
 
     def meet(self, here: OnDisk, *, leads: bool) -> None:
-        """Refuse to resume a step that one of several disks alone has, and clear uncommitted ones. Collective."""
+        """Refuse to resume a step that one disk alone has, and clear uncommitted ones. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """Return the copy's part of environment.json. Raises if it is another run's."""
@@ -154,8 +154,7 @@ class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
     Entering clears what a killed run left. Raises `BurnishError` if another run holds the directory, or if ranks see different
-    directories without a mirror. `background_timeout`, in seconds, gives every rank a writer process and bounds how long these
-    wait.
+    ones without a mirror. `background_timeout`, in seconds, gives every rank a writer process.
     """
 
     def __init__(
@@ -166,11 +165,11 @@ class Checkpoints:
         retention: Retention | None = None,
         reserve_bytes: int = 0,
         background_timeout: float | None = None,
-        storage: LocalStorage | None = None,
+        storage: LocalStorage = LOCAL,
     ) -> None:
         self._root = root
         self._layout = layout
-        self._storage = storage or LocalStorage()
+        self._storage = storage
         self._retention = retention or Retention()
         disks = Disks.one(layout.world)
         self._saver = Saver(root, layout, disks, self._storage, self._retention, reserve_bytes)
@@ -216,7 +215,7 @@ class Checkpoints:
 
     @property
     def meets_on_mirror(self) -> bool:
-        """Whether ranks have several disks, so that only the mirror has whole steps."""
+        """Whether only the mirror has whole steps."""
         return self._saver.disks.are_several
 
     def __exit__(self, *error: object) -> None:
@@ -233,8 +232,7 @@ class Checkpoints:
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step, remove those retention drops, and return its directory or this rank's part.
 
-        An error is raised on all ranks and leaves earlier steps unchanged. Failed removals are logged. After `begin_save`, call
-        `finished(wait=True)` first.
+        An error is raised on all ranks and leaves earlier steps unchanged. Failed removals are logged.
         """
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
@@ -246,7 +244,7 @@ class Checkpoints:
     def begin_save(self, step: int, contents: Contents) -> None:
         """Start committing a step in the background; the contents may change when this returns.
 
-        Raises errors in copying, and `ValueError` without `background_timeout`. Call `finished` before the next save.
+        Raises errors in copying, and `ValueError` without `background_timeout`. Call `finished` before any next save.
         """
         if self._background is None:
             raise ValueError("these checkpoints have no process to save in the background")
@@ -272,7 +270,7 @@ class Checkpoints:
     def settle_mirror(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """Settle the mirror; return why it is not in sync. Then remove the steps that waited for it."""
+        """Settle the mirror; return why it is not in sync. Remove the steps that waited for it."""
         if self._mirror is None:
             return None
         left = self._mirror.settle(seconds, stopped, show)
@@ -284,8 +282,8 @@ class Checkpoints:
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
         """Load the newest usable step of disk and mirror; None if nothing was ever committed.
 
-        A step that is unhealthy, or damaged on any rank, is set aside for the next older one. Raises `CorruptError` if no step
-        is usable. Other errors leave the step in place.
+        A step that is unhealthy, or damaged on any rank, is set aside. Raises `CorruptError` if no step is usable. Other errors
+        leave the step in place.
         """
         here = OnDisk(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
@@ -331,10 +329,9 @@ def _log_left(error: BurnishError | None) -> None:
 def _find_disks(
     lease: Path, held: Token | None, take: Callable[[], Token], layout: Layout, *, may_differ: bool
 ) -> Disks:
-    """Find the disks on which `lease` lies. Collective.
+    """Find the disks on which `lease` lies. Collective. Raises `UsageError` for several unless they `may_differ`.
 
-    A rank that does not see rank 0's takes one, or finds another such rank's. Raises `UsageError` for several disks unless they
-    `may_differ`.
+    A rank that does not see rank 0's takes one, or finds another's.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
@@ -392,7 +389,7 @@ def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | Non
 
 
 def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
-    """Open a step, or raise `CorruptError` on every rank."""
+    """Open a step, or raise `CorruptError` on every rank. Collective."""
     with agree(layout), naming_failures(f"{path} cannot be read"):
         if side.source.kind(path) is None:  # it lies on another machine and is not damaged
             raise BurnishError(

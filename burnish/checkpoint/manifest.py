@@ -1,7 +1,7 @@
 """The manifest of a step's files, and the COMMIT that seals it. No torch here.
 
-COMMIT has digests of both, so any changed byte is found. Parsing stops at the first unexpected byte, so a hostile manifest
-cannot fill memory.
+COMMIT has digests of both, so any changed byte is found. Parsing stops at the first unexpected byte: a hostile manifest cannot
+fill memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Manifest:
         return encode_json({"format": FORMAT, **fields})
 
     def encoded_bytes(self) -> int:
-        """Return the length of `encode()` with hashes, known or not."""
+        """Return the length of `encode()` with all hashes."""
         bare = {path: replace(record, blocks=()) for path, record in self.files.items()}
         counts = (-(-record.size // record.block_bytes) for record in self.files.values())
         return len(replace(self, files=bare).encode()) + sum(_LINE * n + 3 for n in counts if n)

@@ -1,6 +1,6 @@
 """Which committed steps stay, and the removal of the others. No torch here.
 
-Only the disk decides, so a run and a command decide alike. The newest healthy step and all after it stay.
+Only the disk decides. The newest healthy step and all after it stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
-    """Return the reason of each pinned step, oldest first.
+    """Return the reason of each pinned step.
 
     Raises `CorruptError` for a broken file: then every step counts as pinned.
     """
@@ -56,10 +56,7 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
 
 @contextmanager
 def holding_pins(root: Path, storage: LocalStorage) -> Iterator[dict[int, str]]:
-    """Hold the pins exclusively, against changes and removals; write changes to the dictionary at the end.
-
-    Raises as `read_pins` does.
-    """
+    """Hold the pins exclusively; write changes to the dictionary at the end. Raises as `read_pins` does."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(root / _LOCK, flags, 0o644)
     try:
@@ -154,7 +151,7 @@ class Retention:
     def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
         """Return the steps that may go, oldest first. Pure.
 
-        An unhealthy step displaces no other, and goes when it is older than all that `keep_last` keeps.
+        An unhealthy step displaces no other, and goes when older than all that `keep_last` keeps.
         """
         healthy = sorted(each.step for each in steps if each.healthy)
         oldest = healthy[-self.keep_last] if len(healthy) >= self.keep_last else 0
@@ -170,7 +167,7 @@ class Retention:
         return [step for step in gone if step not in awaited]
 
     def waiting(self, root: Path, storage: LocalStorage) -> list[int]:
-        """Return the steps that wait only for the mirror, without reading pins."""
+        """Return the steps that wait only for the mirror."""
         if self.mirror is None:
             return []
         outlived = set(self.outlived(self.facts(root, storage)))
@@ -234,10 +231,7 @@ class Retention:
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
-    """Return the uuids, by step, of local steps that the mirror has or does not want.
-
-    Without a sound note of this mirror, no step goes.
-    """
+    """Return the uuids of local steps that the mirror has or does not want. Without a sound note, no step goes."""
     path = root / MIRRORED
     try:
         value = parse_json(read_whole(storage, path, PINS_LIMIT), str(path))

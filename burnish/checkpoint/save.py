@@ -1,8 +1,8 @@
 """Write one step and commit it.
 
 Each rank assembles a few spans of blocks at a time from its tensors and other ranks' messages. One thread hashes and writes,
-others sync. All goes into a directory without a step's name, which is renamed at the end. Of several disks, each gets a partial
-checkpoint of its own files.
+others sync. All goes into a directory without a step's name, which is renamed at the end. Each of several disks gets a partial
+checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from burnish.checkpoint.layout import (
     MODEL,
     RESIDUAL,
     Disks,
+    Outline,
     Span,
     WritePlan,
     copy,
@@ -201,23 +202,20 @@ class BlockWriter:
         self.plan = plan
         self._shards = shards
         self._layout = layout
-        size = max((sum(map(_room, share)) for share in plan.share), default=0)
+        size = max((sum(map(_room, spans)) for spans in plan.share.spans), default=0)
         self._memory = [arena.take(size) for _ in range(2)]
         self._exchange = Exchange(layout, device, arena)
-        self._last = {span.file: span for share in plan.share for span in share}
+        self._last = {span.file: span for spans in plan.share.spans for span in spans}
         self._unsynced = dict.fromkeys(self._last, 0)
 
     def write(self, files: OpenFiles[LocalFile], syncs: Syncs, what: str) -> list[BlockHashes]:
-        """Write all blocks, begin their syncs, and return every rank's hashes. Collective, errors included.
-
-        `what` starts the message if the disk fails.
-        """
+        """Write all blocks, begin their syncs, and return every rank's hashes. Collective, errors included."""
         hashes: BlockHashes = {}
         begun: list[Future[BlockHashes]] = []
         with ThreadPoolExecutor(1, "burnish-write") as writing:
-            for number, moves in enumerate(self.plan.moves):
+            for number, moves in enumerate(self.plan.share.moves):
                 wait(begun[: max(0, number - 1)])  # errors are raised below, on all ranks
-                spans = self._filled(self.plan.share[number], moves, self._memory[number % 2])
+                spans = self._filled(self.plan.share.spans[number], moves, self._memory[number % 2])
                 begun.append(writing.submit(self._write_spans, spans, files, syncs))
             with agree(self._layout), naming_failures(what):
                 for written in begun:
@@ -232,8 +230,8 @@ class BlockWriter:
     ) -> BlockHashes:
         hashes: BlockHashes = {}
         for span, pieces in spans:
-            file = files[self.plan.files[span.file].path]
-            block_bytes, at = self.plan.block_bytes, span.start
+            file = files[self.plan.outline.files[span.file].path]
+            block_bytes, at = self.plan.outline.block_bytes, span.start
             for number, digest in enumerate(block_hashes(pieces, block_bytes), at // block_bytes):
                 hashes[span.file, number] = digest
             for piece in pieces:
@@ -248,12 +246,12 @@ class BlockWriter:
     def _filled(
         self, share: Sequence[Span], moves: Group, memory: Tensor
     ) -> list[tuple[Span, list[memoryview]]]:
-        """Return the spans, each as pieces that follow each other: large tensors where they lie, else `memory`."""
+        """Return each span's pieces: large tensors where they lie, else `memory`."""
         spans, start = list[Tensor](), 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
             start += _room(span)
-            header = self.plan.files[span.file].header_within(span.start, span.stop)
+            header = self.plan.outline.files[span.file].header_within(span.start, span.stop)
             spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
         direct: list[dict[int, Tensor]] = [{} for _ in share]
 
@@ -262,7 +260,7 @@ class BlockWriter:
             stored.convert(stored.shard.part(move.box), into)
 
         def into(move: Move) -> Tensor:
-            place = self.plan.places[move.want]
+            place = self.plan.share.places[move.want]
             stop = place.start + place.box.elements * move.dtype.itemsize
             part = spans[place.slot][place.start : stop].view(move.dtype).view(place.box.sizes)
             return part[move.box.relative_to(place.box).slices]
@@ -272,7 +270,7 @@ class BlockWriter:
                 stored, target = self._shards[move.have], into(move)
                 elements = stored.shard.part(move.box)
                 if stored.convert is copy and _is_direct(elements, target):
-                    slot = self.plan.places[move.want].slot
+                    slot = self.plan.share.places[move.want].slot
                     direct[slot][target.data_ptr() - spans[slot].data_ptr()] = elements
                 else:
                     stored.convert(elements, target)
@@ -285,7 +283,7 @@ class BlockWriter:
 
 
 def _is_direct(elements: Tensor, target: Tensor) -> bool:
-    """Return whether elements lie in host memory as in the file, and are worth a system call."""
+    """Return whether elements lie as in the file, and are worth a system call."""
     return (
         elements.is_cpu
         and elements.dtype == target.dtype
@@ -361,8 +359,8 @@ class Saver:
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
         """Commit a step and remove those that retention drops. Collective.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. Each disk's leader calls `fence` before the
-        rename, and may stop it by an error. Raises `BurnishError` if the step exists or writing fails.
+        An error on any rank is raised on all and leaves earlier steps unchanged. Leaders call `fence` before the rename, which
+        an error stops. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):
@@ -398,15 +396,13 @@ class Saver:
 
     def digest(self, pieces: PieceTable) -> str:
         """Return the digest of the plan for these pieces; "" without one."""
-        return self._plan.digest if self._plan and pieces.digest() == self._pieces else ""
+        return self._plan.share.digest if self._plan and pieces.digest() == self._pieces else ""
 
     def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
-        """Return the plan for every rank's pieces, the last one if all ranks' `known` digests are its own. Collective. Raises
-        as `WritePlan.of` does.
-        """
-        if self._plan is None or set(known) != {self._plan.digest}:
+        """Return the plan; the last one, if it is `known` to all ranks. Collective. Raises as `WritePlan.of` does."""
+        if self._plan is None or set(known) != {self._plan.share.digest}:
             plan = WritePlan.together(pieces, roles, self.layout, self.disks)
-            same_on_all_ranks(plan.digest, "the plan of the save", self.layout)
+            same_on_all_ranks(plan.share.digest, "the plan of the save", self.layout)
             self._pieces, self._plan = pieces.digest(), plan
         return self._plan
 
@@ -419,7 +415,11 @@ class Saver:
         *,
         healthy: bool,
     ) -> Path:
-        layout, plan, what = self.layout, writer.plan, f"step {empty.step} could not be saved"
+        layout, outline, what = (
+            self.layout,
+            writer.plan.outline,
+            f"step {empty.step} could not be saved",
+        )
         name = f"{empty.step:08d}.{empty.uuid}"
         inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
         if self.disks.are_several:
@@ -431,17 +431,19 @@ class Saver:
         ):
             with agree(layout), naming_failures(what):
                 if layout.is_main:
-                    small |= {**plan.indices, **_small_files(contents)}
-                    _check_manifest(replace(empty, files=_records(plan, {}, small)))
+                    small |= {**outline.indices, **_small_files(contents)}
+                    _check_manifest(replace(empty, files=_records(outline, {}, small)))
                 if self.leads:
-                    below = self._lay_out(inflight, empty.step, plan, small)
+                    below = self._lay_out(inflight, empty.step, outline, small)
             for path, data in small.items():
                 syncs.begin(partial(_fill, files, path, data))
             hashes = writer.write(files, syncs, what)
             sealed: dict[str, bytes] = {}
             with agree(layout):
                 if layout.is_main:
-                    manifest = replace(empty, files=_records(plan, _together(plan, hashes), small))
+                    manifest = replace(
+                        empty, files=_records(outline, _together(outline, hashes), small)
+                    )
                     sealed = _sealed(manifest, seal, healthy=healthy)
             if self.disks.are_several:
                 sealed = from_main(sealed, layout)
@@ -456,12 +458,12 @@ class Saver:
         return self.root / final
 
     def _lay_out(
-        self, inflight: Path, step: int, plan: WritePlan, small: Mapping[str, bytes]
+        self, inflight: Path, step: int, outline: Outline, small: Mapping[str, bytes]
     ) -> list[Path]:
         """Make this disk's files, and return the directories below `inflight`."""
         check_new(self.root, step, self.storage)
         sizes = {path: len(data) for path, data in small.items()}
-        sizes |= {f.path: f.size for f in plan.files_on(self.disks.of_rank[self.layout.rank])}
+        sizes |= {f.path: f.size for f in outline.files_on(self.disks.of_rank[self.layout.rank])}
         self._require_room(step, sum(sizes.values()))
         parents = {parent for path in sizes for parent in (inflight / path).parents}
         below = sorted(each for each in parents if inflight in each.parents)
@@ -500,7 +502,7 @@ class Saver:
         )
 
     def holds(self, step: int) -> bool:
-        """Return whether this rank's disk has the step, or its part."""
+        """Return whether this disk has its part of the step."""
         if self.disks.are_several:
             return step in portion_paths(self.root, self.storage).values()
         with suppress(CorruptError):
@@ -509,7 +511,7 @@ class Saver:
         return False
 
     def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
-        """Remove a failed save's remains; return the failures. For leaders."""
+        """Remove a failed save; return the failures. For leaders."""
         removals = Removals(self.root)
         with removals.trying():
             self._discard(f"{step:08d}.", (INFLIGHT, PORTION) if portion else (INFLIGHT,))
@@ -565,7 +567,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
 
 
 def all_finite(shards: Sequence[Shard]) -> bool:
-    """Return whether no floating-point tensor above 8 bits holds a NaN or infinity. Waits for the device once."""
+    """Return whether no floating-point tensor above 8 bits holds a NaN or infinity."""
     tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
     extremes = [
         extreme.float()
@@ -587,13 +589,13 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
         )
 
 
-def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
+def _together(outline: Outline, hashes: Sequence[BlockHashes]) -> BlockHashes:
     """Join all ranks' hashes. Raises `BurnishError` unless every block has exactly one."""
     known = {block: digest for theirs in hashes for block, digest in theirs.items()}
     wanted = {
         (index, number)
-        for index, file in enumerate(plan.files)
-        for number in range(plan.blocks_in(file))
+        for index, file in enumerate(outline.files)
+        for number in range(outline.blocks_in(file))
     }
     if sum(map(len, hashes)) != len(known) or known.keys() != wanted:
         raise BurnishError(
@@ -606,13 +608,13 @@ def _together(plan: WritePlan, hashes: Sequence[BlockHashes]) -> BlockHashes:
 
 
 def _records(
-    plan: WritePlan, hashes: BlockHashes, small: Mapping[str, bytes]
+    outline: Outline, hashes: BlockHashes, small: Mapping[str, bytes]
 ) -> dict[str, FileRecord]:
     records = {path: record_of(data) for path, data in small.items()}
-    for index, file in enumerate(plan.files):
-        numbers = range(plan.blocks_in(file) if hashes else 0)
+    for index, file in enumerate(outline.files):
+        numbers = range(outline.blocks_in(file) if hashes else 0)
         blocks = tuple(hashes[index, number] for number in numbers)
-        records[file.path] = FileRecord(file.size, plan.block_bytes, blocks)
+        records[file.path] = FileRecord(file.size, outline.block_bytes, blocks)
     return records
 
 

@@ -31,7 +31,7 @@ from burnish.checkpoint.manifest import (
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, few
 from burnish.files.durable import Removals, discard, read_whole
 from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
-from burnish.files.storage import LocalStorage, ReadableFile, Source
+from burnish.files.storage import LOCAL, LocalStorage, ReadableFile, Source
 from burnish.files.strict_json import parse_json
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step whose names, sizes and small files' digests are right."""
+    """A step whose names, sizes and small files are right."""
 
     path: PurePath
     """Its directory; `path / "model"` is a Hugging Face model directory."""
@@ -85,7 +85,7 @@ def step_number(name: str) -> int | None:
 
 
 def step_paths(root: P, storage: Source) -> dict[int, P]:
-    """Return everything with a step's name, whole or not, oldest first."""
+    """Return everything with a step's name, oldest first."""
     found: dict[int, P] = {}
     for entry in storage.entries(root):
         if (step := step_number(entry.name)) is not None:
@@ -121,7 +121,7 @@ def open_step(path: PurePath, storage: Source, below: str | None = None) -> Comm
     """Open a step: check COMMIT, manifest, state and every file's size.
 
     With `below` ("model/"), open only that directory, without the state; uncommitted files may lie there. Raises `CorruptError`
-    for a file that is damaged, missing, or not in the manifest, `IncompatibleError` for another format.
+    for a damaged, missing or foreign file, `IncompatibleError` for another format.
     """
     _check_directory(path, storage)
     sizes = dict(files_below(path, "", storage)) if below is None else {}
@@ -163,17 +163,17 @@ def require_healthy(step: Committed) -> None:
         )
 
 
-def committed(root: PurePath, storage: Source | None = None) -> list[Committed]:
+def committed(root: PurePath, storage: Source = LOCAL) -> list[Committed]:
     """Return the steps that open, oldest first; log the others."""
-    return _opened(root, storage or LocalStorage())[0]
+    return _opened(root, storage)[0]
 
 
-def newest(root: PurePath, storage: Source | None = None) -> Committed | None:
-    """Return the newest healthy step, or None if no step was ever committed.
+def newest(root: PurePath, storage: Source = LOCAL) -> Committed | None:
+    """Return the newest healthy step; None if none was ever committed.
 
-    Raises `CorruptError` if no step is usable, `IncompatibleError` if all have another format.
+    Raises `CorruptError` if none is usable, `IncompatibleError` if all have another format.
     """
-    opened, errors = _opened(root, storage or LocalStorage())
+    opened, errors = _opened(root, storage)
     usable = [step for step in opened if step.healthy]
     if usable:
         return usable[-1]
@@ -220,7 +220,6 @@ def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
 
 
 def _check_directory(path: PurePath, storage: Source) -> None:
-    """Refuse a link: its target may change."""
     if storage.kind(path) not in ("directory", None):
         raise CorruptError(
             f"{path} is no directory",
@@ -232,10 +231,7 @@ def _check_directory(path: PurePath, storage: Source) -> None:
 def files_below(
     path: PurePath, prefix: str, storage: Source, only: Container[str] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Yield path, with `prefix`, and size of all files below a directory, or of `only` these.
-
-    Raises `CorruptError` for a link or a device.
-    """
+    """Yield path, with `prefix`, and size of all files, or of `only` these. Raises `CorruptError` for a link or a device."""
     for entry in storage.entries(path):
         name = f"{prefix}{entry.name}"
         if entry.kind == "directory":
@@ -278,7 +274,7 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
 
 
 def leftovers(root: Path, storage: LocalStorage) -> list[Path]:
-    """Return everything below `root` that is no step. The lease's holder may use it."""
+    """Return everything that is no step. The lease's holder may use it."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
     return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
@@ -310,10 +306,9 @@ class DamagedBlock(CorruptError):
 
 
 def verify_files(
-    step: Committed, names: Iterable[str], storage: Source | None = None
+    step: Committed, names: Iterable[str], storage: Source = LOCAL
 ) -> Iterator[CorruptError]:
-    """Read files of a step in several threads; yield an error for each damaged block and impossible header."""
-    storage = storage or LocalStorage()
+    """Read files in several threads; yield an error for each damaged block and impossible header."""
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
     threads = storage.reads_at_once + 1
     buffers: SimpleQueue[memoryview] = SimpleQueue()
@@ -365,10 +360,10 @@ def small_files(step: Committed) -> list[str]:
     return [name for name in step.manifest.files if not name.endswith(SUFFIX)]
 
 
-def check_small_files(step: Committed, storage: Source | None = None) -> None:
+def check_small_files(step: Committed, storage: Source = LOCAL) -> None:
     """Raise `DamagedBlock` unless all files without tensors are whole."""
     for name in small_files(step):
-        read_file(step, name, storage or LocalStorage())
+        read_file(step, name, storage)
 
 
 def read_file(step: Committed, name: str, storage: Source) -> bytes:
@@ -406,7 +401,7 @@ def read_blocks(
 ) -> None:
     """Fill memory with whole blocks of a file, from `first` on, and check their hashes.
 
-    Reads 4 MiB at a time. Raises `DamagedBlock`; the memory then holds what was read.
+    Raises `DamagedBlock`; the memory then holds what was read.
     """
     record = step.manifest.files[name]
     size, run = record.block_bytes, _run(record)

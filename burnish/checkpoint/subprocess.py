@@ -1,7 +1,6 @@
-"""A process beside a training process that does slow work.
+"""A process beside a training process for slow work. It ends with its pipe or the training process.
 
-A thread would compete for the interpreter, and its crash would kill the run. The process ends with its pipe or the training
-process.
+A thread would compete for the interpreter, and its crash would kill the run.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,8 +30,7 @@ _log = logging.getLogger(__name__)
 class Companion:
     """The process, and this end of its pipe.
 
-    It runs `module.serve(pipe, parent, *descriptors)`, with the other end of the pipe, this process's id, and its copies of
-    `descriptors`. It holds `keep_open`. `what` names it in messages.
+    It runs `module.serve(pipe, parent, *descriptors)`, with its own descriptors and this process's id. It holds `keep_open`.
     """
 
     def __init__(
@@ -113,6 +112,14 @@ class Companion:
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_KILL_SECONDS)
         return None
+
+
+def told(error: Exception, what: str, do: str) -> BurnishError:
+    """Return an error of slow work for the training process."""
+    if isinstance(error, BurnishError):
+        return error
+    have = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return BurnishError(what, have=have, do=do)
 
 
 def accompany(parent: int) -> None:

@@ -1,7 +1,4 @@
-"""Kinds of remote storage behind one interface. Files appear whole or not at all.
-
-The clients' own retries and listing caches are off or small: `Remote` retries.
-"""
+"""Kinds of remote storage. Files appear whole or not at all. Clients' retries and listing caches are off or small."""
 
 from __future__ import annotations
 
@@ -104,7 +101,7 @@ def _os_verdict(error: Exception) -> Verdict:
 class Backend:
     """One service or file system; by default through fsspec, which replaces files whole.
 
-    Paths are absolute, in the service's form, without a slash at the end.
+    Paths are absolute, in the service's form.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class Backend:
         return self._verdict(error) or _os_verdict(error)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
-        """Yield a directory's entries, or with `deep` all files below it; nothing if it does not exist."""
+        """Yield a directory's entries, or with `deep` all files below; nothing if it does not exist."""
         self._system.invalidate_cache()
         if deep:
             listed = self._system.find(path, detail=True).values()
@@ -155,7 +152,7 @@ class Backend:
         return data
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """Create or replace a file with bytes, or with a local file in bounded memory."""
+        """Create or replace a file, in bounded memory if it is local."""
         from fsspec.callbacks import Callback
 
         if not isinstance(source, Path):
@@ -350,12 +347,11 @@ def _found_here(file: Path) -> RemoteFile:
 class _Hdfs(Backend):
     """HDFS through hdfs-native, which needs no Java.
 
-    Its fsspec adapter is not used: it cuts names at `?` and `#`, skips directories that cannot be listed, and closes a
-    half-written file as if it were whole. The client hangs in a process forked after it was made.
+    Its fsspec adapter cuts names at `?` and `#`, skips directories that cannot be listed, and closes half-written files. The
+    client hangs in a process forked after it was made.
     """
 
     def __init__(self, host: str) -> None:
-        """Connect to `host`, or for "" to the name node in `HADOOP_CONF_DIR`. The user is `HADOOP_USER_NAME` or Kerberos's."""
         from hdfs_native import Client, WriteOptions
 
         super().__init__(None, (RuntimeError,), _hdfs_verdict)

@@ -1,10 +1,9 @@
 """Select files behind a URL, and copy them to this machine once. `file://` is not copied.
 
-A copy's name depends on its files' sizes and versions, so one in use never changes. It gets its name by one rename. While one
-process copies, others wait for its lock, which ends with it. The next process keeps what a journal of hashes confirms.
+A copy's name depends on its files' sizes and versions, so one in use never changes. While one process copies, others wait for
+its lock. The next process keeps what a journal of hashes confirms.
 
-The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Burnish never removes files from it; users may
-whenever no run uses it.
+The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Users may remove unused files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import xxhash
 from burnish.errors import BurnishError, MissingError, UsageError, few
 from burnish.files.backends import RemoteFile
 from burnish.files.remote import Remote
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL
 
 log = logging.getLogger("burnish")
 
@@ -40,7 +39,6 @@ _RESERVE = 100_000_000
 _MEGA = 1e6
 _DO = "correct the URL, or put the file there"
 _WILD = re.compile(r"[*?[]")
-_STORAGE = LocalStorage()
 
 
 Watch = Callable[[str, float], AbstractContextManager[Any]]
@@ -65,10 +63,10 @@ def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = N
 
 
 def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False) -> Selected:
-    """Return the file at a URL, the `wanted` files in its directory, or the files that match its pattern.
+    """Return the file at a URL, the `wanted` files in its directory, or the files that match its pattern. `deep` goes below the
+    directory.
 
-    `deep` includes files of the directory at any depth. Patterns are those of `glob`, but an existing name is itself even with
-    `*`, and `**` crosses directories. None matches hidden files. Raises `MissingError` for no file.
+    Patterns are those of `glob`, but an existing name is itself. None matches hidden files. Raises `MissingError` for no file.
     """
     only = remote.stat() if remote.url.path else None
     if only is not None:
@@ -106,7 +104,7 @@ def _select_pattern(remote: Remote) -> Selected:
 
 
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the parts of a name match those of a pattern."""
+    """Return whether a name's parts match a pattern's."""
     if not pattern:
         return not parts
     if not parts:
@@ -124,8 +122,7 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 def copied(selection: Selected, watch: Watch | None = None) -> Path:
     """Return a local directory with exactly the selected files; copy them if needed.
 
-    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes meanwhile. The next attempt
-    continues.
+    Raises `BurnishError` if the cache has no room or cannot be written, or if a file changes meanwhile.
     """
     url = selection.remote.url
     if url.scheme == "file":
@@ -155,9 +152,9 @@ def cache_root() -> Path:
 
 
 def made_once(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return the result of `make` in the first process that asks for a name; others find it in the cache.
+    """Return what `make` returns in the first process that asks for a name; others find it in the cache.
 
-    A damaged file is made again. Where the cache cannot be written, each process makes its own.
+    Without a sound file, `make` is called again.
     """
     path = cache_root() / name
     lock = path.with_name(f"{path.name}.lock")
@@ -186,8 +183,6 @@ def made_once(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 class _Copy:
-    """A cache entry."""
-
     def __init__(self, selection: Selected, root: Path) -> None:
         self._remote = selection.remote
         self._files = selection.files
@@ -230,15 +225,14 @@ class _Copy:
         with watch(name, self._bytes / _MEGA) if watch else nullcontext() as bar:
             self._copy_pieces(done, bar)
         for file in self._files:
-            with _STORAGE.open(self._partial / file.name) as written:
+            with LOCAL.open(self._partial / file.name) as written:
                 written.sync()
         self._check_unchanged()
         self._partial.rename(self.path)
-        _STORAGE.sync_dir(self.path.parent)
+        LOCAL.sync_dir(self.path.parent)
         self._journal.unlink()
 
     def _copy_pieces(self, done: Mapping[tuple[str, int], str], bar: Any | None) -> None:
-        """Copy in several threads. On a failure or an interrupt, abandon the others."""
         pieces = [(f, offset) for f in self._files for offset in range(0, f.size, _PIECE)]
         stop = threading.Event()
 
@@ -262,10 +256,10 @@ class _Copy:
         done: Mapping[tuple[str, int], str],
         stop: threading.Event,
     ) -> str:
-        """Fetch a piece unless it is there; return its hash. Write nothing after `stop`: the file may be whole by then."""
+        """Return a piece's hash. Write nothing after `stop`: the file may be whole by then."""
         buffer = bytearray(min(_PIECE, file.size - offset))
         known = done.get((file.name, offset))
-        with _STORAGE.open(self._partial / file.name, write=True) as copy:
+        with LOCAL.open(self._partial / file.name, write=True) as copy:
             if known is not None:
                 copy.pread_into(buffer, offset)
                 if xxhash.xxh3_128_hexdigest(buffer) == known:
@@ -289,7 +283,7 @@ class _Copy:
     def _check_room(self, done: Mapping[tuple[str, int], str]) -> None:
         root = self.path.parent
         there = sum(_size(self._partial / file.name) or 0 for file in self._files) if done else 0
-        needed, free = self._bytes - there + _RESERVE, _STORAGE.free_bytes(root)
+        needed, free = self._bytes - there + _RESERVE, LOCAL.free_bytes(root)
         if needed > free:
             raise BurnishError(
                 f"there is no room to copy {self._remote.url} to {root}",
@@ -327,7 +321,7 @@ def _allocate(path: Path, size: int) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    with _STORAGE.create(path, size):
+    with LOCAL.create(path, size):
         pass
 
 

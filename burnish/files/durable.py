@@ -18,7 +18,7 @@ _SYNCS = 8
 
 
 def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
-    """Create or replace a file, which after a crash is whole or absent. On return it survives a power loss."""
+    """Create or replace a file: whole or absent after a crash, and safe from a power loss on return."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with storage.create(temporary, 0) as file:
@@ -46,7 +46,7 @@ class Syncs(Closing):
     def write_new(
         self, storage: LocalStorage, files: Mapping[Path, Bytes], dirs: Iterable[Path] = ()
     ) -> None:
-        """Write new files, and begin syncing them and the names in `dirs`."""
+        """Write new files, and begin syncing them and `dirs`."""
         for path, data in files.items():
             file = storage.create(path, len(data))
             file.pwrite(data, 0)
@@ -79,10 +79,7 @@ def write_new(
 
 
 def make_dirs_durably(storage: LocalStorage, path: Path, *, above: int) -> None:
-    """Make a directory; make its name and the `above` - 1 directories over it survive a power loss.
-
-    Skips directories that this user may not open.
-    """
+    """Make a directory; make its name and the `above` - 1 directories over it, if accessible, survive a power loss."""
     storage.make_dirs(path)
     for parent in path.absolute().parents[:above]:
         try:
@@ -104,7 +101,7 @@ def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
 
 
 def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
-    """Rename something into `directory` durably and return its new path. A taken name gets a number."""
+    """Rename something into `directory` durably; return its new path. A taken name gets a number."""
     storage.make_dirs(directory)
     taken = {entry.name for entry in storage.entries(directory)}
     name, number = path.name, 1
@@ -124,7 +121,7 @@ def discard(storage: LocalStorage, path: Path, trash: Path) -> None:
 
 @contextmanager
 def naming_failures(what: str) -> Iterator[None]:
-    """Turn `OSError` inside the block into a `BurnishError` that says what failed."""
+    """Turn `OSError` in the block into a `BurnishError`."""
     try:
         yield
     except OSError as error:
@@ -138,7 +135,7 @@ class NotRemovedError(BurnishError):
 
 
 class Removals:
-    """Removals below a directory, each inside `trying`; then `check` or `error`."""
+    """Removals, each inside `trying`; then `check` or `error`."""
 
     def __init__(self, root: PurePath) -> None:
         self._root = root
@@ -146,7 +143,7 @@ class Removals:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Record an `OSError` inside the block, and continue after it."""
+        """Record an `OSError` in the block, and continue."""
         try:
             yield
         except OSError as error:

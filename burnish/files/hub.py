@@ -1,8 +1,8 @@
 """Models and data sets of the Hugging Face Hub, by id or by `hf://` URL.
 
-`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. The oldest have no owner (`gpt2`, `imdb`).
-What exists on this machine is a path. The cache is that of huggingface_hub (`HF_HOME`). The network is asked only for what is
-missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless `HF_HUB_OFFLINE` is set.
+`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. What exists on this machine is a path. The
+cache is huggingface_hub's (`HF_HOME`). The network is asked only for what is missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless
+`HF_HUB_OFFLINE` is set.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class HubPlace:
 
     @classmethod
     def of(cls, text: object, kind: Kind) -> HubPlace | None:
-        """Return the place that a setting names; None for a path of this machine and for other URLs.
+        """Return the place that a setting names; None for a local path and for other URLs.
 
-        Raises `UsageError` for an `hf://` URL that names none, or a repository of another kind.
+        Raises `UsageError` for an `hf://` URL that names none, or another kind.
         """
         if not isinstance(text, str):
             return None
@@ -108,7 +108,7 @@ class HubPlace:
         return self.revision if _COMMIT.fullmatch(self.revision) else None
 
     def at_commit(self) -> HubPlace:
-        """Return the place at its revision's commit, as the cache or else the hub knows it."""
+        """Return the place at its revision's commit."""
         if self.commit:
             return self
         from huggingface_hub import HfApi, errors
@@ -121,7 +121,7 @@ class HubPlace:
         return replace(self, revision=found.resolved)
 
     def files(self) -> dict[str, int]:
-        """Return the repository's files with their sizes: without a network, those in the cache."""
+        """Return the repository's files with sizes; offline, those in the cache."""
         from huggingface_hub import errors, get_cached_repo_tree
 
         root = self._snapshot(_SMALL, shown=False)
@@ -133,14 +133,14 @@ class HubPlace:
         return {file.path: file.size for file in tree}
 
     def names(self) -> list[str]:
-        """Return the names of the files directly in the directory."""
+        """Return the names of files directly in the directory."""
         folder, paths = PurePosixPath(self.path), map(PurePosixPath, self.files())
         return [path.name for path in paths if path.parent == folder]
 
     def fetch(self, names: Sequence[str], *, shown: bool = False) -> Path:
-        """Return the repository's directory in the cache, with these files; download what is missing.
+        """Return the repository's directory in the cache; download missing files of these.
 
-        `shown` shows progress. Raises `CorruptError` if a file differs from the hub's hash.
+        Raises `CorruptError` if a file differs from the hub's hash.
         """
         root = self._snapshot(_SMALL, shown=False)
         missing = [name for name in names if not (root / name).is_file()]
@@ -162,7 +162,7 @@ class HubPlace:
         return place.fetch([name]) / name
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file from byte `offset`, of the cache or else of the hub, and keep nothing."""
+        """Return `size` bytes of a file from byte `offset`, of the cache or else of the hub."""
         from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         http: Any = import_module("huggingface_hub.utils")
@@ -206,15 +206,14 @@ class HubPlace:
         return Path(found)
 
     def _call(self, call: Callable[[], T], *, shown: bool = False) -> T:
-        """Call the hub; try again what may pass, and explain what does not. Bars are `shown` on a terminal."""
         with _explained(self), _quiet(bars=shown and sys.stderr.isatty()):
             return retry(lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY)
 
 
 def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | None = None) -> str:
-    """Send a directory's files to a model's repository or branch, made if needed; return the commit's address.
+    """Send a directory to a model's repository or branch, made if needed; return the commit's address.
 
-    Raises `UsageError` for a name that is no id, and without the right to write there.
+    Raises `UsageError` for no id, and without the right to write.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -258,7 +257,7 @@ def _literal(name: str) -> str:
 
 
 def _require_its_hash(path: Path, place: HubPlace) -> None:
-    """Compare a file of the cache with its blob's name: sha256, or git's sha1 of small files."""
+    """Compare a file with its blob's name: sha256, or git's sha1."""
     blob = path.resolve()
     size = blob.stat().st_size
     if re.fullmatch(r"[0-9a-f]{64}", blob.name):
@@ -292,7 +291,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _transport() -> type[Exception]:
-    """Return the base of all errors of huggingface_hub's HTTP client."""
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError.__mro__[1]
@@ -310,7 +308,6 @@ def _may_pass(error: Exception) -> bool:
 
 @contextmanager
 def _quiet(*, bars: bool) -> Iterator[None]:
-    """Silence huggingface_hub's log lines, whose errors say the same, and its bars unless they are wanted."""
     from huggingface_hub.utils import logging as lines
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,

@@ -1,7 +1,6 @@
 """One writer per directory: a lock that ends with its holder, and a number that grows.
 
-Some network mounts lose locks, and a holder that was cut off may return. So a holder checks its number in the file before
-anything final.
+Some network mounts lose locks, so a holder checks its number before anything final.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One holder's right to write, until another takes it."""
+    """One holder's right to write."""
 
     path: Path
     """The lease's file."""
@@ -35,14 +34,14 @@ class Token:
     """Greater than that of every holder before."""
 
     def current(self) -> object:
-        """Return the number in the file, or why it cannot be read."""
+        """Return the number in the file, or why there is none."""
         try:
             return _parse(self.path.read_bytes()[:_LIMIT]).get("token")
         except OSError as error:
             return str(error)
 
     def check(self) -> None:
-        """Raise `BurnishError` when another has become the holder."""
+        """Raise `BurnishError` when there is another holder."""
         if (current := self.current()) != self.number:
             raise BurnishError(
                 f"this run no longer has {self.path.parent} to itself",
@@ -63,10 +62,9 @@ def is_held(path: Path) -> bool:
 
 
 class Lease:
-    """Exclusive use of a directory inside the block.
+    """Exclusive use of a directory inside the block, by a `flock`.
 
-    A `flock`, which ends with the process and all helpers that have the descriptor. The next holder waits `patience_seconds`
-    for these.
+    The lock ends with all processes that have the descriptor. The next holder waits `patience_seconds` for helpers.
     """
 
     def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:

@@ -1,11 +1,10 @@
 """Files behind a URL: list, read in ranges, write whole, remove; with retries.
 
-`Remote` connects on first use. It retries errors that may pass; never a missing or forbidden file. Every call ends in bounded
-time. Errors never name a credential. Threads may share a `Remote`. It can be pickled, but not used in a process forked after
-its first use.
+`Remote` retries errors that may pass. Every call ends in bounded time. Errors never name a credential. Threads may share a
+`Remote`. It can be pickled, but not used in a process forked after its first use.
 
-Pauses are drawn uniformly from [0, bound] so that processes spread out ("full jitter", Brooker, "Exponential Backoff And
-Jitter", AWS Architecture Blog, 2015).
+Pauses are drawn uniformly from [0, bound] ("full jitter", Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog,
+2015).
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class RetryPolicy:
 
 
 class HungError(TimeoutError):
-    """An attempt hung and was abandoned. It may still take effect while this process lives."""
+    """An attempt hung and was abandoned. It may still take effect in this process's life."""
 
 
 class Remote:
-    """The files at and below a URL. A name is a path below it with `/`; "" is the URL itself."""
+    """The files at and below a URL. A name is a path below it; "" is the URL itself."""
 
     def __init__(self, url: str | Url, policy: RetryPolicy | None = None) -> None:
         self.url = Url.parse(url) if isinstance(url, str) else url
@@ -85,7 +84,7 @@ class Remote:
         self._connection.backend()
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
-        """Return a directory's files by name below the URL, with `deep` at any depth; [] if it does not exist."""
+        """Return a directory's files by name below the URL, with `deep` at any depth; [] without it."""
         root = self._key("")
         found = [
             replace(each, name=each.name.removeprefix(root).strip("/"))
@@ -95,7 +94,7 @@ class Remote:
         return sorted(found, key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:
-        """Return a directory's files and directories; [] if it does not exist."""
+        """Return a directory's files and directories; [] without it."""
         return sorted({each.name.rpartition("/")[2] for each in self._entries(below, deep=False)})
 
     def _entries(self, below: str, *, deep: bool) -> list[RemoteFile]:
@@ -112,10 +111,7 @@ class Remote:
         return replace(found, name=name)
 
     def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
-        """Fill the buffer from byte `offset` of a file.
-
-        Raises `MissingError` without the file, `CorruptError` if it ends too early.
-        """
+        """Fill the buffer from byte `offset` of a file. Raises `MissingError`, and `CorruptError` if it ends too early."""
         view, key = memoryview(buffer).cast("B"), self._key(name)
         if not view:
             return
@@ -164,10 +160,10 @@ class Remote:
     def put_file(
         self, name: str, source: Path, advance: Callable[[int], None] | None = None
     ) -> None:
-        """Create or replace a file, which appears whole, from a local file.
+        """Create or replace a file, which appears whole, from a local file, in at most 64 MiB of memory.
 
-        Large files go in parts, in at most 64 MiB of memory. Another thread calls `advance` with numbers of bytes sent; a retry
-        counts them again. Raises `BurnishError`, and `OSError` for the source.
+        Another thread calls `advance` with bytes sent; a retry counts them again. Raises `BurnishError`, and `OSError` for the
+        source.
         """
         key = self._key(name)
         source.stat()  # an unreadable source raises here, not as an error of the service
@@ -192,12 +188,12 @@ class Remote:
         self._retry(name, "removed", lambda backend, pulse: backend.remove(key))
 
     def remove_below(self, name: str) -> None:
-        """Remove a directory tree, in any order, if it exists."""
+        """Remove a directory tree, in any order."""
         key = self._key(name)
         self._retry(name, "removed", lambda backend, pulse: backend.remove_below(key, pulse))
 
     def below(self, name: str) -> Remote:
-        """Return the files at and below a name, over the same connection."""
+        """Return the files at and below a name."""
         return self._sharing(self.url.below(name))
 
     def parent(self) -> Remote:
@@ -310,8 +306,7 @@ def retry(
 ) -> T:
     """Call `attempt` until it succeeds, the policy is exhausted, or `again(error, failures)` is false.
 
-    Each attempt runs in a daemon thread, so that a hung library can be abandoned. Raises the last error; `HungError` for a
-    hang.
+    A daemon thread runs it, so that a hung library can be abandoned. Raises the last error; `HungError` for a hang.
     """
     chance = random.SystemRandom()  # not the generator that users seed
     failed_at, failures = None, 0

@@ -69,8 +69,6 @@ class Header:
 
     entries: dict[str, TensorEntry]
     """Tensors by name, in the order of their bytes."""
-    metadata: dict[str, str]
-    """Free text under `__metadata__`; empty when absent."""
     size: int
     """Bytes before the first tensor: 8 and the JSON text."""
 
@@ -78,8 +76,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read a file's header and check it against the file.
 
-    Raises `MissingError` without the file, and `CorruptError` naming file and tensor for an unsound header: truncated, too
-    long, bad JSON, unknown dtypes, overlaps, holes or wrong sizes.
+    Raises `MissingError`, and `CorruptError` naming file and tensor for overlaps, holes, wrong sizes, unknown dtypes and the
+    like.
     """
     path = Path(path)
     if not path.is_file():
@@ -94,7 +92,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> int:
-    """Return the bytes before the first tensor, from a file's first 8 bytes or more. Raises `CorruptError`."""
+    """Return the bytes before the first tensor, from a file's first 8 or more. Raises `CorruptError`."""
     size = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or size > file_size:
         raise _corrupt(path, "is truncated", f"{file_size} bytes", f"{size} or more")
@@ -106,10 +104,9 @@ def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> in
 def parse_header(path: PurePath, data: bytes, file_size: int) -> Header:
     """Return the header in a file's first bytes. Raises as `read_header` does."""
     start = len(data)
-    found, metadata = _parse(path, data[8:], start)
-    entries = sorted(found.values(), key=attrgetter("begin", "end"))
+    entries = sorted(_parse(path, data[8:], start), key=attrgetter("begin", "end"))
     _check_cover(path, entries, start, file_size)
-    return Header({entry.name: entry for entry in entries}, metadata, start)
+    return Header({entry.name: entry for entry in entries}, start)
 
 
 def build_header(
@@ -117,10 +114,9 @@ def build_header(
     metadata: Mapping[str, str],
     align: int = ALIGN,
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the first bytes of a file of these (name, dtype, shape), and each tensor's range in it.
+    """Return the header of a file of these (name, dtype, shape), and each tensor's range. Data starts at a multiple of `align`.
 
-    Data starts at a multiple of `align`, itself one of 8 bytes. Raises `ValueError` for a duplicate name, `IncompatibleError`
-    for too many.
+    Raises `ValueError` for a duplicate name, `IncompatibleError` for too many.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -167,14 +163,8 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
-def _parse(
-    path: PurePath, data: bytes, start: int
-) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return tensors and metadata of a header's JSON.
-
-    Hostile JSON may need fifty times its size in memory, so its parts are counted before it is parsed.
-    """
-    for mark, most in _MOST_MARKS.items():
+def _parse(path: PurePath, data: bytes, start: int) -> list[TensorEntry]:
+    for mark, most in _MOST_MARKS.items():  # JSON may need fifty times its size in memory
         if (count := data.count(mark)) > most:
             have = f"{count} times {mark.decode()}"
             raise _corrupt(path, "has a header with too many parts", have, f"{most} at most")
@@ -191,7 +181,7 @@ def _parse(
         "".join(table).encode()
     except UnicodeEncodeError as error:
         raise _corrupt(path, "has a tensor whose name is no text", error) from error
-    return {name: _entry(path, name, value, start) for name, value in table.items()}, metadata
+    return [_entry(path, name, value, start) for name, value in table.items()]
 
 
 def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
@@ -256,7 +246,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model or adapter: the index's, `model.safetensors`, or all.
 
-    Raises `MissingError` if there are none or one is missing, and `CorruptError` for a broken index.
+    Raises `MissingError` if one or all are missing, and `CorruptError` for a broken index.
     """
     if (directory / INDEX).is_file():
         names = sorted(set(weight_map(directory).values()))
@@ -277,7 +267,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Return each tensor's file from a model's index; {} without one. Raises `CorruptError`."""
+    """Return each tensor's file from a model's index, if any. Raises `CorruptError`."""
     index = directory / INDEX
     if not index.is_file():
         return {}
@@ -301,7 +291,7 @@ def weight_map(directory: Path) -> dict[str, str]:
 
 
 def _of_all_parts(names: set[str]) -> list[str]:
-    """Add the missing files to those numbered as parts of a whole."""
+    """Add missing files to those numbered as parts."""
     for name in list(names):
         if match := _PART.fullmatch(name):
             stem, count = match[1], int(match[2])
@@ -313,7 +303,7 @@ def model_digest(directory: Path) -> str:
     """Return the sha256 of config.json and each weight file's name, size, header and 256 KiB of samples. Raises as
     `weight_files`.
 
-    Models of one family have equal headers and differ nearly everywhere else.
+    Models of one family have equal headers.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):
@@ -328,7 +318,7 @@ def model_digest(directory: Path) -> str:
 
 
 def code_files(directory: Path) -> list[Path]:
-    """Return a model directory's Python files. Raises `UsageError` for no file, and for a link out of it but to a hub's cache."""
+    """Return a model's Python files. Raises `UsageError` for no file, and for a link out of the directory but to a hub's cache."""
     home = directory.resolve()
     homes = [home] + [home.parents[1] / "blobs"] * (home.parent.name == "snapshots")
     found = sorted(directory.glob("*.py"))

@@ -1,7 +1,4 @@
-"""The few file operations that durability rests on.
-
-Checkpoints touch disks only through a `LocalStorage`. Tests use subclasses that fail, fill up or forget unsynced writes.
-"""
+"""The few file operations that durability rests on. Tests use subclasses that fail, fill up or forget unsynced writes."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Literal, Protocol, Self
 
 
 class Closing(Protocol):
-    """A context manager that calls `close` at the end."""
+    """A context manager that calls `close`."""
 
     def close(self) -> None:
         """Release the resource."""
@@ -54,7 +51,7 @@ class ReadableFile(Closing, Protocol):
         """Return its bytes."""
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
-        """Fill the whole buffer from `offset`. Raises `EOFError` when the file ends before."""
+        """Fill the buffer from `offset`. Raises `EOFError` when the file ends before."""
 
 
 class Source(Protocol):
@@ -68,10 +65,10 @@ class Source(Protocol):
         """Open a regular file; refuse a link or a device."""
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """Return a directory's entries by name; [] if it does not exist."""
+        """Return a directory's entries by name; [] without it."""
 
     def kind(self, path: PurePath) -> Kind | None:
-        """Return the kind of entry at a path; None without one."""
+        """Return a path's kind; None without one."""
 
 
 class LocalFile(Closing):
@@ -85,7 +82,7 @@ class LocalFile(Closing):
         return os.fstat(self._descriptor).st_size
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
-        """Fill the whole buffer, in as many reads as needed."""
+        """Fill the buffer, in as many reads as needed."""
         left = memoryview(buffer).cast("B")
         while left:
             count = os.preadv(self._descriptor, [left], offset)
@@ -117,12 +114,12 @@ class LocalStorage:
     reads_at_once = 1
 
     def create(self, path: Path, size: int) -> LocalFile:
-        """Create a file of this length; fail at once if the disk has no room."""
+        """Create a file of this length; fail at once without room."""
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o644)
         try:
             if size:
-                _allocate(descriptor, size)
+                allocate(descriptor, size)
         except OSError as error:
             os.close(descriptor)
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -161,7 +158,7 @@ class LocalStorage:
             path.unlink()
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """Return the directory's entries, sorted; [] if it does not exist."""
+        """Return the directory's entries, sorted; [] without it."""
         try:
             with os.scandir(path) as found:
                 return sorted(map(_entry, found), key=lambda entry: entry.name)
@@ -179,9 +176,13 @@ class LocalStorage:
         return "file" if stat.S_ISREG(mode) else "other"
 
     def free_bytes(self, path: Path) -> int:
-        """Return the bytes free to this user, as `df` shows."""
+        """Return the bytes free to this user."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+
+LOCAL = LocalStorage()
+"""This machine's. It has no state."""
 
 
 def _entry(found: os.DirEntry[str]) -> Entry:
@@ -192,8 +193,8 @@ def _entry(found: os.DirEntry[str]) -> Entry:
     return Entry(found.name, "other", 0)
 
 
-def _allocate(descriptor: int, size: int) -> None:
-    """Take the space, or only set the length where the file system cannot."""
+def allocate(descriptor: int, size: int) -> None:
+    """Take the space, or only set the length if the file system cannot."""
     if not hasattr(os, "posix_fallocate"):
         os.ftruncate(descriptor, size)
         return

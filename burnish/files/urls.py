@@ -55,9 +55,9 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a URL and drop slashes at its end.
+        """Parse a URL without slashes at its end.
 
-        Raises `UsageError` for an unknown scheme, a missing host, credentials, and `.` or `..` in the path.
+        Raises `UsageError` for an unknown scheme, a missing host, credentials, and `.` or `..`.
         """
         found = _URL.match(text)
         scheme = found["scheme"].lower() if found else ""

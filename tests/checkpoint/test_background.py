@@ -39,9 +39,10 @@ from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.environment import STOPPING
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
+from burnish.files.storage import LOCAL
 
 
-def opened(root, layout=None, storage=None, keep_last=9, timeout=250.0):
+def opened(root, layout=None, storage=LOCAL, keep_last=9, timeout=250.0):
     return Checkpoints(
         root,
         layout or Layout(),
@@ -126,7 +127,7 @@ def test_one_writer_through_a_run(tmp_path, monkeypatch):
         assert {step.step: step.healthy for step in committed(tmp_path)} == {3: True, 4: False}
         larger = contents_of(*make_state(5, BIG_SHAPES))
         with monkeypatch.context() as patched:
-            patched.setattr("burnish.checkpoint.background._allocate", full)
+            patched.setattr("burnish.checkpoint.background.allocate", full)
             with pytest.raises(BurnishError):
                 checkpoints.begin_save(5, larger)
         assert checkpoints.finished(wait=True) is None

@@ -35,8 +35,8 @@ def test_the_same_pieces_have_the_same_plan():
     found = planner()
     assert found.digest(pieces("a")) == ""
     plan = found.plan(pieces("a"), [""], [""])
-    assert found.digest(pieces("a")) == plan.digest
-    assert found.plan(pieces("a"), [""], [plan.digest]) is plan
+    assert found.digest(pieces("a")) == plan.share.digest
+    assert found.plan(pieces("a"), [""], [plan.share.digest]) is plan
 
 
 @pytest.mark.parametrize("other", [pieces("b"), pieces("a", "b"), pieces("a", dtype=torch.int32)])
@@ -45,16 +45,16 @@ def test_other_pieces_have_another(other):
     plan = found.plan(pieces("a"), [""], [""])
     assert found.digest(other) == ""
     another = found.plan(other, [""], [""])
-    assert another.digest != plan.digest
+    assert another.share.digest != plan.share.digest
     assert found.digest(pieces("a")) == ""
 
 
 def test_a_rank_that_has_forgotten_has_all_plan_again():
     found = planner()
     plan = found.plan(pieces("a"), [""], [""])
-    again = found.plan(pieces("a"), [""], [plan.digest, ""])
+    again = found.plan(pieces("a"), [""], [plan.share.digest, ""])
     assert again is not plan
-    assert again.digest == plan.digest
+    assert again.share.digest == plan.share.digest
 
 
 @pytest.mark.parametrize("most", [1, 2, 512])

@@ -58,8 +58,8 @@ def save_in_sections(layout, root):
     disks = Disks.one(layout.world)
     plan = WritePlan.together(pieces, [MAIN], layout, disks)
     at_once = WritePlan.together(pieces, [MAIN], replace(layout, groups=()), disks)
-    parts = (number for moves in plan.moves for number in moves.own)
-    assert all(move.want in plan.places for move in parts)
+    parts = (number for moves in plan.share.moves for number in moves.own)
+    assert all(move.want in plan.share.places for move in parts)
     some = replace(
         pieces, tensors=(*pieces.tensors[:-1], pieces.tensors[-1]._replace(name="model/x"))
     )
@@ -67,13 +67,13 @@ def save_in_sections(layout, root):
         WritePlan.together(some if layout.rank == 3 else pieces, [MAIN], layout, disks)
     written = [
         sum(
-            -(-(span.stop - span.start) // each.block_bytes)
-            for group in each.share
+            -(-(span.stop - span.start) // each.outline.block_bytes)
+            for group in each.share.spans
             for span in group
         )
         for each in (plan, at_once)
     ]
-    return plan.digest.count(" "), written
+    return plan.share.digest.count(" "), written
 
 
 def load_on_ranks(layout, root, dim):

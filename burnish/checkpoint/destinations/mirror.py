@@ -1,10 +1,9 @@
 """Sync a mirror with a run's directory: upload missing steps, remove those its retention drops. No torch here.
 
 Each sync compares both sides, so a crash leaves only work for the next. A step's files go up first, then its manifest, then
-COMMIT, which makes it exist. Every block is read back and compared with its hash: ETags are no content hash for multipart or
-encrypted uploads, and HDFS has none.
+COMMIT, which makes it exist. Every block is read back and compared with its hash, because an ETag may be no content hash.
 
-Where machines share no disk, each has a partial checkpoint: some of a step's files, in `.portion-N.UUID`. Its process sends
+Where machines share no disk, each has a partial checkpoint, `.portion-N.UUID`, with some of a step's files. Its process sends
 them, then a marker, `portions/step-N/UUID.DISK`, which names them. When all are named, the first disk's process puts manifest
 and COMMIT. Then each removes its partial checkpoint and marker. Retention keeps steps with a marker.
 """
@@ -16,7 +15,6 @@ import logging
 import shutil
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,7 +49,7 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
-from burnish.checkpoint.subprocess import accompany
+from burnish.checkpoint.subprocess import accompany, told
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
@@ -188,24 +186,13 @@ def serve(pipe: int, parent: int) -> None:
 def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
     try:
         return Synced(tuple(sync.run(meter, pause)), None)
-    except BurnishError as error:
-        return Synced((), error)
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-        return Synced(
-            (),
-            BurnishError(
-                f"{remote} could not be brought in line",
-                have=f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
-                do="correct what it names; the next save, or the same command again, goes on from there",
-            ),
-        )
+        do = "correct what it names; the next save, or the same command again, goes on from there"
+        return Synced((), told(error, f"{remote} could not be brought in line", do))
 
 
 class Sync:
-    """The syncs of one process; remembers what it has seen and sent.
-
-    Every sync rereads the seals of local steps' copies, because local retention relies on them.
-    """
+    """The syncs of one process. Each rereads the seals of local steps' copies, because local retention relies on them."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
@@ -225,11 +212,10 @@ class Sync:
         # The files that a marker names.
 
     def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
-        """Send the run's small files, so that a step never lacks its metrics. Send steps, newest first, and apply retention;
-        return the steps sent.
+        """Send small files, steps, newest first, and partial checkpoints; apply retention; return the steps sent.
 
-        Partial checkpoints come last. While they wait for other disks, `pause` is called; True leaves the rest for the next
-        sync. A damaged or removed step delays no other. Raises `BurnishError`, for damage at the end.
+        Small files go first, so that a step never lacks its metrics. While partial checkpoints wait, `pause` is called; True
+        ends the sync. A damaged or removed step delays no other. Raises `BurnishError`, for damage at the end.
         """
         self._meter, self._failed = meter or Meter(), None
         self._mirror.check()
@@ -346,10 +332,7 @@ class Sync:
             return None
 
     def _send_files(self, step: Committed, names: Iterable[str]) -> bool:
-        """Send these files; return False if COMMIT is there already.
-
-        First removes another step of this number and foreign files.
-        """
+        """Send these files; return False if COMMIT is there. First remove another step of this number and foreign files."""
         remote = self._place_of(step)
         sizes = {file.name: file.size for file in remote.files()}
         if COMMIT in sizes:
@@ -431,7 +414,7 @@ class Sync:
         return [partial for partial in found if partial is not None]
 
     def _bring(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
-        """Send partial checkpoints and wait for other disks'; return the completed steps."""
+        """Send partial checkpoints and wait for other disks'; return completed steps."""
         waiting = [step for step, names in partials if self._send_partial(step, names)]
         done: list[int] = []
         while waiting:
@@ -506,9 +489,7 @@ class Sync:
         self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
-        """Copy configuration, metrics, report, pins and the directories `KEPT`, as far as they changed; remove what was thinned
-        here.
-        """
+        """Copy what changed of the run's small files and of `KEPT`; remove what was thinned here."""
         directory, remote = self._mirror.directory, self._mirror.remote
         if not self._is_listed:
             found = (file for kept in KEPT for file in remote.files(kept))

@@ -134,10 +134,7 @@ class RemoteSteps:
         return {name.rpartition("/")[2].partition(".")[0] for name in markers}
 
     def clear(self, check: Callable[[], None]) -> None:
-        """Remove unfinished steps while nobody sends, each after `check`.
-
-        Asks for each COMMIT that a listing lacks: stores may list late.
-        """
+        """Remove unfinished steps while nobody sends, each after `check`. Asks for each COMMIT: stores may list late."""
         for name in self.unfinished():
             check()
             if self.remote.stat(f"{name}/{COMMIT}") is None:

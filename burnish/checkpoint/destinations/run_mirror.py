@@ -1,7 +1,7 @@
 """A run's mirror on one rank: resume from it, and sync it in a process beside each disk's leader.
 
-A failed sync is logged and retried after the next save and at the end. After a hung write the process ends, so that the write
-cannot happen late. In environment.json, `run` is the run's id for life, `start` that of one start.
+A failed sync is retried after the next save and at the end. After a hung write the process ends, so that the write cannot
+happen late. In environment.json, `run` is the run's id for life, `start` that of one start.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class RunMirror:
     def settle(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """See `Destination`. Retries while time lasts and `stopped` is false on every rank."""
+        """See `Destination`. Retries while time lasts and `stopped` is false everywhere."""
         deadline = time.monotonic() + seconds
         self.begin()
         while True:

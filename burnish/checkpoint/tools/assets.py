@@ -13,7 +13,7 @@ from burnish.checkpoint.steps import step_number
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import read_whole
 from burnish.files.safetensors import INDEX, code_files
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.storage import LOCAL, Source
 from burnish.files.strict_json import parse_object
 
 CONFIG = "config.json"
@@ -40,7 +40,7 @@ def require_outside_steps(target: Path, storage: Source) -> None:
 def read_assets(directory: Path) -> dict[str, bytes]:
     """Return the small files of a Hugging Face directory by name.
 
-    Raises `MissingError` without config.json, `IncompatibleError` for a large file, `UsageError` for code that is a link to
+    Raises `MissingError` without config.json, `IncompatibleError` for a large file, `UsageError` for code linked from
     elsewhere.
     """
     paths = [path for path in directory.glob("*") if path.suffix in _SUFFIXES]
@@ -65,7 +65,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
             )
         try:
             # A hub's cache is made of links, so the name is followed.
-            found[name] = read_whole(LocalStorage(), path.resolve(), _LIMIT)
+            found[name] = read_whole(LOCAL, path.resolve(), _LIMIT)
         except ValueError as error:
             raise IncompatibleError(
                 f"{path} is too large to be copied",

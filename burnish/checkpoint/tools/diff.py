@@ -1,7 +1,4 @@
-"""Compare two sets of tensors in bounded memory.
-
-A distance in ulp counts the numbers of the coarser dtype between two values (+0 and -0 are one). The rest is in fp64.
-"""
+"""Compare two sets of tensors. A distance in ulp counts the coarser dtype's numbers between two values (+0 and -0 are one)."""
 
 from __future__ import annotations
 
@@ -105,7 +102,7 @@ class Compared:
 
 
 def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
-    """Yield every tensor of A in the order of its files, then those only in B. Raises as reading does."""
+    """Yield A's tensors in the order of its files, then those only in B. Raises as reading does."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)
         if theirs is None:
@@ -146,10 +143,7 @@ def _ulp(a: Tensor, b: Tensor) -> int:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Return elements as int64 at distances that count the numbers between them.
-
-    A float's bits are ordered by magnitude.
-    """
+    """Return elements as int64 at distances that count the numbers between them."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
     if not x.dtype.is_floating_point:

@@ -34,7 +34,7 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, write_new
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
-from burnish.files.storage import Closing, LocalFile, LocalStorage, Source
+from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage, Source
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter, Change
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
@@ -49,14 +49,14 @@ _CHUNK = 1 << 14
 
 
 class StepModel(Closing):
-    """A step's model or adapter, checked when read.
+    """A step's model or adapter, of which each block is checked. bf16 is `model/` bit for bit; other dtypes come from fp32
+    weights, if any.
 
-    bf16 is `model/` bit for bit; other dtypes come from fp32 weights if the step has them. Raises `MissingError` for an absent
-    role, `IncompatibleError` for a model without its configuration.
+    Raises `MissingError` for an absent role, `IncompatibleError` for a model without its configuration.
     """
 
-    def __init__(self, step: Committed, role: str = MAIN, storage: Source | None = None) -> None:
-        self._step, self._storage = step, storage or LocalStorage()
+    def __init__(self, step: Committed, role: str = MAIN, storage: Source = LOCAL) -> None:
+        self._step, self._storage = step, storage
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
         self.what = role or ("the adapter" if is_adapter else "the model")
@@ -90,13 +90,12 @@ class StepModel(Closing):
 class MergedModel(Closing):
     """The model at `base` with a step's adapter merged in, W + s B A in fp32; used as a `StepModel`.
 
-    Holds one layer's A and B. Raises `IncompatibleError` for another model or a step without an adapter, `MissingError` for an
-    absent model.
+    Raises `IncompatibleError` for another model or a step without an adapter, `MissingError` for an absent model.
     """
 
     what = "the model, with the adapter merged in,"
 
-    def __init__(self, step: Committed, base: Path, storage: Source | None = None) -> None:
+    def __init__(self, step: Committed, base: Path, storage: Source = LOCAL) -> None:
         record = adapter_of(step)
         _check_base(step, record, base)
         self._base = base
@@ -175,15 +174,14 @@ def export(
     target: Path,
     dtype: torch.dtype,
     max_file_bytes: int,
-    storage: LocalStorage | None = None,
+    storage: LocalStorage = LOCAL,
 ) -> dict[str, int]:
     """Write a model to a directory, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
-    Tensors that stay in fp32 beside lower precision stay so. Files have `max_file_bytes` or one tensor. Raises `UsageError` if
-    `target` exists or is inside a step, `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`,
-    `CorruptError` for a damaged block.
+    Tensors that stay in fp32 beside lower precision stay so. Raises `UsageError` for a `target` that exists or is inside a
+    step. Raises `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`, `CorruptError` for a damaged
+    block.
     """
-    storage = storage or LocalStorage()
     target = target.absolute()
     kind = storage.kind(target)
     if kind is not None and (kind != "directory" or storage.entries(target)):
@@ -322,9 +320,8 @@ def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
 
 @contextmanager
 def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
-    """Make a directory beside `target` that the block renames; an error in the block removes it.
-
-    Removes what killed processes left of the same target. Raises `OSError`.
+    """Make a directory beside `target` that the block renames; clear what killed processes left. An error removes it. Raises
+    `OSError`.
     """
     name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
     for entry in storage.entries(target.parent):

@@ -1,7 +1,6 @@
 """Import weights that must be unpickled: torch's DCP directories, Megatron's among them, and verl's FSDP checkpoints.
 
-A child process unpickles and leaves safetensors files, whose tensors get canonical names here. Left out: optimizer states, LoRA
-adapters.
+Left out: optimizer states, LoRA adapters.
 """
 
 from __future__ import annotations
@@ -89,11 +88,11 @@ def pickled(
 ) -> Foreign:
     """Return the model of a directory of this `pickled_kind`; its weights are unpickled when asked for.
 
-    `assets` is a directory with the model's config.json. `landlock` is the kernel's version, asked if None. Raises `UsageError`
-    without Landlock, unless `without_sandbox`, and `MissingError` for missing files.
+    `assets` is a directory with config.json. `landlock` is the kernel's version, asked if None. Raises `UsageError` without
+    Landlock, unless `without_sandbox`, and `MissingError` for missing files.
 
-    Asking for the weights raises `CorruptError` for anything but tensors, `MissingError` for an absent tensor,
-    `IncompatibleError` for another shape.
+    Asking for the weights raises `CorruptError` for anything but tensors, `MissingError`, and `IncompatibleError` for another
+    shape.
     """
     files = _verl_files(source) if kind == "verl" else _dcp_files(source)
     version = sandbox.landlock_version() if landlock is None else landlock
@@ -135,7 +134,6 @@ def pickled(
 def _of_module(
     pieces: Sequence[Shard], model: PreTrainedModel, parts: Iterable[Region]
 ) -> Iterator[Shard]:
-    """Yield parts of checkpoint tensors from pieces of them or of the module's parameters."""
     by_parameter: dict[str, list[Region]] = {}
     for region in parts:
         by_parameter.setdefault(region.parameter, []).append(region)
@@ -162,7 +160,7 @@ def _of_module(
 
 
 def _below_one_prefix(pieces: Sequence[Shard], names: Collection[str]) -> list[Shard]:
-    """Return the pieces below the commonest prefix of known names, without it."""
+    """Return the pieces below the commonest prefix of known names."""
     known = {piece.spec.name: known_part(piece.spec.name, names) for piece in pieces}
     counts = Counter(key.removesuffix(part) for key, part in known.items())
     prefix = min(counts, key=lambda each: (-counts[each], len(each)), default="")

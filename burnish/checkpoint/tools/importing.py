@@ -32,7 +32,7 @@ from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import LEASE, Lease
 from burnish.files.safetensors import read_header, weight_map
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL, LocalStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +76,19 @@ def hugging_face(source: Path) -> Foreign:
 
 
 def mapped_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name; writing to them does not change the file.
-
-    Raises `CorruptError` and `IncompatibleError`.
+    """Return the tensors of a safetensors file; writing to them does not change it. Raises `CorruptError` and
+    `IncompatibleError`.
     """
     locate(path.parent, [("", path.name, read_header(path))])
     tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 
-def save_foreign(
-    foreign: Foreign, root: Path, step: int, storage: LocalStorage | None = None
-) -> Path:
-    """Commit foreign weights as a step below `root`, and return its directory.
+def save_foreign(foreign: Foreign, root: Path, step: int, storage: LocalStorage = LOCAL) -> Path:
+    """Commit foreign weights as a step, split if all are fp32; return its directory.
 
-    A model all in fp32 is split, and so stays exact. Non-finite weights make the step unhealthy. Raises `BurnishError` if the
-    step exists or another run uses `root`.
+    Raises `BurnishError` if the step exists or another run uses `root`.
     """
-    storage = storage or LocalStorage()
     require_outside_steps(root, storage)
     with (
         naming_failures(f"{root} cannot be used"),
@@ -113,7 +108,7 @@ def save_foreign(
 
 @contextmanager
 def _making(storage: LocalStorage, root: Path) -> Iterator[None]:
-    """Make a directory, and remove what was made if the block fails. A holder of its lease finds its token gone."""
+    """Make a directory, and remove what was made if the block fails."""
     absent = [each for each in (root, *root.parents) if storage.kind(each) is None]
     make_dirs_durably(storage, root, above=3)
     try:

@@ -1,7 +1,7 @@
 """Give up rights for good in a process that reads files which could run code.
 
 Landlock (https://docs.kernel.org/userspace-api/landlock.html) forbids writing outside one directory, starting programs, TCP,
-and reaching processes outside. A seccomp filter closes what it leaves. Neither needs privileges. Reading is allowed: imports
+and reaching processes outside. A seccomp filter closes what it leaves. Neither needs privileges. Reading stays allowed: imports
 need it.
 """
 
@@ -83,7 +83,7 @@ def keep_writes_to(directory: Path, version: int | None = None) -> None:
     """Allow this process writes below `directory` and to /dev/null only, no programs and no TCP connections.
 
     From version 6 on, it cannot reach outside processes by signals or abstract UNIX sockets either. Call it before there is a
-    second thread. `version` is asked if None. Raises `OSError` without Landlock.
+    second thread. Raises `OSError` without Landlock.
     """
     version = landlock_version() if version is None else version
     if not version:
@@ -111,7 +111,7 @@ def keep_writes_to(directory: Path, version: int | None = None) -> None:
 
 def forbid_calls() -> None:
     """Refuse sockets, signals, and changes of files' modes, owners, times and attributes with EPERM, in later threads too.
-    Raises `OSError` without seccomp.
+    Raises `OSError`.
     """
     machine = platform.machine()
     column = list(_MACHINES).index(machine)

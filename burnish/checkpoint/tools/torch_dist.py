@@ -1,8 +1,8 @@
 """Names and parameters of Megatron's `torch_dist` checkpoints: DCP directories with a metadata.json.
 
-Their tensors are Megatron's parameters, uncut but possibly stacked: a parameter of all layers, or a layer's experts, in one
-tensor. Other savers number layers and experts, and keep gate and up apart, as `weight_w` and `weight_v`. Left out: optimizer
-states, and models unknown to `burnish.models.megatron_names`. Norms saved less one (`apply_layernorm_1p`) are not found out.
+Parameters are uncut but possibly stacked: one tensor for all layers, or for a layer's experts. Other savers number layers and
+experts, and keep gate and up apart, as `weight_w` and `weight_v`. Left out: optimizer states, and models unknown to
+`burnish.models.megatron_names`. Norms saved less one (`apply_layernorm_1p`) are not found out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import IncompatibleError
 from burnish.families import ModelSizes
 from burnish.files.durable import read_whole
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL
 from burnish.files.strict_json import parse_json
 from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, Seat, regions_of
 
@@ -34,7 +34,7 @@ def is_torch_dist(source: Path) -> bool:
     path = source / _METADATA
     if not path.is_file() or path.stat().st_size > _METADATA_LIMIT:
         return False
-    said = parse_json(read_whole(LocalStorage(), path, _METADATA_LIMIT), str(path))
+    said = parse_json(read_whole(LOCAL, path, _METADATA_LIMIT), str(path))
     return isinstance(said, dict) and said.get("sharded_backend") == "torch_dist"
 
 
@@ -82,7 +82,7 @@ def _unstacked(piece: Shard) -> Iterator[Shard]:
 
 
 def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
-    """Yield each layer or expert of a piece by number: from the name, or along the first dim."""
+    """Yield a piece's layers or experts by number: from the name, or along the first dim."""
     if number is not None:
         yield int(number), piece
     elif piece.spec.shape:
@@ -93,7 +93,7 @@ def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
 
 
 def _renamed(piece: Shard, name: str) -> Shard:
-    """Return the piece under this name; a separate gate or up is part of the parameter that has both."""
+    """Return the piece under this name; a separate gate or up is part of both's parameter."""
     stem, _, kind = name.rpartition(".")
     shape, box = piece.spec.shape, piece.box
     if kind in _HALVES and shape:

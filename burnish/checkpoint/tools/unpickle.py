@@ -1,8 +1,7 @@
-"""The child process that unpickles other programs' checkpoints, and does nothing else. Not to be imported elsewhere.
+"""The child process that unpickles other programs' checkpoints. Not to be imported elsewhere.
 
 `burnish.checkpoint.tools.import_pickled` has it give up writing outside an empty directory before this module, and torch with
-its threads, is imported. Files are unpickled with torch's `weights_only`, DCP's metadata with a list of allowed classes. Its
-parent reads the safetensors files that it leaves as suspiciously as any.
+its threads, is imported. Its parent distrusts the safetensors files that it leaves.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Piece = tuple[str, list[int], list[int], Tensor]
 def convert(
     kind: str, source: Path, files: list[str], names: Collection[str], target: Path
 ) -> None:
-    """Write the tensors that have one of these names, behind any prefix, to safetensors files in `target`.
+    """Write the tensors that have one of these names, behind any prefix, to safetensors files.
 
     Their names are JSON: name in the state dict, global shape, offsets.
     """
@@ -82,7 +81,6 @@ def _verl(source: Path, files: list[str], names: Collection[str]) -> Iterator[li
 
 
 def _place(key: str, value: Tensor, rank: int) -> tuple[list[int], list[int], Tensor]:
-    """Return global shape, offsets and elements of a rank's tensor."""
     shape = list(value.shape)
     if not isinstance(value, DTensor):
         return shape, [0] * len(shape), value.detach()

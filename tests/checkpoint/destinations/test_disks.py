@@ -36,9 +36,7 @@ from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.remote import Remote
-from burnish.files.storage import LocalStorage
-
-LOCAL = LocalStorage()
+from burnish.files.storage import LOCAL, LocalStorage
 
 
 def where(tmp_path, *of_rank, url=None, environ=None):
@@ -231,7 +229,7 @@ class Disk(LocalStorage):
 def save_on_a_full_disk(layout, disks):
     with disks.open(layout) as checkpoints:
         checkpoints.save(1, contents_of(*make_state(1), layout))
-        checkpoints._saver.storage.__class__ = Disk if layout.rank else LocalStorage
+        checkpoints._saver.storage = Disk() if layout.rank else LOCAL
         with pytest.raises(BurnishError) as caught:
             checkpoints.save(2, contents_of(*make_state(2), layout))
         return str(caught.value)
@@ -259,12 +257,12 @@ class Unnameable(LocalStorage):
 
 def save_where_one_fails(layout, disks):
     """In place, on a disk that fails at the last moment; in the background, on one that fails once, at the first."""
-    storage = Unnameable() if layout.rank else None
+    storage = Unnameable() if layout.rank else LOCAL
     with disks.open(layout, storage=storage) as checkpoints:
         with pytest.raises(BurnishError):
             checkpoints.save(1, contents_of(*make_state(1), layout))
         left = [path.name for path in checkpoints._root.glob(".*0*")]
-    storage = OnceFullStorage(disks.directory / "full") if layout.rank else None
+    storage = OnceFullStorage(disks.directory / "full") if layout.rank else LOCAL
     with disks.open(layout, storage=storage, background_timeout=250) as checkpoints:
         errors = []
         for step in (2, 3):
