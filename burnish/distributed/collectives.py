@@ -55,7 +55,7 @@ Parcel = tuple[Sequence[int], bytes]
 def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
     """Send parcels to their receivers; return what this rank is sent. Collective.
 
-    In a grid, parcels pass the dims one after the other, the slowest first, so one copy goes to neighbours.
+    Parcels pass the dims of a grid, slowest first, so one copy goes to neighbours.
     """
     held, below = list(parcels), layout.world
     if layout.world == 1:
@@ -119,7 +119,7 @@ def total(values: Tensor, layout: Layout) -> Tensor:
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
     """Merge statistics over all ranks; ranks that share a micro-batch count once. Collective.
 
-    Values stay on `device` as 0-d fp64 tensors (fp32 where it has no fp64), without a wait.
+    Values stay 0-d tensors on `device`, fp64 where it has that, without a wait.
     """
     if layout.world == 1:
         return stats
@@ -161,7 +161,6 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
 
 
 def _pack(numbers: list[Number], device: torch.device) -> Tensor:
-    """Put numbers into one device vector: floats in one copy, tensors without leaving the device."""
     wide = torch.float64 if has_fp64(device) else torch.float32
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
     packed = torch.tensor(plain, dtype=wide).to(device, non_blocking=True)
@@ -178,7 +177,7 @@ def agree(layout: Layout) -> Iterator[None]:
     """Raise an exception of any rank on every rank, at the end of the block. Collective.
 
     A failing rank raises its own error. The others raise the lowest failing rank's, as a
-    `BurnishError` of the same kind that names the rank. Run no collectives inside the block.
+    `BurnishError` that names the rank. Run no collectives inside the block.
     """
     mine: Exception | None = None
     try:

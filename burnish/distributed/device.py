@@ -113,7 +113,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still allocate on an accelerator, or that the machine or its control group has left."""
+    """Return the bytes that this process may still allocate, on a CPU within its control group."""
     if device.type != "cpu":
         # torch.accelerator raises where a backend has no hooks
         own = torch.get_device_module(device)
@@ -189,7 +189,7 @@ def share_cores(local_world: int) -> None:
 
 
 def keep_freed_pages() -> None:
-    """Let glibc's malloc keep freed memory for the next tensor. Memory stays at its peak between steps.
+    """Let glibc's malloc keep freed memory for the next tensor.
 
     Page faults otherwise take a seventh of a CPU step's time.
     """

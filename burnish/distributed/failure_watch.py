@@ -151,7 +151,7 @@ class FailureWatch:
             self._socket.sendall(_line(message))
 
     def _alarm(self, still: float) -> None:
-        """Tell the relay that this rank does not move. If nobody asks back for long, rank 0 is what does not move."""
+        """Say that this rank does not move. If nobody asks back for long, rank 0 is silent."""
         now, limits = time.monotonic(), self._patience
         self._unanswered = self._unanswered or now
         if now - self._unanswered > 2 * limits.pause + limits.answer and 0 < limits.stall <= still:
@@ -204,13 +204,12 @@ class FailureWatch:
             os._exit(1)
 
     def _error(self, failure: Failure, work: str) -> BurnishError:
-        """Return the failure's error; one rank that is left shows the lost rank's log."""
         shows = self._rank == (1 if failure.rank == 0 else 0)
         lines = (failure.lines or logs.last_lines(failure.rank)) if shows else ()
         return replace(failure, lines=lines).error(self._rank, work)
 
     def _next(self) -> Failure | None:
-        """Return the relay's failure, or None at the run's good end. Silence means that rank 0 died."""
+        """Return the relay's failure, None at the run's good end. Silence means that rank 0 died."""
         with suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
@@ -389,7 +388,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Have the system close the connection if the other machine is silent, and in forked workers."""
+    """Close the connection in forked workers, and if the other machine is silent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):  # not on every system

@@ -27,7 +27,7 @@ _LEAST = 4 << 20
 class Arena:
     """An allocator of host memory beside one device, pinned for CUDA.
 
-    It grows by at least a quarter, and merges free regions, so a process with the same needs in every step soon has one.
+    It grows by at least a quarter and merges free regions, so equal needs in every step soon take one region.
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
@@ -180,7 +180,7 @@ def _runtime() -> Any:
 def _forget_error() -> None:
     """Clear this thread's last CUDA error, which the next kernel launch would raise.
 
-    torch has no binding for it. A process may hold several CUDA runtimes; this uses the library linked to torch's.
+    torch has no binding for it. Each CUDA runtime has its own error, so this uses torch's library.
     """
     kind = "hip" if torch.version.hip else "cuda"
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))

@@ -73,8 +73,8 @@ def process_group(
 ) -> Iterator[Layout]:
     """Open the default process group inside the block.
 
-    `timeout_seconds` bounds the meeting of the ranks and every collective. A run that does not move for `stall_seconds` is ended
-    (0: never). A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
+    `timeout_seconds` bounds the meeting of the ranks and every collective; `stall_seconds` (0: never) ends a run that does not move.
+    A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
 
     Raises `UsageError` for a half-set environment, and `BurnishError` naming ranks that are missing, fail or die, or the
     collective that timed out.
@@ -115,7 +115,7 @@ def connect_lazily(layout: Layout) -> None:
 
 
 def group_sizes(world: int, most: int = _GROUP) -> list[int]:
-    """Return the dims of a grid of all ranks, of at most `most` ranks each if possible."""
+    """Return the dims of a grid of all ranks, of at most `most` each if possible."""
     sizes, left = list[int](), world
     while left > 1:
         sizes.append(next((n for n in range(min(most, left), 1, -1) if left % n == 0), left))
@@ -124,7 +124,7 @@ def group_sizes(world: int, most: int = _GROUP) -> list[int]:
 
 
 def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int = _GROUP) -> Layout:
-    """Return the layout with the groups of `group_sizes` if there are more than `mesh` ranks. Collective.
+    """Return the layout with the groups of `group_sizes` beyond `mesh` ranks. Collective.
 
     gloo's messages go round in a ring, so a grid of 16,000 ranks passes 42 where one ring would pass 15,999.
     """
@@ -173,7 +173,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
-    """Open a store that all ranks join; hold it until all have left."""
+    """Hold a store that all ranks join open until all have left."""
     layout = place.layout
     if layout.world == 1:
         yield HashStore()
@@ -207,7 +207,7 @@ def raise_descriptors(connections: int) -> None:
 def _connect(place: Place, timeout: timedelta) -> Store:
     """Connect to the store, under a prefix for each attempt and each opened group.
 
-    The launcher's store outlives a group; all ranks have opened equally many.
+    The launcher's store outlives a group.
     """
     layout = place.layout
     serves = layout.rank == 0 and not place.agent_store
@@ -237,7 +237,7 @@ def is_first(text: str) -> bool:
 
 
 def _arrive(store: Store, layout: Layout, point: str) -> None:
-    """Count this rank. The last one sets the key that all wait for, so the store has few operations."""
+    """Count this rank. The last one sets the key that all wait for."""
     store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
     if store.add(f"{point}/{_COUNT}", 1) == layout.world:
         store.set(f"{point}/{_ALL}", "")
@@ -295,7 +295,7 @@ def wait_as_all(group: ProcessGroup) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """The torch engine's groups of this rank, and its engines' shared host memory.
+    """The torch engine's groups of this rank.
 
     Processes are a grid of replicas × shard × sequence × tensor, the last running fastest, since tensor parallelism communicates in
     every layer.

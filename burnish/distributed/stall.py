@@ -180,7 +180,7 @@ def place_of_work(stack: Frames) -> str:
 
 
 def _collective(stack: Frames) -> str:
-    """Return the collective of the innermost frames, and the layer that FSDP gathers for it."""
+    """Return the collective of the innermost frames, with FSDP's layer."""
     inner = list(takewhile(lambda each: _is_machinery(each[0]), reversed(stack)))
     of_torch = [each for each, _ in inner if _module(each).startswith("torch.distributed")]
     names = [each.f_code.co_name for each in of_torch if _module(each) != _WRAPPERS]
@@ -193,7 +193,7 @@ def _collective(stack: Frames) -> str:
 
 
 def _waits(threads: Collection[FrameType]) -> str:
-    """Return what our objects with a method `waits_for` wait for, if one of their methods is running."""
+    """Return what our objects with a method `waits_for` wait for."""
     owners: dict[int, Any] = {}
     for thread in threads:
         for frame, _ in stack_of(thread):
@@ -295,7 +295,7 @@ class Judge:
 def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tuple[int, str]:
     """Return the rank that most probably holds up the others, and a sentence on each rank.
 
-    `silent` are states of the processes of ranks that do not answer.
+    `silent` has process states of ranks that do not answer.
     """
     groups: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, state in silent.items():
@@ -359,7 +359,7 @@ def report(
 
 
 def publish(text: str, *, aloud: bool = True) -> None:
-    """Write to this rank's log, and `aloud` to standard error. Either may hang, so wait two seconds at most."""
+    """Write to this rank's log, and `aloud` to standard error. Either may hang, so wait two seconds."""
 
     def write() -> None:
         with suppress(OSError):  # standard error may be closed

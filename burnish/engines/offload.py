@@ -57,9 +57,9 @@ def step_in_waves(
     slots: Sequence[str],
     steps: int,
 ) -> None:
-    """Step weights by their gradients, with slots that are on the host or in bf16.
+    """Step weights by their gradients, as in one step of all.
 
-    Slots come to the device in fp32, some at a time. The result is that of one step of all.
+    Slots that are on the host or in bf16 come to the device in fp32, some at a time.
     """
     for wave in _waves(gradients, len(slots)):
         for group in optimizer.param_groups:
@@ -84,7 +84,7 @@ def step_in_waves(
 def _waves(
     gradients: Iterable[tuple[Tensor, Tensor | None]], slots: int
 ) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """Group weights in order, so that their slots take at most `WAVE` bytes in fp32."""
+    """Group weights whose slots take at most `WAVE` bytes in fp32."""
     wave: list[tuple[Tensor, Tensor | None]] = []
     size = 0
     for weight, gradient in gradients:

@@ -105,12 +105,12 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
-        """Return the part of a rank's rows that its routers see, and how many ranks' routers see the same."""
+        """Return the part of a rank's rows that its routers see, and how many ranks see it."""
 
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
         """Return the statistics of all ranks, with `loss` and perhaps `moe/aux_loss`. Collective.
 
-        Both losses are 0-d, this rank's parts of sums over the global batch.
+        Both losses are 0-d parts of sums over the global batch.
         """
         sums = {"loss": Sum(loss + router_loss)}
         if self._config.router_aux_loss:
@@ -119,7 +119,7 @@ class ShardedEngine(ABC):
         return Stats(reduced | {name: Mean(reduced[name].value(), 1.0) for name in sums})
 
     def _stepped(self, norm: float, lr: float) -> Stats:
-        """Count a step with gradients of this 2-norm; return its statistics."""
+        """Count a step with this gradient norm; return its statistics."""
         is_skipped = not math.isfinite(norm)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
         if self.skipped_in_a_row >= self._config.max_skipped_steps:

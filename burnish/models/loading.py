@@ -48,8 +48,7 @@ _log = logging.getLogger(__name__)
 def read_model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the configuration of the directory `config.path`, or of the new model `config.fresh`.
 
-    Raises `MissingError` for a missing directory or file, and `UsageError` for a configuration that is
-    not JSON or names no known `model_type`.
+    Raises `MissingError` for a missing directory or file, and `UsageError` for a wrong configuration.
     """
     if config.fresh is not None:
         return _fresh_config(config.fresh)
@@ -82,9 +81,9 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
 def weights_source(
     config: ModelConfig, hf_config: PretrainedConfig, seed: int
 ) -> FreshSource | SafetensorsSource:
-    """Return the source of the model's first weights, checked before any is read.
+    """Return the source of the first weights, checked before any is read.
 
-    Raises `MissingError`, `IncompatibleError` or `CorruptError` for missing weights, other shapes, or damage.
+    Raises `MissingError`, `IncompatibleError` or `CorruptError`.
     """
     if config.path is None:
         return FreshSource(hf_config, seed)
@@ -146,7 +145,7 @@ def save_model_assets(
 ) -> None:
     """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
 
-    A model with a value head gets no generation_config.json. The configuration describes no quantization.
+    A model with a value head gets no generation_config.json.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -186,7 +185,7 @@ def _json_object(path: Path, setting: str) -> dict[str, Any]:
 
 
 class SafetensorsSource:
-    """The weights of a Hugging Face model directory; a `ShardSource`. Opening reads only headers.
+    """A `ShardSource` of a Hugging Face model directory. Opening reads only headers.
 
     Raises `MissingError` for absent files, and `CorruptError` for a wrong header.
     """
@@ -200,10 +199,7 @@ class SafetensorsSource:
         self._reader = DirectoryReader(self.directory)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
-        """Compare with all tensors of a model; log and return the names that it has no use for.
-
-        Raises as `fill` does.
-        """
+        """Compare with all tensors of a model; return the names that it has no use for. Raises as `fill` does."""
         wanted = {spec.name for spec in map(self._checked, specs)}
         held = self._reader.tensors
         extra = [n for n in held if n not in wanted and self._tied.get(n) not in wanted]
@@ -253,7 +249,7 @@ class SafetensorsSource:
 class FreshSource:
     """A `ShardSource` of random first weights, as the model family draws them.
 
-    Each module has a generator seeded with the run's seed and its name, so the number of ranks does not matter.
+    A module's values follow from its name and the run's seed, so the number of ranks does not matter.
     """
 
     def __init__(self, hf_config: PretrainedConfig, seed: int) -> None:
@@ -265,7 +261,7 @@ class FreshSource:
         }
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Draw each shard's values. Holds one module, so the shards of a module should come together."""
+        """Draw each shard's values. Holds one module, so its shards should come together."""
         current: str | None = None
         values: dict[str, Tensor] = {}
         for shard in shards:

@@ -64,9 +64,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
-    Rows whose outputs get no gradient cost nothing in the backward pass. With `part`
-    (`burnish.models.parts.VocabularyPart`), `weight` has its rows, and the gradient of `hidden` is the
-    part's share. Collective then.
+    With `part` (`burnish.models.parts.VocabularyPart`), `weight` has its rows, and the gradient of
+    `hidden` is the part's share. Collective then.
     """
     columns = targets if part is None else part.columns(targets)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]
@@ -168,7 +167,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of the rows' hidden states, and of the weight if it is wanted.
 
-    `last` may hold the last chunk's logits, which are written over.
+    Logits in `last` are written over.
     """
     exact = _exact_dtype(few.hidden)
     hidden_gradient = torch.empty_like(few.hidden)
@@ -219,7 +218,7 @@ def _transformed(
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield pieces of a chunk: their rows in the chunk, and among all rows. Only a CPU has several."""
+    """Yield pieces of a chunk: their rows in the chunk, and among all rows."""
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])

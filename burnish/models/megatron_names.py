@@ -68,8 +68,8 @@ def regions_of(
     """Return the checkpoint tensors in a rank's part of a Megatron parameter, by tensor and within it ascending.
 
     `parameter` counts layers and experts over the whole model, experts always as
-    `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `tensor` cuts all
-    but experts, which `expert` cuts. Raises `IncompatibleError` for an unknown parameter.
+    `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `expert` cuts
+    experts, `tensor` all else. Raises `IncompatibleError` for an unknown parameter.
     """
     layer, prefix, seat = _LAYER.fullmatch(parameter), "", tensor
     projections = ("gate_proj", "up_proj", "down_proj")
@@ -129,7 +129,7 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
 def _by_group(
     parameter: str, shape: Shape, name: str, sizes: ModelSizes, seat: Seat
 ) -> tuple[Region, ...]:
-    """Return q, k and v of an equal run of rows on each rank, which may begin and end within a group.
+    """Return q, k and v of a rank's equal run of rows, which may begin and end within a group.
 
     A group has the queries of its heads, then its keys, then its values.
     """

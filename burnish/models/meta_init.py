@@ -94,9 +94,9 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence, in tokens, that leaves others in its pass unchanged; None without a limit.
+    """Return the longest sequence, in tokens, that leaves others in its pass unchanged.
 
-    Rotary frequencies of "longrope" and "dynamic" change if a sequence is longer than those of pretraining.
+    A longer one changes the rotary frequencies of "longrope" and "dynamic".
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -110,7 +110,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Return the most tokens of a generated sequence; None without a limit."""
+    """Return the most tokens of a generated sequence."""
     limits = (getattr(config, "max_position_embeddings", None), position_limit(config))
     return min(filter(None, limits), default=None)
 
@@ -125,7 +125,7 @@ def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[st
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return transformers' own model in fp32, with a value head or a vocabulary, on torch's default device.
 
-    Raises `IncompatibleError` for a model that does not only read text, and `UsageError` if transformers cannot build it.
+    Raises `IncompatibleError` if it reads more than text, and `UsageError` if transformers cannot build it.
     """
     others = [n for n in config.sub_configs if _SENSES.search(n) and getattr(config, n, None)]
     if others:
@@ -167,7 +167,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, on the CPU, so that every device has the same ones.
+    """Compute the buffers that no checkpoint holds, on the CPU, so that all devices have the same.
 
     Raises as `initialized` does.
     """
@@ -196,9 +196,9 @@ def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrain
 def initialized(
     name: str, module: nn.Module, owner: PreTrainedModel, keys: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers `keys` of one module as `owner._init_weights` makes them, on the CPU.
+    """Return the parameters and buffers `keys` as `owner._init_weights` makes them, on the CPU.
 
-    Draws come from torch's global generator. Raises `IncompatibleError` for one that `_init_weights` does not set.
+    Draws come from torch's global generator. Raises `IncompatibleError` for one that is not set.
     """
 
     def undefined(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
@@ -246,7 +246,6 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 
 
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
-    """Yield the elements of each matrix that a token is multiplied with."""
     chosen = getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, list):  # of each layer
         chosen = sum(chosen) / len(chosen)
@@ -267,7 +266,7 @@ def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[floa
 def _attention_costs(
     model: nn.Module, config: PretrainedConfig
 ) -> Iterator[tuple[int | None, int]]:
-    """Yield the window of each attention layer, and its operations per pair of query and key."""
+    """Yield each attention layer's window, and its operations per pair of query and key."""
     heads = model_sizes(config).heads
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     for position, module in enumerate(attentions):
@@ -281,7 +280,7 @@ def _attention_costs(
 
 
 def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:
-    """Return the layer's own window; where layers do not say (Mistral), the configuration's."""
+    """Return the layer's own window, else (Mistral) the configuration's."""
     kinds = getattr(config, "layer_types", None)
     is_full = kinds and kinds[index] != "sliding_attention"
     of_config = None if is_full else getattr(config, "sliding_window", None)

@@ -65,10 +65,10 @@ class Region:
 
 
 def regions(model: PreTrainedModel) -> tuple[Region, ...]:
-    """Return every tensor of the model's checkpoint, as `save_pretrained` would write it, in a fixed order.
+    """Return every tensor of the model's checkpoint, in a fixed order. Tied weights appear once.
 
-    Works on meta, plain and FSDP2-sharded models. Tied weights appear once. Raises
-    `IncompatibleError` for a checkpoint tensor that is not a box of a parameter.
+    Works on meta, plain and FSDP2-sharded models. Raises `IncompatibleError` for a tensor that is not a
+    box of a parameter.
     """
     held = _held(model)
     sizes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in held.items()}
@@ -95,9 +95,8 @@ def model_shards(
 ) -> Iterator[Shard]:
     """Yield this rank's pieces with elements, as views of local memory.
 
-    If given, `tensors` (optimizer slots) are described instead of the parameters: some or all
-    parameters' names, each with a tensor of its parameter's (local) shape. `prefix` goes before every
-    canonical name. `parts` replaces `regions(model)`.
+    Any `tensors` (optimizer slots) replace parameters: by parameter name, each of the (local) shape of
+    its parameter. `prefix` goes before every canonical name. `parts` replaces `regions(model)`.
     """
     held = _held(model)
     for region in regions(model) if parts is None else parts:
@@ -122,8 +121,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 def local_box(parameter: Tensor) -> Box:
     """Return the part of a parameter that this process holds.
 
-    FSDP2 cuts dim 0 as `torch.chunk` does: into pieces of ceil(rows / ranks), the last ones
-    shorter or empty. Raises `IncompatibleError` for any other sharding.
+    FSDP2 cuts dim 0 as `torch.chunk` does. Raises `IncompatibleError` for any other sharding.
     """
     if not isinstance(parameter, DTensor):
         return whole(tuple(parameter.shape))
@@ -146,7 +144,7 @@ def local_box(parameter: Tensor) -> Box:
 
 
 class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes `contiguous` return its input, so that saving leaves views that can be traced."""
+    """Makes `contiguous` return its input, so that views can be traced."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -155,7 +153,7 @@ class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _held(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once, under the name that saving keeps."""
+    """Return parameters and persistent buffers, tied ones once, under the name that saving keeps."""
     aliases = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(model._keys_to_ignore_on_save or ())
     state = model.state_dict(keep_vars=True)

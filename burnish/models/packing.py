@@ -2,10 +2,10 @@
 
 A hidden state depends only on the tokens up to it. So packed sequences form a tree of prefixes
 (a trie), and each node is one row. Only attention goes through every sequence. Results equal those
-of the sequences one by one, up to rounding. Micro-batches share no prefixes.
+of single sequences, up to rounding. Micro-batches share no prefixes.
 
-Rows are then taken several times. torch's `index_select` adds up their gradients in any order on an
-accelerator. `RowMap` adds a row at most once per round, in fp32, so the sum is always the same.
+torch's `index_select` adds up gradients of rows in any order on an accelerator. `RowMap` adds a row
+at most once per round, in fp32, so the sum is always the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Deal:
     """The tokens of each rank, where several ranks share a micro-batch.
 
     Token t goes to rank t mod ranks, which spreads cheap prompts and expensive completions evenly.
-    Padding rows, which nothing reads, give every rank equally many.
+    Padding rows give every rank equally many.
     """
 
     rank: int

@@ -95,7 +95,7 @@ class Routing:
     def settle(self, router: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Record the `experts` [R, k] of a router with these `logits` [R, E].
 
-        Return their `weights`, which carry the gradient of the router's part of the load-balancing loss.
+        Return their `weights`, which carry the gradient of its part of the load-balancing loss.
         """
         self.chosen[router] = experts.to(index_dtype(logits.shape[-1]))
         if self.balance is None:
@@ -153,7 +153,7 @@ class Routers:
 
 
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
-    """Raise `IncompatibleError` unless experts have the shape `want`, tokens × routers × chosen, and are below `count`.
+    """Raise `IncompatibleError` unless experts have the shape `want` and are below `count`.
 
     Values on a device are trusted: they were recorded there.
     """
@@ -181,7 +181,7 @@ class _Router:
     def route(
         self, _: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits [R, E], weights [R, k] and experts [R, k] in place of the router's own."""
+        """Replace the router's logits [R, E], weights [R, k] and experts [R, k]."""
         routing = self._routing
         if routing is None:
             return output
@@ -204,7 +204,7 @@ def index_dtype(experts: int) -> torch.dtype:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the first input, and add the second, a scalar, to the loss that the first reaches."""
+    """Return the first input, and add the second, a scalar, to the loss that it reaches."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class TokenRows:
 
     @cached_property
     def _sources(self) -> Indices:
-        """Return one token of each computed row [C], not the last of a sequence, which generators do not compute."""
+        """Return a token of each computed row [C], not the last of a sequence, which generators do not compute."""
         tree = self.plan.tree
         last = np.cumsum(self.plan.lengths) - 1
         others = np.delete(np.arange(len(tree.rows)), last)

@@ -27,7 +27,7 @@ from burnish.records import TokenOutputs
 
 
 class Scorer(nn.Module):
-    """A causal language model, or one with a value head, that scores packed sequences."""
+    """A language model, or one with a value head, that scores packed sequences."""
 
     def __init__(self, model: PreTrainedModel, chunk: int = 2048) -> None:
         """`chunk`: tokens whose logits exist at one time."""
@@ -140,8 +140,8 @@ class ScoringPlan:
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
-        Tokens in `loss_mask` [T], or all, are scored, except the first of a sequence. The ranks of `group`
-        share the tokens; each gets a multiple of `multiple`.
+        Tokens in `loss_mask` [T], or all, are scored. The ranks of `group` share the tokens; each gets a
+        multiple of `multiple`.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
@@ -190,7 +190,7 @@ def attention_of_part(packing: Attends, deal: Deal) -> Attends:
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Return the tokens [N] int64 on the host that are in the mask [T], if given, and not the first of a sequence."""
+    """Return the tokens [N] int64 in any mask [T], except the first of a sequence, on the host."""
     starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
     wanted[starts[starts < total]] = False

@@ -41,8 +41,7 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the family's token classification model, made as transformers makes them if it has none.
 
-    A configuration that names one gets transformers' sequence classification model. Raises `IncompatibleError` for a model that is
-    not one of transformers' language models.
+    A configuration may name a sequence classification model. Raises `IncompatibleError` unless transformers knows a language model.
     """
     mappings = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
     if any(name.endswith(OF_SEQUENCES) for name in config.architectures or ()):

@@ -127,7 +127,7 @@ class MegatronOptimizer:
 def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
     """Give a stage buffers for its gradients.
 
-    Megatron copies the weights to a buffer of its own, so the unloaded ones are freed first: they get strides of 0.
+    Megatron copies the weights, so the unloaded ones are freed first: they get strides of 0.
     """
     for parameter in stage.parameters():
         element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
@@ -162,9 +162,9 @@ def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
 
 
 def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> None:
-    """Make zero moments, in any arena, so that they can be loaded and saved before the first step.
+    """Make zero moments, so that they can be loaded and saved before the first step.
 
-    `optimizer` is Megatron's inner one: torch's AdamW, or a fused one of TransformerEngine or Apex.
+    `optimizer` is torch's AdamW, or a fused one of TransformerEngine or Apex.
     """
     for weight in _weights_of(optimizer):
         optimizer.state[weight] |= {slot: zero_slot(weight.data, arena, dtype) for slot in SLOTS}
@@ -181,7 +181,7 @@ def step_offloaded(optimizer: Any, steps: int) -> None:
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:
-    """Set the count of an inner optimizer: torch's AdamW has one per weight, the fused ones one per group."""
+    """Set an optimizer's count: torch's AdamW has one per weight, fused ones one per group."""
     for group in optimizer.param_groups:
         if not isinstance(optimizer, torch.optim.AdamW):
             group["step"] = steps
@@ -292,7 +292,7 @@ class MegatronShards:
 
 
 def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter that this rank steps a range of, and the range's fp32 weights."""
+    """Yield each parameter of which this rank steps a range, and the range's fp32 weights."""
     for models, mains in (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -304,7 +304,7 @@ def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Paramete
 def _described(
     name: str, shape: tuple[int, ...], chunk: Any, sizes: ModelSizes
 ) -> tuple[str, tuple[Region, ...]]:
-    """Return a parameter's name with layers counted over all stages, and the checkpoint tensors in it."""
+    """Return a parameter's name over all stages, and the checkpoint tensors in it."""
     groups = chunk.pg_collection
     seats = [Seat(group.rank(), group.size()) for group in (groups.tp, groups.expt_tp)]
     layer = _LAYER.fullmatch(name)
@@ -329,7 +329,7 @@ def boxes_in_range(
 ) -> Iterator[tuple[int, Box]]:
     """Yield the boxes of a region in the flat range `start:stop` of its parameter of this `shape`.
 
-    Each comes with the offset of its elements in the range; they are contiguous, in C order.
+    Each comes with the offset of its contiguous elements in the range.
     """
     passed = 0  # elements of the region before the run
     for first, count in flat_runs(shape, region.box):

@@ -84,8 +84,6 @@ def _substitutions() -> list[tuple[ModuleType | type, str, Any]]:
 
 
 class _CudaTensorsAreHostTensors(TorchFunctionMode):
-    """Makes tensors for CUDA on the CPU, and lets them say that they are on CUDA."""
-
     def __torch_function__(
         self,
         func: Callable[..., Any],

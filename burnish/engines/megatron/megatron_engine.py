@@ -216,7 +216,7 @@ class MegatronEngine(ShardedEngine):
     def _run(
         self, planned: Iterator[_Planned], count: int, loss: LossOf, *, forward_only: bool = False
     ) -> None:
-        """Pass `count` micro-batches through the pipeline. The last stage calls `loss` for each, in order."""
+        """Pass `count` micro-batches through the pipeline. The last stage calls `loss` for each."""
         config = self._config
         rounds = config.pipeline_parallel if config.virtual_stages > 1 else 1
         fillers = [self._filler()] * (-count % rounds)
@@ -262,7 +262,7 @@ class MegatronEngine(ShardedEngine):
         return _Planned(plan, 1.0, None, None, None)
 
     def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
-        """Raise `IncompatibleError` for prescribed experts that are not of this model, or if there are none to `record`."""
+        """Raise `IncompatibleError` for experts of another model, or if there are none to `record`."""
         routers, experts, chosen = self._routers
         prescribed = [(len(m.input_ids), m.experts) for m in micros if m.experts is not None]
         if routers == 0 and (record or prescribed):
@@ -276,7 +276,7 @@ class MegatronEngine(ShardedEngine):
             require_recorded(recorded, (tokens, routers, chosen), experts)
 
     def _record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
-        """Return the experts [T, L, k] of all tokens and routers. Collective among the ranks that share the micro-batch."""
+        """Return the experts [T, L, k] of all tokens. Collective among the ranks that share the micro-batch."""
         (routers, experts, chosen_of_each), tensor = self._routers, self.mesh.groups.tp
         own = rows.plan.deal.rows // tensor.size()
         kind = index_dtype(experts)
@@ -292,7 +292,7 @@ class MegatronEngine(ShardedEngine):
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
-    """Return iterators that drop an item once all have it. `itertools.tee` drops them in blocks of 57."""
+    """Return iterators that drop an item once all have it. `itertools.tee` drops blocks of 57."""
     source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
 
     def of(own: deque[_Planned]) -> Iterator[_Planned]:

@@ -33,7 +33,7 @@ class MegatronMesh:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> MegatronMesh:
-        """Make the groups, of degrees that divide the processes. There may be no other mesh. Collective."""
+        """Make the groups. The degrees must divide the processes; there may be no other mesh. Collective."""
         _forget_ended_run()
         virtual = config.virtual_stages if config.virtual_stages > 1 else None
         with megatron_called():
@@ -72,7 +72,7 @@ def _forget() -> None:
 
 
 def _forget_ended_run() -> None:
-    """Make Megatron forget the groups of an earlier run of this process."""
+    """Forget the groups of an earlier run of this process."""
     try:
         for group in _made():
             dist.get_process_group_ranks(group)

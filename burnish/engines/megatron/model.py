@@ -85,8 +85,8 @@ class PackedGPT(GPTModel):
         value_bias: bool | None = None,
         **options: Any,
     ) -> None:
-        """Take transformers' module `rotary`, the vocabulary's real size `tokens`, the token `padding` whose embedding is not trained, the
-        `chunk` of tokens per logits, and `value_bias`: whether a value head has a bias, None for a language model.
+        """`rotary` is transformers' module, `tokens` the vocabulary's real size, `padding` the token whose embedding is not trained, `chunk` the
+        tokens per logits. `value_bias` is None for a language model.
         """
         super().__init__(*args, position_embedding_type="none", **options)
         self.padding, self.chunk = padding, chunk
@@ -106,7 +106,7 @@ class PackedGPT(GPTModel):
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
     ) -> Tensor | TokenOutputs:
-        """Return hidden states [C, 1, H] of this stage's tokens; the last stage returns the outputs of each token.
+        """Return hidden states [C, 1, H]; the last stage returns the outputs of each token.
 
         Later stages take their input from `set_input_tensor`.
         """
@@ -120,7 +120,7 @@ class PackedGPT(GPTModel):
         return self._scored(hidden, plan, temperature) if self.post_process else hidden
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Return hidden states [C, 1, H] of tokens; that of padding gets no gradient, as in transformers."""
+        """Return hidden states [C, 1, H]; padding gets no gradient, as in transformers."""
         hidden: Tensor = self.embedding(ids[None], None)
         if self.padding is not None and hidden.requires_grad:
             own = len(hidden) * self.part.group.rank() if self.config.sequence_parallel else 0
@@ -156,7 +156,7 @@ class PackedGPT(GPTModel):
 
 
 def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
-    """Make a head with undefined weights. Its gradient is that of this rank's tokens, as a norm's is."""
+    """Make a head with undefined weights, whose gradient is of this rank's tokens, as a norm's is."""
     head: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
         nn.Linear,
         config.hidden_size,
@@ -249,7 +249,7 @@ def _of_experts(
 
 
 def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:
-    """Return the layers of each stage, in the order of the model; None for a single stage.
+    """Return the layers of each stage; None for a single stage.
 
     The last stages, which also compute the output layer, get fewer.
     """

@@ -91,7 +91,7 @@ class PackedAttention(nn.Module):
 class RMSNorm(nn.Module):
     """RMSNorm of this rank's tokens.
 
-    Under sequence parallelism a mark tells Megatron to sum the weight's gradient over the tensor group.
+    Under sequence parallelism Megatron sums the marked weight's gradient over the tensor group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -109,10 +109,7 @@ class RMSNorm(nn.Module):
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts, whose router obeys the `routing` of a micro-batch's packing.
-
-    So a layer that is computed again does the same.
-    """
+    """A layer with experts, whose router obeys a micro-batch's `routing`, also when it is computed again."""
 
     def __init__(self, *args: Any, router: int, **options: Any) -> None:
         """`router`: its number among all routers of the model."""
@@ -126,9 +123,9 @@ class RoutedLayer(TransformerLayer):
 
 
 class PlainRouter(TopKRouter):
-    """Chooses experts in the dtype of computing, as the families' own code does.
+    """Chooses experts in the dtype of computing, as the families' own code does, and obeys and records `Routing`.
 
-    It follows and records `Routing`. The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
+    The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -202,7 +199,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return [R, O] of rows [R, I]: the first `counts[0]` belong to the first expert, and so on."""
+        """Return [R, O] of rows [R, I]; `counts` [E] are the rows of each expert."""
         product: Tensor = _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
         return product
 

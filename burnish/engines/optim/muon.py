@@ -124,10 +124,7 @@ def muon_of(
     layout: Layout,
     arena: Arena | None,
 ) -> Muon:
-    """Make Muon for those of the local `weights` that are matrices of decoder layers. Collective.
-
-    A parameter may hold several matrices of the checkpoint; `regions` say which.
-    """
+    """Make Muon for the local `weights` that hold one or several matrices of decoder layers. Collective."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     names = {name for name, p in model.named_parameters() if id(p) in inside}
     found: dict[str, dict[str, TensorSpec]] = {}

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards, whatever the layout, and perhaps Muon for the matrices of the layers."""
+"""AdamW on this rank's shards, and Muon for matrices of the layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ShardedOptimizer:
         layout: Layout,
         arena: Arena | None = None,
     ) -> None:
-        """`regions` are the checkpoint tensors that the trained parameters hold. Slots in `arena` or in bf16 are fp32 in a step."""
+        """`regions` are the checkpoint tensors that the trained parameters hold."""
         self._model, self._regions = model, regions
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {name: local(p.data) for name, p in self._parameters.items()}

@@ -72,7 +72,7 @@ class _Layer:
         self._weights: frozenset[int] | None = None
 
     def weights(self) -> frozenset[int]:
-        """Return where the parameters lie that it computes with; none before they have been gathered."""
+        """Return where its parameters lie; none before they have been gathered."""
         if self._weights is None:
             parameters = list(self._module.parameters())
             if any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -120,7 +120,7 @@ class ActivationOffload:
 
     @contextmanager
     def _layer(self, module: nn.Module) -> Iterator[None]:
-        """Note what the block saves, and meanwhile move what the layer before saved. The last layer's stays."""
+        """Note what the block saves; meanwhile move what the layer before saved."""
         before = self._layers[-1] if self._layers else None
         if before is not None:
             before.copied = self._copy_out(before.stored)

@@ -81,8 +81,7 @@ def keep_activations(
 ) -> None:
     """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174).
 
-    full keeps the input of each decoder layer; selective also keeps the results of matrix products and attention. `around` wraps the
-    call of a layer.
+    full keeps the input of each decoder layer; selective also keeps the results of matrix products and attention.
     """
     kind = config.activation_checkpointing
     if kind == "none" and around is None:
@@ -105,9 +104,9 @@ def parallelize(
     mesh: Mesh,
     around: Callable[[Run], Run] | None = None,
 ) -> dict[str, Any]:
-    """Cut the matrices of `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.Cut`).
+    """Cut `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.Cut`).
 
-    Copies of the model (HSDP) are sharded over neighbouring ranks. Main weights keep their dtype; gradients are summed in fp32.
+    Copies of the model (HSDP) are sharded over neighbouring ranks. Gradients are summed in fp32.
     """
     cuts: dict[str, Any] = {}
     if mesh.tensor is not None:

@@ -46,8 +46,8 @@ _BLOCK = re.compile(r"^.*?\.\d+\.[^.]+")
 def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     """Leave this rank's part of every matrix in `scorer` (on meta), and return the cuts by parameter.
 
-    Names and ties stay. Raises `UsageError` for an unknown plan, and `IncompatibleError` for a bias that would be added per rank or a
-    matrix that the plan leaves whole.
+    Raises `UsageError` for an unknown plan, and `IncompatibleError` for a bias that would be added per rank or a matrix that would stay
+    whole.
     """
     model, rank, ranks = scorer.model, group.rank(), group.size()
     cuts, blocks = layer_cuts(model, rank, ranks)
@@ -64,7 +64,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
 
 
 def layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> tuple[dict[str, Cut], list[str]]:
-    """Return the cuts of the layers' parameters, and the names of their blocks. Raises as `share_matrices` does."""
+    """Return the cuts of the layers' parameters, and their blocks. Raises as `share_matrices` does."""
     cuts = dict(_layer_cuts(model, _layer_plan(model.config), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
     _require_all_cut(blocks, model, cuts)
@@ -72,7 +72,7 @@ def layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> tuple[dict[str,
 
 
 def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
-    """Return the style of each module or parameter of a layer, with * for its number."""
+    """Return the style of each part of a layer, with * for its number."""
     text = hf_config.get_text_config()
     whole: Mapping[str, str] = text.base_model_tp_plan or {}
     plan = {name: style for name, style in whole.items() if ".*." in name}
@@ -91,7 +91,7 @@ def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
 def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]) -> None:
     """Raise `IncompatibleError` for matrices that the plan leaves whole.
 
-    One outside any block would see only some tokens. One that adds to a block's output would be added up over ranks.
+    They would see only some tokens, or be added up over ranks.
     """
     lists = {block.rsplit(".", 2)[0] for block in blocks}
     names = plain_names(model)
@@ -147,7 +147,7 @@ def _vocabulary_weights(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
-    """Replace each cut parameter by a smaller one, tied ones by the same."""
+    """Replace cut parameters by smaller ones, tied ones by the same."""
     made: dict[int, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):
         if name not in cuts:
@@ -176,7 +176,6 @@ def _gather_tokens(
 
 
 def _scatter_output(group: ProcessGroup, _: nn.Module, __: Any, output: Any) -> Any:
-    """Sum all ranks' outputs of a block; keep this rank's tokens."""
     if isinstance(output, tuple):
         return scatter_sums(output[0][0], group)[None], *output[1:]
     return scatter_sums(output[0], group)[None]

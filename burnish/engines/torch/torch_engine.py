@@ -223,7 +223,6 @@ class TorchEngine(ShardedEngine):
         return slice(None), self.layout.tensor
 
     def _reduce_in_next_backward(self, *, last: bool) -> None:
-        """Reduce gradients in the last micro-batch, or in each over the shards."""
         root = cast(FSDPModule, self._scorer)
         sharded = self.mesh.weights["shard"].size() > 1
         reduces = last or (sharded and self._config.reduce_each_microbatch)

@@ -3,8 +3,8 @@
 A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. The keyword argument
 `packing` attends: a `PackedLayout` when scoring, a KV cache when generating.
 
-On CUDA, one call of flash attention takes all sequences. Elsewhere, sequences of similar length
-share a block [n, L], which is one call of a dense kernel.
+On CUDA, one call of flash attention takes all sequences. Elsewhere, similar lengths share a block
+[n, L] of a dense kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Attends(Protocol):
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Return the attention output `[1, T, heads, head_dim]`, contiguous.
 
-        With a `window` of W a token sees itself and the W - 1 tokens before it.
+        A token sees at most `window` tokens, itself included.
         """
 
 
@@ -107,7 +107,7 @@ class SharedRows:
         return cls(RowMap.of(sources, device), on_device(kept, device), on_device(others, device))
 
     def spread(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return the rows of whole sequences. Gradients of keys and values add up; a query has one use."""
+        """Return the rows of whole sequences. Gradients of keys and values add up."""
         query = select_rows(query, self.sources.index, self.kept, None)
         return [query, self.sources.take(key), self.sources.take(value)]
 
@@ -139,7 +139,7 @@ class PackedLayout:
     def of_tree(
         cls, tree: PrefixTree, lengths: Sequence[int], device: torch.device
     ) -> PackedLayout:
-        """Lay out sequences that share computed rows. Only leaves of the tree go through attention."""
+        """Lay out sequences that share rows. Only leaves of the tree go through attention."""
         if len(tree.computed) == len(tree.rows):
             return cls.of(lengths, device)
         sequences = np.split(tree.rows, np.cumsum(lengths)[:-1])
@@ -245,7 +245,6 @@ class BlockPlan:
 
 
 def _rounded_up(lengths: Indices) -> Indices:
-    """Round up to a multiple of 16, long ones to one of a sixteenth of the next power of two."""
     powers = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     steps = np.maximum(16, powers // 16)
     rounded: Indices = -(-lengths // steps) * steps

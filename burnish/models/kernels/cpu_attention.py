@@ -119,7 +119,7 @@ class _Span(NamedTuple):
     """Of B: as many at a time as give `_SCORES` scores."""
 
     def rows(self, part: Tensor) -> Tensor:
-        """Copy the span's queries of [n, key heads, shared, L, d] to fp32 rows [B, shared · queries, d]."""
+        """Copy the span's [n, key heads, shared, L, d] to fp32 rows [B, shared · queries, d]."""
         return _fp32(part[..., self.asking, :]).flatten(2, 3).flatten(0, 1)
 
     def write(self, rows: Tensor, part: Tensor) -> None:
@@ -153,7 +153,7 @@ def _spans(queries: torch.Size, window: int) -> Iterator[_Span]:
 
 @contextmanager
 def _onednn_products() -> Iterator[None]:
-    """Let oneDNN compute fp32 products in bf16 where the processor has units for it."""
+    """Let oneDNN compute fp32 products in bf16 where the processor can."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

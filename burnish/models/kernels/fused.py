@@ -46,7 +46,7 @@ def replace_layers(model: nn.Module, kind: str, make: Callable[[nn.Module], nn.M
 
 
 def is_of_transformers(model: PreTrainedModel) -> bool:
-    """Return whether the model's class is of transformers, not from a model directory."""
+    """Return whether the model's class is transformers' own."""
     return type(model).__module__.startswith("transformers.models.")
 
 
@@ -71,7 +71,7 @@ Positioning = Callable[[Pair, tuple[FusedRMSNorm | None, FusedRMSNorm | None], P
 
 
 class FusedAttention(nn.Module):
-    """Grouped attention with rotary positions, with the layers of the module it replaces."""
+    """Rotary attention with the layers of the module it replaces."""
 
     is_causal = True
 
@@ -174,7 +174,7 @@ def norm_rotate(
 
 
 def _plainly(rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair | None) -> Tensor:
-    """Compute `norm_rotate` as a chain of operations, for a compiler to fuse."""
+    """Compute `norm_rotate` for a compiler to fuse."""
     value = rows.float()
     if weight is not None:
         value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)
@@ -235,7 +235,7 @@ class _NormRotate(torch.autograd.Function):
 
 
 def _inverse_root(value: Tensor, epsilon: float) -> Tensor:
-    """Return (mean of squares + ε)^(-1/2) [..., 1] of `value` [..., n] fp32."""
+    """Return (mean square + ε)^(-1/2) [..., 1] of `value` [..., n] fp32."""
     norm: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
     return norm.square_().div_(value.shape[-1]).add_(epsilon).rsqrt_()
 

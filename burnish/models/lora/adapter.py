@@ -64,7 +64,7 @@ class Change:
     """Experts that A and B are for."""
 
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
+        """Return the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
 
         A fused expert has its own rows of A [E r, in] and every E-th column of B [out, r E].
         """
@@ -79,7 +79,7 @@ class Adapter:
     def __init__(
         self, model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype | None = None
     ) -> None:
-        """Add an undefined fp32 adapter on the model's device; the model's own weights get `base_dtype`.
+        """Add an undefined fp32 adapter; the model's own weights get `base_dtype`.
 
         Raises `IncompatibleError` if the model lacks layers of `config`, PEFT would adapt others, or merging is impossible, and
         `UsageError` without PEFT.
@@ -142,7 +142,7 @@ class Adapter:
             layer.scaling[ADAPTER_NAME] = scale
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
-        """Yield this rank's pieces of the checkpoint with W + s B A for W, computed as they are read. Collective."""
+        """Yield this rank's pieces of the checkpoint with W + s B A for W, computed when read. Collective."""
         base = list(model_shards(self._model, parts=self.base))
         factors = [self._factors_of(piece) for piece in base]
         have = [_by_expert(s, self._rank) for s in model_shards(self._model, parts=self.weights)]
@@ -184,7 +184,7 @@ class Adapter:
 
 
 def _by_expert(factor: Shard, rank: int) -> Shard:
-    """View a piece of B [out, r E] as [out, r, E]; leave one of A unchanged."""
+    """View B [out, r E] as [out, r, E]; leave A unchanged."""
     if ".lora_A." in factor.spec.name:
         return factor
     out, width = factor.spec.shape
@@ -247,7 +247,6 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _computing_layers(model: PreTrainedModel) -> list[Any]:
-    """Return PEFT's layers that compute, with `AdaptedExperts` in place of the outermost wrapper of experts."""
     found: list[Any] = []
     for name, layer in list(model.named_modules()):
         if not hasattr(layer, "lora_A") or name.endswith(".base_layer"):
@@ -266,7 +265,7 @@ def _saved_name(parameter: str) -> str:
 class FreshAdapter:
     """A `ShardSource` of initial values: A as PEFT draws it, B zero, so the model starts unchanged.
 
-    Each A has a generator seeded with the run's seed and its name, so the number of ranks does not matter.
+    Each A follows from its name and the run's seed, so the number of ranks does not matter.
     """
 
     def __init__(self, seed: int) -> None:
@@ -289,7 +288,7 @@ class FreshAdapter:
 def adapter_record(
     model: ModelConfig, hf_config: PretrainedConfig, url: str | None = None
 ) -> dict[str, Any]:
-    """Return what a checkpoint's state records of `model.lora`. `model.path` may be a copy of `url`.
+    """Return a checkpoint's record of `model.lora`. `model.path` may be a copy of `url`.
 
     Raises `IncompatibleError` for layers that the model lacks.
     """
@@ -307,7 +306,7 @@ def adapter_record(
 def first_adapter(
     model: ModelConfig, hf_config: PretrainedConfig, record: Mapping[str, Any], seed: int
 ) -> ShardSource:
-    """Return the initial values of `model.lora`, checked before any is read.
+    """Return the checked initial values of `model.lora`.
 
     Raises `IncompatibleError` for another model's adapter or other tensors, and as `SafetensorsSource.check` does.
     """

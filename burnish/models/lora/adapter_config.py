@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 def plain_names(model: Any) -> dict[str, tuple[str, str]]:
     """Return each parameter's name without PEFT, and "".
 
-    For a factor of an adapter, return the name of the weight that it changes, and "A" or "B".
+    For a factor, return the name of the weight that it changes, and "A" or "B".
     """
     weights = {
         name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
@@ -139,7 +139,7 @@ def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def _base_digest(directory: Path) -> str | None:
-    """Return the digest of the adapter's model from its run's record, else of the model that its configuration names."""
+    """Return the digest of the adapter's model, as its run recorded it or from the model itself."""
     try:
         # A run's step has state.json beside model/; a file of that name may be of any other program.
         recorded = json.loads((directory.parent / "state.json").read_bytes())
@@ -185,7 +185,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
-    """Return the settings with rank, alpha and layers of the adapter at `model.lora.path`; `content` is its adapter_config.json.
+    """Return the settings of the adapter at `model.lora.path`, whose adapter_config.json is `content`.
 
     Raises `CorruptError` if it is not JSON, and `IncompatibleError` for another kind of adapter.
     """

@@ -64,10 +64,7 @@ class AdaptedExperts(nn.Module):
 
 
 def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, in, r'] and B [E, r', out] for grouped products, from A [E r, in] and B [out, r E].
-
-    r' is the rank, padded with zeros.
-    """
+    """Return A [E, in, r'] and B [E, r', out] from PEFT's A [E r, in] and B [out, r E]; r' is the padded rank."""
     rank = len(a) // experts
     narrow = a.view(experts, rank, -1).transpose(1, 2)
     wide = b.view(len(b), rank, experts).permute(2, 1, 0)
@@ -86,7 +83,6 @@ def _adapted(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Compute transformers' grouped experts, with s B A x beside every W x."""
     ranked, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts.num_experts, device=ranked.device, dtype=ranked.dtype)
     # Rows are sorted by expert; those of expert e end at ends[e].
