@@ -1,7 +1,6 @@
 """The table of model families, and a model's shape from its config.json, without torch.
 
-Only this module names model types of transformers. Other code asks for a capability. The planner and the Megatron engine
-refuse a type outside the table.
+Only this module names model types of transformers; other code asks for a capability.
 """
 
 from __future__ import annotations
@@ -110,19 +109,19 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return a model type's family; outside the table, a Llama of which little is known."""
+    """Return a model type's family, not `described` outside the table."""
     return FAMILIES.get(model_type, Family(described=False))
 
 
 def names_of(capability: str) -> str:
-    """Return the described model types that have a capability (a field or property of `Family`)."""
+    """Return the described model types with a capability."""
     return ", ".join(
         name for name, each in FAMILIES.items() if each.described and getattr(each, capability)
     )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's fields, which a composite config.json has under `text_config`."""
+    """Return the language model's fields, also of a composite config.json."""
     return dict(config) | dict(config.get("text_config") or {})
 
 
@@ -144,7 +143,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model of any type. A size that the configuration lacks is 0."""
+    """A model's sizes. One that the configuration lacks is 0."""
 
     family: Family
     tied: bool
@@ -230,7 +229,7 @@ class ModelShape(ModelSizes):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a config.json. Raises `UsageError` for an unknown family or missing or wrong fields."""
+        """Read a config.json. Raises `UsageError` for an unknown family or wrong fields."""
         fields = text_config(config)
         kind = str(fields.get("model_type"))
         family = family_of(kind)
@@ -322,7 +321,7 @@ def _positive(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _size(fields: Mapping[str, Any], *names: str) -> int:
-    """Return these fields' first number above 0, of a list its greatest common divisor; else 0."""
+    """Return these fields' first number above 0, of a list its common divisor; else 0."""
     for name in names:
         value = fields.get(name)
         values = value if isinstance(value, list | tuple) else [value]

@@ -33,7 +33,7 @@ _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 
 
 def uncompiled(function: Function) -> Function:
-    """Keep `torch.compile` out of a function. The first call loads torch's compiler (a second)."""
+    """Keep `torch.compile` out of a function. The first call loads torch's compiler."""
     left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return left
 
@@ -92,7 +92,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return bytes in use: by tensors on an accelerator, by the process (resident, without /proc its peak) on the CPU."""
+    """Return bytes in use: by tensors on an accelerator, by the process (resident) on the CPU."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     return _process_status("VmRSS") or _peak_from_rusage()

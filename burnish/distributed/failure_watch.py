@@ -2,8 +2,7 @@
 
 A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
-The system closes a killed rank's connection; TCP keep-alive closes a lost machine's. `stall.py` is about
-ranks that only stand still.
+The system closes a killed rank's connection; TCP keep-alive closes a lost machine's.
 
 Messages are JSON objects, one a line. A rank introduces itself with a token from the store.
 `{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it is. When it
@@ -74,7 +73,7 @@ class FailureWatch:
     def __init__(
         self, layout: Layout, host: str, store: Store, patience: Patience | None = None
     ) -> None:
-        """Connect to rank 0 on the machine `host`. All ranks share `store`, and have the same `patience`."""
+        """Connect to rank 0 on the machine `host`. All ranks share `store` and `patience`."""
         self._rank = layout.rank
         self._failure: Failure | None = None
         self._told = threading.Event()
@@ -102,7 +101,7 @@ class FailureWatch:
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Report an error of the block to the other ranks. If one of them failed first, raise its failure instead."""
+        """Report an error of the block. If another rank failed first, raise its failure instead."""
         try:
             yield
         except BaseException as error:

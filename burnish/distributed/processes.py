@@ -205,10 +205,7 @@ def raise_descriptors(connections: int) -> None:
 
 
 def _connect(place: Place, timeout: timedelta) -> Store:
-    """Connect to the store, under a prefix for each attempt and each opened group.
-
-    The launcher's store outlives a group.
-    """
+    """Connect to the store, under a prefix for each attempt and each opened group, which the launcher's store outlives."""
     layout = place.layout
     serves = layout.rank == 0 and not place.agent_store
     try:
@@ -284,7 +281,7 @@ def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
 
 
 def wait_as_all(group: ProcessGroup) -> None:
-    """Give a group the default group's time-out; torch gives new groups 10 or 30 minutes."""
+    """Give a group the default group's time-out, not torch's 10 or 30 minutes."""
     everybody = dist.group.WORLD
     assert everybody is not None
     for device in everybody._device_types:

@@ -81,7 +81,7 @@ class Patience:
 
 
 class Pulse(threading.Thread):
-    """Notices whether this process's main thread moves; if not for long, `alarm` repeatedly gets the seconds."""
+    """Notices whether the main thread moves; if not for long, `alarm` repeatedly gets the seconds."""
 
     def __init__(self, patience: Patience, alarm: Callable[[float], None]) -> None:
         super().__init__(name="burnish-pulse", daemon=True)
@@ -221,7 +221,7 @@ def _recorded() -> str:
 
 
 def process_state(process: Process) -> str:
-    """Return the kernel's state of a process beside this one, such as "T (stopped)"; "" of others."""
+    """Return the kernel's state of a process beside this one, such as "T (stopped)"."""
     with suppress(OSError):
         status = Path(f"/proc/{process[1]}/status").read_text()
         state = re.search(rf"^State:\t(.*)$[^$]*^PPid:\t{os.getppid()}$", status, re.M)
@@ -247,7 +247,7 @@ class Judge:
         ask: Callable[[], None],
         fail: Callable[[int, Process, str, float], None],
     ) -> None:
-        """`ask` asks the ranks in `processes`; `fail` ends the run for a rank, its process, a cause and seconds."""
+        """`ask` asks all ranks; `fail` ends the run for a rank, its process, a cause and seconds."""
         self._patience, self._processes, self._ask, self._fail = patience, processes, ask, fail
         self._answers: dict[int, Answer] = {}
         self._asking: asyncio.Task[None] | None = None

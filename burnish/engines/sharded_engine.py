@@ -96,12 +96,13 @@ class ShardedEngine(ABC):
 
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool
-    ) -> tuple[Any, Any]:
+    ) -> Any:
+        """Return the routers' instructions; None if there is nothing to `record` or do."""
         if micro.experts is None and factors is None and not record:
-            return None, None
+            return None
         module = import_module(_ROUTING)
         rows = module.TokenRows(plan)
-        return module.Routing.of(micro, rows, self._device, factors, *self._part(plan)), rows
+        return module.Routing.of(micro, rows, self._device, factors, *self._part(plan))
 
     @abstractmethod
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:

@@ -62,8 +62,7 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             want="a directory with config.json and *.safetensors",
             do="set model.path to one",
         )
-    _json_object(directory / "config.json", "model.path")
-    with refusing(  # an unknown model_type, code without consent, and any wrong value
+    with refusing(  # no JSON, an unknown model_type, code without consent, and any wrong value
         f"{directory / 'config.json'} is not a configuration that transformers takes",
         want="JSON with a model_type that the installed transformers knows",
         do="correct model.path or the file; for a model with code of its own, read that code and "
@@ -110,11 +109,18 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
         path = Path(fresh).expanduser()
         if not path.is_file():
             raise MissingError(f"there is no file {path}", do="set model.fresh to a config.json")
-        fresh = _json_object(path, "model.fresh")
-    values = dict(fresh)
+        with refusing(
+            f"{path} is not a model's configuration",
+            want="a JSON object with model_type",
+            do="correct the file that model.fresh names",
+        ):
+            values = dict(json.loads(path.read_text()))
+    else:
+        values = dict(fresh)
     model_type = values.pop("model_type", None)
     if model_type is None:
-        raise UsageError("model.fresh names no model_type", do="add one, such as qwen3 or llama")
+        problem = "model.fresh names no model_type"
+        raise UsageError(problem, have=fresh, do="add one, such as qwen3 or llama")
     with refusing(
         f"model.fresh is not a configuration that transformers takes, of model_type {model_type!r}",
         do="correct model.fresh, or install a later transformers",
@@ -165,23 +171,6 @@ def save_model_assets(
     if has_own_code(hf_config):
         for source in code_files(Path(hf_config.name_or_path)):
             shutil.copyfile(source, directory / source.name)
-
-
-def _json_object(path: Path, setting: str) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is not JSON", have=error, do=f"correct the file that {setting} names"
-        ) from error
-    if not isinstance(values, dict):
-        raise UsageError(
-            f"{path} is not a model's configuration",
-            have=f"JSON of type {type(values).__name__}",
-            want="an object with model_type",
-            do=f"correct the file that {setting} names",
-        )
-    return values
 
 
 class SafetensorsSource:

@@ -190,7 +190,6 @@ def _gradients(
 
 
 def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
-    """Return the gradient of the raw logits [n, V], in fp32."""
     exact = few.normalizer.dtype
     z, slope = _transformed(logits, options, exact)
     chosen = few.logprob_gradient[rows, None]

@@ -2,8 +2,6 @@
 
 Megatron keeps q, k and v of a query group together, gate above up, pads the vocabulary, and cuts all
 of that over tensor ranks. Padding belongs to nobody.
-
-Left out: experts that are kept transposed in one parameter (Megatron's legacy grouped experts).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class Seat(NamedTuple):
-    """A rank's number among the ranks that share matrices, and their count."""
+    """A rank's place among the ranks that share matrices."""
 
     rank: int = 0
     ranks: int = 1

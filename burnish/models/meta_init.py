@@ -84,7 +84,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
 
 
 def model_sizes(config: PretrainedConfig) -> ModelSizes:
-    """Return the sizes of the language model, whatever its family calls the fields."""
+    """Return the language model's sizes, under any field names."""
     text = config.get_text_config()
     fields = text.to_dict()
     for name in SIZE_FIELDS:

@@ -16,7 +16,7 @@ from burnish.models.names import Region
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The indices along one dim of a parameter that a rank holds, laid side by side."""
+    """The indices along one dim of a parameter that a rank holds."""
 
     dim: int
     """The dim, from 0."""
@@ -38,7 +38,7 @@ class Cut:
 
 
 def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Region, ...]:
-    """Return the checkpoint tensors that this rank holds any of, as boxes of the cut parameters."""
+    """Return the checkpoint tensors that this rank holds, as boxes of the cut parameters."""
     found: list[Region] = []
     for region in regions:
         cut = cuts.get(region.parameter)

@@ -1,4 +1,4 @@
-"""The model as the training engine sees it: packed tokens in, a log-prob and an entropy, or a value, per token out.
+"""The model as the training engine sees it: a log-prob and an entropy, or a value, per token.
 
 The head is inside this forward, so sharding this module gathers the head's weight, tied or not.
 """
@@ -98,7 +98,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringPlan:
-    """The work of one forward pass over packed sequences on this rank, on the model's device.
+    """One forward pass over packed sequences on this rank, with tensors on the model's device.
 
     Of T tokens this rank computes C (`burnish.models.packing`). Of the predictions it scores N.
     """

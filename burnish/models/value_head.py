@@ -1,7 +1,7 @@
 """A scalar head on a language model's backbone: critics and reward models.
 
 A critic is transformers' token classification model with one label. A sequence classification model
-has the same head. Left out: heads on several layers, on pooled states, and models with own code.
+has the same head.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from transformers.models.auto.modeling_auto import (
 
 from burnish.errors import IncompatibleError
 from burnish.models.meta_init import OF_SEQUENCES, has_value_head
-
-_SUFFIX = "ForTokenClassification"
 
 
 def value_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -59,7 +57,7 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         )
     language = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     family = next(base for base in language.__bases__ if issubclass(base, PreTrainedModel))
-    name = language.__name__.replace("ForCausalLM", _SUFFIX)
+    name = language.__name__.replace("ForCausalLM", "ForTokenClassification")
     return type(name, (GenericForTokenClassification, family), {"__module__": __name__})
 
 

@@ -51,8 +51,6 @@ class _Planned:
     temperature: float
     routing: Routing | None
     """What routers do; None: nothing out of the ordinary."""
-    rows: TokenRows | None
-    """With `routing`: where its tokens are computed."""
     micro: MicroBatch | None
     """None for one that fills a round up and counts for nothing."""
 
@@ -140,13 +138,13 @@ class MegatronEngine(ShardedEngine):
         """See `Engine.forward`."""
         self._require_routers(batch.microbatches, record=experts)
         found: list[TokenOutputs] = []
-        recorded: list[tuple[Mapping[int, Tensor], TokenRows]] = []
+        recorded: list[tuple[Mapping[int, Tensor], ScoringPlan]] = []
 
         def planned() -> Iterator[_Planned]:
             for micro in batch.microbatches:
                 made = self._planned(micro, record=experts)
-                if experts and made.routing is not None and made.rows is not None:
-                    recorded.append((made.routing.chosen, made.rows))
+                if experts and made.routing is not None:
+                    recorded.append((made.routing.chosen, made.plan))
                 yield made
 
         def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
@@ -245,8 +243,8 @@ class MegatronEngine(ShardedEngine):
     ) -> _Planned:
         ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
         plan = ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
-        routing, rows = self._routing(micro, plan, factors, record=record)
-        return _Planned(plan, micro.temperature, routing, rows, micro)
+        routing = self._routing(micro, plan, factors, record=record)
+        return _Planned(plan, micro.temperature, routing, micro)
 
     def _router_sizes(self) -> tuple[int, int, int]:
         return self._routers
@@ -259,7 +257,7 @@ class MegatronEngine(ShardedEngine):
     def _filler(self) -> _Planned:
         ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
         plan = ScoringPlan.of(ids, ends, None, self._device, *self._sharing)
-        return _Planned(plan, 1.0, None, None, None)
+        return _Planned(plan, 1.0, None, None)
 
     def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
         """Raise `IncompatibleError` for experts of another model, or if there are none to `record`."""
@@ -275,10 +273,10 @@ class MegatronEngine(ShardedEngine):
         for tokens, recorded in prescribed:
             require_recorded(recorded, (tokens, routers, chosen), experts)
 
-    def _record(self, chosen: Mapping[int, Tensor], rows: TokenRows) -> Tensor:
+    def _record(self, chosen: Mapping[int, Tensor], plan: ScoringPlan) -> Tensor:
         """Return the experts [T, L, k] of all tokens. Collective among the ranks that share the micro-batch."""
         (routers, experts, chosen_of_each), tensor = self._routers, self.mesh.groups.tp
-        own = rows.plan.deal.rows // tensor.size()
+        own = plan.deal.rows // tensor.size()
         kind = index_dtype(experts)
         found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self._device)
         for number, of_router in chosen.items():
@@ -288,7 +286,7 @@ class MegatronEngine(ShardedEngine):
             dist.all_reduce(in_bytes, group=self.mesh.groups.pp)
         if tensor.size() > 1:
             in_bytes = gather_rows(in_bytes, tensor)
-        return rows.tokens_of(in_bytes.view(kind))
+        return TokenRows(plan).tokens_of(in_bytes.view(kind))
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:

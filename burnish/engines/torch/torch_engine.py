@@ -205,15 +205,12 @@ class TorchEngine(ShardedEngine):
     ) -> TokenOutputs:
         if micro.experts is not None:
             self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
-        routing, rows = self._routing(micro, plan, factors, record=record)
+        routing = self._routing(micro, plan, factors, record=record)
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
-        if routing is None:
-            return output
-        return replace(
-            output,
-            experts=rows.tokens_of(routing.record()) if record else output.experts,
-            router_loss=output.router_loss if factors is None else routing.loss(),
-        )
+        if record:
+            rows = import_module("burnish.models.routing").TokenRows(plan)
+            output = replace(output, experts=rows.tokens_of(routing.record()))
+        return output if factors is None else replace(output, router_loss=routing.loss())
 
     def _router_sizes(self) -> tuple[int, int, int]:
         routers = self._scorer.routers

@@ -118,10 +118,7 @@ class FusedAttention(nn.Module):
 def rotate_both(
     heads: Pair, norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None], positions: Pair
 ) -> Pair:
-    """Apply any norms to queries [T, heads, d] and keys [T, key heads, d], then rotate them.
-
-    `positions` are cosines and sines [1, T, d].
-    """
+    """Apply any norms to queries [T, heads, d] and keys [T, key heads, d], then rotate them by cosines and sines [1, T, d]."""
     rotation = rotation_of(*positions)
     query, key = (
         norm_rotate(part, norm.weight, norm.variance_epsilon, rotation)
@@ -133,7 +130,7 @@ def rotate_both(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return RMSNorm of `x` [..., n] with `weight` [n], in the dtype of `x`."""
+    """Return RMSNorm of `x` [..., n] in its dtype."""
     return norm_rotate(x.flatten(0, -2), weight, epsilon, None).view(x.shape)
 
 

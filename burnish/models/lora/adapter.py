@@ -3,7 +3,7 @@
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
 (rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. Left out: dropout, which would make outputs more than
-a function of the tokens; adapters on embeddings and output layers.
+a function of the tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The part of an adapter that is added to one tensor [rows, columns] of the checkpoint."""
+    """The change of one tensor [rows, columns] of the checkpoint."""
 
     layer: str
     """The layer of PEFT's that has A and B, `model.layers.0.self_attn.q_proj`."""
@@ -165,22 +166,14 @@ class Adapter:
         (row, column), (rows, columns) = piece.box.offsets, piece.box.sizes
         a, b = (factor_name(change.layer, letter) for letter in "AB")
         rank, first = self._rank, change.expert * self._rank
-        wanted = (
-            (a, self._shapes[a], Box((first, change.column + column), (rank, columns))),
-            (
-                b,
-                (self._shapes[b][0], rank, change.experts),
-                Box((change.row + row, 0, change.expert), (rows, rank, 1)),
-            ),
-        )
-        return tuple(
-            Shard(
-                TensorSpec(name, shape, torch.float32),
-                box,
-                torch.empty(box.sizes, device=piece.tensor.device),
-            )
-            for name, shape, box in wanted
-        )
+        of_a = TensorSpec(a, self._shapes[a], torch.float32)
+        of_b = TensorSpec(b, (self._shapes[b][0], rank, change.experts), torch.float32)
+        boxes = {
+            of_a: Box((first, change.column + column), (rank, columns)),
+            of_b: Box((change.row + row, 0, change.expert), (rows, rank, 1)),
+        }
+        empty = partial(torch.empty, device=piece.tensor.device)
+        return tuple(Shard(spec, box, empty(box.sizes)) for spec, box in boxes.items())
 
 
 def _by_expert(factor: Shard, rank: int) -> Shard:

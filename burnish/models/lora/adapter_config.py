@@ -139,7 +139,6 @@ def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def _base_digest(directory: Path) -> str | None:
-    """Return the digest of the adapter's model, as its run recorded it or from the model itself."""
     try:
         # A run's step has state.json beside model/; a file of that name may be of any other program.
         recorded = json.loads((directory.parent / "state.json").read_bytes())

@@ -2,7 +2,7 @@
 
 transformers keeps a layer's experts as one parameter [E, out, in]. PEFT gives it A [E r, in], expert after expert, and B [out, r E],
 in which experts alternate. PEFT computes all of W + s B A in every forward pass, which takes the experts' memory twice and replaces
-the tensor that FSDP2 gathers. Here tokens go through A and B. Left out: experts with biases, without a gate, or laid out [E, in, out].
+the tensor that FSDP2 gathers. Here tokens go through A and B.
 """
 
 from __future__ import annotations
