@@ -75,10 +75,9 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Print a line for every `every`-th step, the first and the last, in colour on a terminal.
+    """Print a line for every `every`-th step, the first and the last, and for validations; in colour on a terminal.
 
-    A validation has a line of its own. `total_steps` adds `step/total` and the time left. `stream` is standard output by default;
-    `width` that of the terminal, or 120.
+    `width` is that of the terminal by default, or 120.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class ConsoleTracker(Tracker):
             self._print(step, measured)
 
     def _parts(self, step: int, values: Mapping[str, float]) -> dict[str, Text]:
-        """Return the numbers of a step's training by label."""
         parts = {}
         for label, names, form, columns in _FIELDS:
             value = next((values[name] for name in names if name in values), None)
@@ -125,9 +123,8 @@ class ConsoleTracker(Tracker):
         return parts
 
     def _print(self, step: int, parts: Mapping[str, Text]) -> None:
-        place = (
-            f"{step}" if self._total is None else f"{step:>{len(str(self._total))}}/{self._total}"
-        )
+        total = str(self._total or "")
+        place = f"{step:>{len(total)}}/{total}" if total else str(step)
         shown = {"step": _labelled("step", place, "bold cyan"), **parts}
         is_terminal = self._console.is_terminal
         width = self._width or (self._console.width if is_terminal else _WIDTH)

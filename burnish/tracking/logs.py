@@ -47,9 +47,7 @@ class RankLog(RotatingFileHandler):
             delay=True,
         )
         self.addFilter(lambda record: record.levelno >= logging.INFO or _is_ours(record))
-        self._rank, self._form = rank, form
-        self.spans = spans
-        """They know step and phase."""
+        self._rank, self._form, self.spans = rank, form, spans
         self._is_lost, self._catches_faults = False, not faulthandler.is_enabled()
         self.last: Sequence[str] = ()
         """The last lines before the error that ended the run."""
@@ -90,11 +88,15 @@ class RankLog(RotatingFileHandler):
     def take(self, error: BaseException) -> None:
         """Write the error that ends the run."""
         self.last = tail(Path(self.baseFilename))
-        ordinary = isinstance(error, StoppedError)
-        level = logging.INFO if ordinary else logging.CRITICAL
-        stack = None if ordinary else (type(error), error, error.__traceback__)
-        said = str(error) if ordinary else "the run ends with an error"
-        self.handle(log.makeRecord(log.name, level, __file__, 0, said, (), stack))
+        if isinstance(error, StoppedError):
+            self.say(logging.INFO, str(error))
+        else:
+            self.say(logging.CRITICAL, "the run ends with an error", error)
+
+    def say(self, level: int, text: str, error: BaseException | None = None) -> None:
+        """Write a line of ours, with the traceback of an error."""
+        stack = None if error is None else (type(error), error, error.__traceback__)
+        self.handle(log.makeRecord(log.name, level, __file__, 0, text, (), stack))
 
     def close(self) -> None:
         """Close the file."""
@@ -159,21 +161,20 @@ def _latest() -> RankLog | None:
 
 def spans() -> Spans | None:
     """Return the spans of this process's run; None before its log is opened."""
-    handler = _latest()
-    return None if handler is None else handler.spans
+    return None if (handler := _latest()) is None else handler.spans
 
 
 def add(text: str) -> None:
     """Write an error to this process's log, even if that is closed."""
     if (handler := _latest()) is not None:
         is_open = handler.stream is not None
-        handler.handle(log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, (), None))
+        handler.say(logging.CRITICAL, text)
         if not is_open:
             handler.close()
 
 
 def last_lines(rank: int | None = None) -> Sequence[str]:
-    """Return the last lines of this process's log before its error, or of another rank's as far as this machine has it."""
+    """Return the last lines of this process's log before its error, or of another rank's that this machine has."""
     if (handler := _latest()) is None:
         return ()
     path = Path(handler.baseFilename)
@@ -183,8 +184,7 @@ def last_lines(rank: int | None = None) -> Sequence[str]:
 def descriptor() -> int | None:
     """Return the descriptor of this process's log, if it is open."""
     handler = _latest()
-    stream = None if handler is None else handler.stream
-    return None if stream is None else stream.fileno()
+    return None if handler is None or handler.stream is None else handler.stream.fileno()
 
 
 def rotated(name: str) -> str:

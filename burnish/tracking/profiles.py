@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,16 @@ def profiling(
 ) -> Iterator[None]:
     """Write `step-N.rank-R.json.gz` for each of `steps` that the block makes, and `….torch.json.gz` `with_torch`."""
     profile = _Profile(directory, rank, spans, frozenset(steps), with_torch)
-    added: list[Any] = [profile.within]
+    around, ended = [*spans.around], [*spans.ended]
+    spans.around.append(profile.within)
     if torch.version.cuda and torch.cuda.is_available():  # AMD's builds have no NVTX
-        added.append(torch.cuda.nvtx.range)
-    with ExitStack() as undo:
-        undo.callback(profile.turn, None)
-        spans.around += added
-        for each in added:
-            undo.callback(spans.around.remove, each)
-        spans.ended.append(profile.note)
-        undo.callback(spans.ended.remove, profile.note)
+        spans.around.append(torch.cuda.nvtx.range)
+    spans.ended.append(profile.note)
+    try:
         yield
+    finally:
+        spans.around[:], spans.ended[:] = around, ended
+        profile.turn(None)
 
 
 class _Profile:
@@ -50,13 +49,11 @@ class _Profile:
         self._torch: torch.profiler.profile | None = None
 
     def within(self, path: str) -> AbstractContextManager[object]:
-        """Begin with a step at its first span, and name the span for torch's profiler."""
         if self._spans.step != self._step:
             self.turn(self._spans.step)
         return nullcontext() if self._torch is None else torch.profiler.record_function(path)
 
     def note(self, path: str, start: float, seconds: float) -> None:
-        """Keep a span that has ended."""
         if self._step in self._steps:
             place = {"pid": self._rank, "tid": 0, "args": {"path": path}}
             begin = (start + self._offset) * 1e6
@@ -64,7 +61,6 @@ class _Profile:
             self._events.append(what | {"ts": begin, "dur": seconds * 1e6} | place)
 
     def turn(self, step: int | None) -> None:
-        """Write the profile of the step before, and begin that of the next if it is chosen."""
         path = self._directory / f"step-{self._step or 0:08d}.rank-{self._rank}"
         try:
             if self._torch is not None:

@@ -1,8 +1,6 @@
-"""Show progress of a run and of its phases: setup, rollout, update.
+"""Show progress of a run and of its phases.
 
-On a terminal, bars stand below the lines that are printed, and vanish when their phase ends. A
-thread draws them, so that their clocks go on. Elsewhere a long phase prints a plain line, so that
-a hang shows.
+On a terminal, a thread draws bars below the lines that are printed. Elsewhere a long phase prints a plain line, so that a hang shows.
 """
 
 from __future__ import annotations
@@ -53,23 +51,19 @@ class Screen:
 
     def write(self, text: str) -> None:
         """Write as a file does."""
-        with _surviving_the_terminal():
-            self._stream.write(text)
+        self._call(partial(self._stream.write, text))
 
     def flush(self) -> None:
         """Flush as a file does."""
-        with _surviving_the_terminal():
-            self._stream.flush()
+        self._call(self._stream.flush)
 
-
-@contextmanager
-def _surviving_the_terminal() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        leave_lost_terminal()
+    def _call(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            leave_lost_terminal()
 
 
 class Bar:
@@ -85,7 +79,7 @@ class Bar:
         self._done, self._began = 0.0, clock()
 
     def advance(self, count: float = 1) -> None:
-        """Count so many more of the phase's units as done."""
+        """Count more of the phase's units as done."""
         self._done += count
         if count:
             self._moved()
@@ -125,10 +119,9 @@ class Progress:
     def phase(
         self, name: str, total: float | None = None, *, done: float = 0, lines: bool = True
     ) -> Iterator[Bar]:
-        """Show `name` with a bar from `done` up to `total` (None: unknown) while the block runs.
+        """Show a bar from `done` up to `total` (None: unknown) while the block runs; without `lines`, on a terminal only.
 
-        Without `lines` it is shown on a terminal only. Call `bar.advance(k)` from the block's
-        thread only.
+        Call `bar.advance(k)` from the block's thread only.
         """
         if not self._console.is_terminal or self._console.quiet:
             of_total = "" if total is None else f"/{total:g}"

@@ -70,7 +70,7 @@ class RunDirectory:
         write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
     def read_environment(self) -> dict[str, Any]:
-        """What `write_environment` put; empty when there is none. Raises `CorruptError`."""
+        """Return what `write_environment` put; empty when there is none. Raises `CorruptError`."""
         return _read_object(self.environment)
 
     def write_status(self, steps: int, state: str) -> None:
@@ -78,7 +78,7 @@ class RunDirectory:
         write_atomically(self.status, json.dumps({STEPS: steps, STATE: state}) + "\n")
 
     def read_status(self) -> dict[str, Any]:
-        """What `write_status` put; empty where there is none. Raises `CorruptError`."""
+        """Return what `write_status` put; empty where there is none. Raises `CorruptError`."""
         return _read_object(self.status)
 
 
@@ -98,7 +98,7 @@ def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def environment(device: str, world: int = 1) -> dict[str, Any]:
     """Return this process's surroundings for `environment.json`: no environment variables, which may hold secrets.
 
-    `device` is the device's name, `world` the number of processes. The commit ends in `-dirty` if files differ from it.
+    The commit ends in `-dirty` if files differ from it.
     """
     commit = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {

@@ -1,7 +1,6 @@
 """Log to services: W&B, MLflow, Trackio and SwanLab, each by its own client and its own environment variables.
 
-`BackgroundTracker` calls them in a thread of its own. Each has the run's configuration, environment and uncommitted changes, and goes on
-with the run of the same id after a resume.
+Each has the run's configuration, environment and uncommitted changes, and goes on with the run of the same id after a resume.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class _WithArtifacts(_Service):
         self._run.log({name: self._module.Table(columns=columns, data=data)}, step=step)
 
     def log_file(self, path: str, kind: FileKind) -> None:
-        """Log an artifact: the report itself, or a reference to a checkpoint, whose metadata say where it is."""
+        """Log an artifact: the report, or a reference to a checkpoint, whose metadata say where it is."""
         artifact = self._module.Artifact(f"{kind}-{self._id}", type=kind, metadata={"place": path})
         if kind == "report":
             artifact.add_file(path)
@@ -89,7 +88,7 @@ class _WithArtifacts(_Service):
 
 
 class WandbTracker(_WithArtifacts):
-    """Log to W&B. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and so on apply; WANDB_MODE=offline writes below the run's directory."""
+    """Log to W&B. WANDB_PROJECT, WANDB_MODE and so on apply; WANDB_MODE=offline writes below the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         import wandb
@@ -118,11 +117,7 @@ class WandbTracker(_WithArtifacts):
         file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
         host = urlsplit(settings.base_url).hostname or ""
         if not (file.exists() and netrc.netrc(file).authenticators(host)):
-            raise UsageError(
-                "tracking.trackers: wandb has no key",
-                have=f"nothing in WANDB_API_KEY, and nothing for {host} in {file}",
-                do="run `wandb login`, or set WANDB_MODE=offline",
-            )
+            raise _without_key("wandb", f"nothing for {host} in {file}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log a row of the run's history."""
@@ -171,11 +166,11 @@ class MlflowTracker(_Service):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hold a step's metrics until the next request."""
-        now = int(1000 * time.time())
-        self._metrics += [
-            self._entities.Metric(re.sub(r"[^\w.\- :/]", "_", name), _bounded(value), now, step)
-            for name, value in values.items()
-        ]
+        now, most = int(1000 * time.time()), sys.float_info.max
+        for name, value in values.items():
+            bounded = math.copysign(most, value) if math.isinf(value) else float(value)
+            key = re.sub(r"[^\w.\- :/]", "_", name)
+            self._metrics.append(self._entities.Metric(key, bounded, now, step))
 
     def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
         text = io.StringIO()
@@ -230,7 +225,7 @@ class TrackioTracker(_WithArtifacts):
 
 
 class SwanlabTracker(_Service):
-    """Log to SwanLab. SWANLAB_PROJ_NAME, SWANLAB_WORKSPACE, SWANLAB_MODE and so on apply; other modes than online write below the run's directory."""
+    """Log to SwanLab. SWANLAB_PROJ_NAME, SWANLAB_MODE and so on apply; other modes than online write below the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         import swanlab
@@ -258,11 +253,7 @@ class SwanlabTracker(_Service):
 
         settings = swanlab.Settings()
         if settings.mode == "online" and not settings.api_key:
-            raise UsageError(
-                "tracking.trackers: swanlab has no key",
-                have="nothing in SWANLAB_API_KEY, and no login",
-                do="run `swanlab login`, or set SWANLAB_MODE=offline",
-            )
+            raise _without_key("swanlab", "no login")
 
     def _log_table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
         texts = [[str(value) for value in row] for row in data]
@@ -284,14 +275,17 @@ class SwanlabTracker(_Service):
         self._run.save(str(path), base_path=str(self._root), policy="now")
 
 
+def _without_key(name: str, have: str) -> UsageError:
+    return UsageError(
+        f"tracking.trackers: {name} has no key",
+        have=f"nothing in {name.upper()}_API_KEY, and {have}",
+        do=f"run `{name} login`, or set {name.upper()}_MODE=offline",
+    )
+
+
 def _step(checkpoint: str) -> int:
-    """Return the step of a checkpoint's place."""
     return int(PurePath(checkpoint).name.rpartition("-")[2])
 
 
 def _in_batches(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _bounded(value: float) -> float:
-    return math.copysign(sys.float_info.max, value) if math.isinf(value) else float(value)

@@ -1,7 +1,4 @@
-"""Measure seconds and memory of each part of a step.
-
-Counts host seconds: work queued on an accelerator counts where the host waits for it.
-"""
+"""Measure host seconds and memory of each part of a step. Work of an accelerator counts where the host waits for it."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ class Spans:
         reset_peak: Callable[[], None] = lambda: None,
         peak: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Take hooks for the device.
-
-        `settle` waits for a span's work; `peak` returns the most bytes in use since `reset_peak`.
-        """
+        """Take hooks for the device: `settle` waits for a span's work, `peak` is the most bytes in use since `reset_peak`."""
         self._clock, self._settle, self._reset_peak, self._peak = clock, settle, reset_peak, peak
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, int] = {}
@@ -92,9 +86,8 @@ class Spans:
     def added(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return `values` with the measurements since the last call, and start again.
 
-        Seconds are added to those of the same name: `timing_s/NAME` of every ended span, and
-        `timing_s/step` of all the time. An open span counts, whole, when it ends. Memory, in 10⁹
-        bytes: `perf/max_memory_gb/NAME` of each outermost span, and `perf/max_memory_gb` overall.
+        Adds `timing_s/NAME` of every ended span and `timing_s/step` of all the time to what has these names. Sets, in 10⁹ bytes,
+        `perf/max_memory_gb/NAME` of each outermost span, and `perf/max_memory_gb`.
         """
         now = self._clock()
         self._note_peak()

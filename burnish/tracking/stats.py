@@ -1,6 +1,5 @@
 """Merge numbers correctly over ranks and micro-batches.
 
-A mean is kept as (total, count), so a step's mean covers all its tokens or sequences for any cut.
 Values may be 0-d tensors until `Stats.values_by_name`, so collecting never waits for the device.
 """
 
@@ -85,7 +84,6 @@ class Stats(dict[str, Metric]):
 
 
 def _merged(one: Metric, other: Metric) -> Metric:
-    """Return both together. Two tensors stay where they are."""
     if isinstance(one, Max) and isinstance(other, Max):
         if isinstance(one.largest, Tensor) and isinstance(other.largest, Tensor):
             return Max(torch.maximum(one.largest, other.largest))

@@ -1,8 +1,8 @@
 """Record each step's numbers in trackers; `Observers` feed them, the rollout files and the report.
 
 `metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings
-"NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `float()` reads them. 10,000 steps of 40
-numbers are about 10 MB. Only the main rank has observers; their numbers are reduced over ranks.
+"NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `float()` reads them. Only the main rank
+has observers; their numbers are reduced over ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from burnish.config.schema import TrackingConfig
-from burnish.errors import CorruptError, UsageError
+from burnish.errors import CorruptError, refusing
 from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
@@ -74,11 +74,7 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included.
-
-        Called once per step, in ascending order, never after `close`. Must only read `values`.
-        Raises `OSError` if writing fails.
-        """
+        """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included. Steps ascend. Raises `OSError`."""
 
     def sync(self) -> None:
         """Write what is held, so that it survives a kill, and a power loss if others depend on it. Raises `OSError`.
@@ -126,7 +122,7 @@ class Observers:
         is_logged: bool,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """Open them for a run that goes on after `step` (0: new), whose line may be logged; remove later steps' data."""
+        """Open them for a run that goes on after `step` (0: new); remove later steps' data."""
         self._directory, self._settings, self._total_steps = directory, settings, total_steps
         directory.write_status(total_steps, "running")
         discard_leftovers(directory.root)
@@ -167,10 +163,9 @@ class Observers:
         arriving: Iterable[tuple[int, Any]] = (),
         whole: Container[int] = (),
     ) -> None:
-        """Write a step's rollouts if due, as those of the first and last step are.
+        """Write a step's rollouts if due; without `advantages`, a validation's.
 
-        Without `advantages`, they are a validation's. `by_token` has arrays by rollout. `arriving` has `wanted_rollouts` with what
-        this rank's `rollouts` lack, where others have them.
+        `by_token` has arrays by rollout. `arriving` has `wanted_rollouts` with what this rank's `rollouts` lack.
         """
         known = list(rollouts)
 
@@ -181,16 +176,9 @@ class Observers:
 
         kept: Mapping[int, Mapping[str, Any]] = {}
         if writes_rollouts(self._settings, step, self._total_steps, advantages is None):
-            directory = self._directory.rollouts
-            kept = self._rollouts.write_rollouts(
-                directory,
-                step,
-                rollouts,
-                advantages,
-                self._token_texts,
-                by_token,
-                passing() if arriving else None,
-            )
+            place = self._directory.rollouts, step
+            given = rollouts, advantages, self._token_texts, by_token
+            kept = self._rollouts.write_rollouts(*place, *given, passing() if arriving else None)
             kind = "validation" if advantages is None else "step"
             self._thinning.wrote(step, kind)
             # Those that are kept longest: a table of thousands would cost more than the step.
@@ -236,7 +224,7 @@ class Observers:
             tracker.sync()
 
     def close(self) -> None:
-        """Close every tracker, also if one of them raises. Those in the background get a minute together, or 10 s if the run was stopped."""
+        """Close every tracker, also if one of them raises. Those in the background share a minute, or 10 s of a stopped run."""
         if self._is_settled:
             gc.unfreeze()
         with ExitStack() as stack:
@@ -252,7 +240,7 @@ class Observers:
 class BackgroundTracker(Tracker):
     """Feed a tracker from a thread of its own, every ten seconds, so that it never stops or slows training.
 
-    Calls that there is no room for, that fail, or that come too late are counted and lost. The log has one warning and, at the end, the count.
+    Calls that find no room, fail or come too late are lost. The log has one warning and, at the end, their number.
     """
 
     def __init__(
@@ -309,9 +297,7 @@ class BackgroundTracker(Tracker):
     def finish(self, state: State, deadline: float) -> None:
         """Say that nothing more comes. `close` waits until `deadline` of the monotonic clock."""
         if not self._deadline:
-            self._deadline = deadline
-            with self._lock:
-                self._end = state
+            self._deadline, self._end = deadline, state
             self._wake.set()
 
     def close(self) -> None:
@@ -321,10 +307,10 @@ class BackgroundTracker(Tracker):
         if thread is None:
             return
         thread.join(max(0.0, self._deadline - time.monotonic()))
-        with self._lock:
-            lost = self._lost + self._waiting.total()
         if thread.is_alive():
             self._warn("did not close in time")
+        with self._lock:
+            lost = self._lost + self._waiting.total()
         if lost:
             log.warning("tracker %s: %d calls are lost", self._name, lost)
 
@@ -345,14 +331,14 @@ class BackgroundTracker(Tracker):
             self._warn(error)
         self.is_made = True
         taken = -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
-        while self._end is None:
+        is_last = False
+        while not is_last:
             self._wake.wait(_BURST_SECONDS)
             self._wake.clear()
+            is_last = self._end is not None
             self._take(taken, note=not keeps)
-        self._take(taken, note=not keeps)
-        if self._tracker is not None:
-            self._call("end", self._end)
-            self._call("close")
+        self._call("end", self._end)
+        self._call("close")
 
     def _take(self, taken: int, *, note: bool) -> None:
         """Make the calls that wait, without those of steps up to `taken`, and sync."""
@@ -381,7 +367,6 @@ class BackgroundTracker(Tracker):
         return True
 
     def _note(self, step: int) -> None:
-        """Note the last step that the tracker has, in the run's directory."""
         with suppress(OSError):  # only a run that is killed needs it
             self._taken.parent.mkdir(exist_ok=True)
             self._taken.write_text(f"{step}\n")
@@ -394,22 +379,17 @@ class BackgroundTracker(Tracker):
 
 
 def load_tracker(name: str) -> Callable[..., Tracker]:
-    """Return the class that an entry of `tracking.trackers` names, without making a tracker.
-
-    Raises `UsageError` if there is none, or if it cannot be a tracker.
-    """
+    """Return the class that an entry of `tracking.trackers` names. Raises `UsageError` if it is none, or cannot be a tracker."""
     found = load_function(name, "tracking.trackers", TRACKERS)
-    missing = [each for each in ("log", "sync", "close") if not hasattr(found, each)]
-    try:
-        inspect.signature(found).bind(Path())
-    except (TypeError, ValueError) as error:
-        missing.append(f"a constructor of the run's directory alone ({error})")
-    if missing and isinstance(found, type):
-        raise UsageError(
+    if isinstance(found, type):
+        with refusing(
             f"tracking.trackers: {name} is no tracker",
-            have=f"no {', no '.join(missing)}",
+            want="log, sync and close, and a constructor of the run's directory alone",
             do="add them; see burnish.Tracker",
-        )
+        ):
+            inspect.signature(found).bind(Path())
+            for method in ("log", "sync", "close"):
+                getattr(found, method)
     getattr(found, "require_ready", lambda: None)()
     return found
 
@@ -418,7 +398,10 @@ class JsonlTracker(Tracker):
     """Append to `path`, flushed after every step. Resuming first cuts later and half-written lines; None begins an empty file."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        write_atomically(path, _kept(path, resume_step))
+        is_new = resume_step is None or not path.exists()
+        rows = [] if is_new else _rows(path)
+        kept = [line + b"\n" for line, row in rows if row["step"] <= (resume_step or 0)]
+        write_atomically(path, b"".join(kept))
         # Unbuffered: what could not be written is not tried again on closing.
         self._file = path.open("ab", buffering=0)
 
@@ -458,8 +441,7 @@ class TensorBoardTracker(Tracker):
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the first samples as a table in Markdown."""
-        table = sample_table(rows[:_SAMPLES])
-        if table:
+        if table := sample_table(rows[:_SAMPLES]):
             lines = [list(table[0]), ["---"] * len(table[0])]
             lines += [[_cell(value) for value in row.values()] for row in table]
             text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -493,9 +475,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def json_number(value: float) -> float | str:
     """Return `value` as JSON can hold it: itself if finite, else "NaN", "Infinity" or "-Infinity"."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def json_numbers(values: Mapping[str, float]) -> dict[str, float | str]:
@@ -524,15 +504,7 @@ def logged_values(path: Path, step: int) -> dict[str, float]:
     return {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
 
 
-def _kept(path: Path, resume_step: int | None) -> bytes:
-    """Return the lines up to `resume_step`, byte for byte."""
-    if resume_step is None or not path.exists():
-        return b""
-    return b"".join(line + b"\n" for line, row in _rows(path) if row["step"] <= resume_step)
-
-
 def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return whole lines and their objects. Raises `CorruptError` for a line without metrics."""
     lines = filter(bytes.strip, path.read_bytes().split(b"\n")[:-1])
     return [(line, parse_metrics(line, path)) for line in lines]
 

@@ -55,14 +55,14 @@ class Query(RolloutFilter):
     names: Sequence[str] = ()
     id: str = ""
     cursor: str | None = None
-    limit: Integer = 50
+    limit: int = Field(50, ge=1, le=500)
     step: Integer | None = None
     first: Integer = Field(0, alias="from")
     last: Integer = Field(LAST_STEP, alias="to")
-    points: Integer = 1000
+    points: int = Field(1000, ge=1, le=10_000)
     rank: Integer = 0
     before: Integer | None = None
-    lines: Integer = 500
+    lines: int = Field(500, ge=1, le=10_000)
 
     @classmethod
     def of(cls, values: Mapping[str, Sequence[str]]) -> Self:
@@ -131,7 +131,7 @@ class Answers:
     def metrics(self, query: Query) -> Answer:
         """Return curves, or the names of all, of each run."""
         names = [name for text in query.names for name in text.split(",") if name]
-        span = _count(query.points, 10_000), query.first, query.last
+        span = query.points, query.first, query.last
         found: Answer = {}
         for run, directory in self._named(query).items():
             curves = self._read(directory)
@@ -151,7 +151,7 @@ class Answers:
         if query.step is not None:
             asked |= {"from_step": query.step, "to_step": query.step}
         wanted = query.model_copy(update=asked)
-        page = index.page(wanted, query.cursor, _count(query.limit, 500))
+        page = index.page(wanted, query.cursor, query.limit)
         rows = [
             {
                 "id": identity,
@@ -201,7 +201,6 @@ class Answers:
         return {"steps": list(total.steps) if total else [], "ranks": found}
 
     def _profiled(self, directory: Path, step: int) -> dict[int, list[Answer]]:
-        """Return the phases that the profiles of a step have, by rank. Raises `CorruptError`."""
         found = {}
         for path in self._within(directory).glob(f"step-{step:08d}.rank-*.json.gz"):
             if match := _PROFILE.fullmatch(path.name):
@@ -236,7 +235,7 @@ class Answers:
         begin = max(0, end - _TEXT_BYTES)
         lines = text[begin:end].splitlines(keepends=True)
         whole = lines[1:] if begin and len(lines) > 1 else lines
-        shown = whole[-_count(query.lines, 10_000) :]
+        shown = whole[-query.lines :]
         before = end - sum(map(len, shown)) if shown else 0
         return {
             "ranks": sorted({int(match[1]) for match in files}),
@@ -272,7 +271,6 @@ class Answers:
         return found
 
     def _paths(self) -> list[Path]:
-        """Return the directories of runs, as of at most two seconds ago."""
         with self._lock:
             if time.monotonic() - self._found[0] > _WALK_SECONDS:
                 self._found = (time.monotonic(), find_runs(self.root))
@@ -325,10 +323,6 @@ class Answers:
             if run.root not in self._indices:
                 self._indices[run.root] = open_index(self._within(run.rollouts), run.root)
             return self._indices[run.root]
-
-
-def _count(wanted: int, most: int) -> int:
-    return max(1, min(wanted, most))
 
 
 def _phase(name: str, start: float, seconds: float) -> Answer:

@@ -32,11 +32,6 @@ class Curve:
         is_there = place < len(values) and self.steps[place] == step
         return values[place] if is_there and math.isfinite(values[place]) else None
 
-    def drop_from(self, step: int) -> None:
-        """Drop this step and all after it."""
-        kept = bisect_left(self.steps, step)
-        del self.steps[kept:], self.values[kept:]
-
     def points(self, most: int, first: int, last: int) -> dict[str, list[Any]]:
         """Return last steps, means, lowest and highest values of at most `most` buckets, as JSON has them."""
         known = self.values[:]  # another thread may read more meanwhile
@@ -79,12 +74,10 @@ class Curves:
     def refresh(self) -> Self:
         """Read the whole lines that are new, or everything if the file was written anew. Without a file there are no curves."""
         with self._lock:
-            try:
-                file = self.path.open("rb")
-            except FileNotFoundError:
+            if not self.path.exists():
                 self._forget()
                 return self
-            with file:
+            with self.path.open("rb") as file:
                 state = os.fstat(file.fileno())
                 file.seek(self._place - len(self._tail))
                 if self._inode != state.st_ino or file.read(len(self._tail)) != self._tail:
@@ -111,7 +104,8 @@ class Curves:
         step = row.pop("step")
         if step <= self.last_step:  # made again
             for curve in self.by_name.values():
-                curve.drop_from(step)
+                kept = bisect_left(curve.steps, step)
+                del curve.steps[kept:], curve.values[kept:]
         self.last_step = step
         for name, value in row.items():
             curve = self.by_name.get(name) or Curve()

@@ -29,8 +29,8 @@ from burnish.tracking.rundir import plain
 
 T = TypeVar("T")
 
-Sort = Literal["place", "reward", "-reward", "length", "-length", "step", "-step"]
-"""Orders of rollouts: "place" and "-step" are newest first, "step" is the reverse."""
+Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
+"""Orders of rollouts: "place" is newest first, "step" is the reverse."""
 _Facts = tuple[int, int, int, float, int, str]
 # Prompt, sample, place, reward, length and source of a rollout.
 _Place = tuple[int, float, int | None]
@@ -47,8 +47,7 @@ _NAN = math.nextafter(-math.inf, 0.0)
 # In place of a reward that is NaN, which SQLite cannot hold.
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.3, 1.0, 0.15
 # How long a page may index, a search may read, and rows may be counted.
-_SORTED_AT_ONCE = 50_000
-_BLOCKS_HELD, _BUSY_SECONDS = 16, 30.0
+_SORTED_AT_ONCE, _BLOCKS_HELD, _BUSY_SECONDS = 50_000, 16, 30.0
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
 # Least time between two looks at the directory, most of the time that they may take, and the age of a directory whose time is sure.
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
@@ -72,7 +71,6 @@ COMMIT
 """
 
 _log = logging.getLogger("burnish")
-
 
 Integer = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
 Number = Annotated[float, Field(ge=-math.inf)]  # not NaN
@@ -168,7 +166,7 @@ class RolloutIndex:
     def page(
         self, wanted: RolloutFilter, cursor: str | None = None, limit: int = 50
     ) -> RolloutPage:
-        """Return up to `limit` rollouts after a cursor, in about a second at most, whatever is indexed."""
+        """Return up to `limit` rollouts after a cursor, in about a second at most."""
         return self._asked(partial(self._page, wanted, cursor, limit))
 
     def row(self, identity: str) -> Row:
@@ -180,16 +178,13 @@ class RolloutIndex:
             path = self._directory / f"{match[1]}.jsonl.gz"
             line = self._block(path, _mark(path), int(match[2]))[int(match[3])]
         except (FileNotFoundError, IndexError) as error:
-            raise MissingError(
-                f"there is no rollout {identity[:80]!r}, or not any more",
-                have="what tracking.rollouts_keep_gb has room for, as the last start of the run wrote it",
-                do="choose one that is listed",
-            ) from error
+            problem = f"there is no rollout {identity[:80]!r}, or not any more"
+            raise MissingError(problem, do="choose one that is listed") from error
         return parse_rollout(line, f"{path}, in the block at byte {match[2]},")
 
     def facets(self, kind: Kind | None = None) -> dict[str, Any]:
         """Return what there is to filter by, how far the index is, and what is wrong with files."""
-        return self._asked(lambda: self._found_facets(kind or self.kind()))
+        return self._asked(partial(self._found_facets, kind or self.kind()))
 
     def kind(self) -> Kind:
         """Return the kind of rollouts that there are; "step" if both."""
@@ -231,7 +226,6 @@ class RolloutIndex:
             self._pending = sorted(first for first in listed if known.get(first) != listed[first])
 
     def _work(self) -> None:
-        """Index everything, newest first. For the thread."""
         try:
             while not self._is_closed and (first := self._next_pending()) is not None:
                 self._asked(partial(self._index, first))
@@ -239,7 +233,6 @@ class RolloutIndex:
             _log.warning("%s", error)
 
     def _index(self, first: int) -> None:
-        """Put a step into the index, unless another thread or viewer has."""
         with self._indexing:
             files = self._listed.get(first)
             with self._lock:
@@ -276,7 +269,7 @@ class RolloutIndex:
         self._database.execute("INSERT INTO groups VALUES (?, ?, ?, ?)", group)
 
     def _read(self, files: str) -> tuple[list[_Facts], str | None]:
-        """Return the facts of a step's rollouts, and what is wrong with one of its files."""
+        """Return a step's rollouts, and what is wrong with one of its files."""
         found: list[_Facts] = []
         problem = None
         for is_rest, file in enumerate(json.loads(files)):
@@ -289,12 +282,11 @@ class RolloutIndex:
                             found.append(_facts(line, place, f"{path}, at byte {start},"))
                         except CorruptError as error:
                             problem = error.problem
-            except FileNotFoundError:  # removed, as old ones are
-                continue
             except CorruptError as error:
                 problem = error.problem
             except OSError as error:
-                problem = f"{path} cannot be read: {error.strerror}"
+                if not isinstance(error, FileNotFoundError):  # removed, as old ones are
+                    problem = f"{path} cannot be read: {error.strerror}"
         return found[: _SEQUENCES + 1], problem
 
     def _page(self, wanted: RolloutFilter, cursor: str | None, limit: int) -> RolloutPage:
@@ -391,7 +383,6 @@ class RolloutIndex:
         raise IndexError(start)
 
     def _rows(self, wanted: RolloutFilter) -> int:
-        """Return how many rollouts of these steps are indexed."""
         with closing(self._connection()) as reader:
             query = "SELECT coalesce(sum(rows), 0) FROM groups WHERE first BETWEEN ? AND ?"
             return int(reader.execute(query, wanted.span).fetchone()[0])
@@ -479,7 +470,6 @@ class RolloutIndex:
 
 
 def _first(kind: Kind, step: int) -> int:
-    """Return the first number of a step's rollouts."""
     return ((kind == "validation") << _STEP_BITS | LAST_STEP - step) << _SEQUENCE_BITS
 
 
@@ -497,12 +487,13 @@ def _mark(path: Path) -> str:
 
 
 def _parsed(cursor: str | None) -> _Place | None:
-    """Return the rollout that a page ended with, if one did. Raises `UsageError`."""
+    if not cursor:
+        return None
     try:
-        number, value = cursor.split(",") if cursor else (None, 0)
-        return None if number is None else (_fitting(number), float(value), None)
+        number, value = cursor.split(",")
+        return _fitting(number), float(value), None
     except (ValueError, OverflowError) as error:
-        raise UsageError("cursor: no page ends there", have=str(cursor)[:80]) from error
+        raise UsageError("cursor: no page ends there", have=cursor[:80]) from error
 
 
 def _facts(line: bytes, place: int, where: str) -> _Facts:

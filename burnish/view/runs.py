@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -40,10 +41,7 @@ def find_runs(root: Path) -> list[Path]:
 
 
 def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:
-    """Return how a run is: running, finished, stopped, failed, or ended without saying how.
-
-    `curves` are those of its metrics. A copy does not tell whether a process still runs. Raises `CorruptError`.
-    """
+    """Return how a run is, with the curves of its metrics. A copy does not tell whether it runs. Raises `CorruptError`."""
     status, environment = run.read_status(), run.read_environment()
     if curves.problem is not None:
         raise curves.problem
@@ -79,10 +77,8 @@ def settings_of(run: Path) -> dict[str, Any]:
     try:
         return dict(dotted(recorded(path).model_dump(mode="json")))
     except CorruptError:
-        try:
+        with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
             return dict(dotted(yaml.load(path.read_text(), CoreLoader)))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
-            pass
         raise
 
 
@@ -106,12 +102,12 @@ def list_steps(root: PurePath, source: Source) -> dict[str, Any]:
 
 def _step(number: int, path: PurePath, source: Source, pins: Mapping[int, str]) -> dict[str, Any]:
     found: dict[str, Any] = {"step": number, "pinned": pins.get(number)}
-    unknown = dict.fromkeys(("committed", "bytes", "files", "layout"))
     try:
         step = open_step(path, source)
         seconds = (path / COMMIT).stat().st_mtime if isinstance(path, Path) else None
     except (BurnishError, OSError) as error:
         problem = error.problem if isinstance(error, BurnishError) else error
+        unknown = dict.fromkeys(("committed", "bytes", "files", "layout"))
         return {**found, **unknown, "health": f"damaged: {problem}"}
     saved = None if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return {
