@@ -68,7 +68,6 @@ def _described(run: RunDirectory) -> dict[str, Any]:
 
 
 def _settings(names: Sequence[str]) -> Rows:
-    """Return the settings in which two runs differ."""
     both = beside([settings_of(Path(name)) for name in names])
     return [
         {"setting": key, **dict(zip(names, map(json.dumps, values), strict=True))}
@@ -91,7 +90,6 @@ def _curves(names: Sequence[str]) -> Rows:
 
 
 def _sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """Return at most `_WIDTH` bars, each the mean of its share of the values."""
     n, count = len(values), min(_WIDTH, len(values))
     shares = [values[i * n // count : (i + 1) * n // count] for i in range(count)]
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0

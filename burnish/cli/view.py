@@ -29,15 +29,10 @@ def view(given: Namespace) -> None:
         from burnish.view.answers import Answers
         from burnish.view.server import make_app
     except ModuleNotFoundError as error:
-        problem, have = (
-            "burnish view needs a server that is not installed",
-            f"no module {error.name}",
-        )
-        raise MissingError(problem, have=have, do=install("view")) from error
+        problem = f"burnish view needs {error.name}, which is not installed"
+        raise MissingError(problem, do=install("view")) from error
     with ExitStack() as stack, suppress(KeyboardInterrupt):
-        listener = stack.enter_context(
-            _listening(given.host, _PORT if given.port is None else given.port)
-        )
+        listener = stack.enter_context(_listening(given.host, given.port))
         host, port = listener.getsockname()[:2]
         token = None if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(24)
         root, url = Path(given.root), None
@@ -71,8 +66,8 @@ def view(given: Namespace) -> None:
         uvicorn.Server(config).run([listener])
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises `UsageError`."""
+def _listening(host: str, wanted: int | None) -> socket.socket:
+    port = _PORT if wanted is None else wanted
     try:
         if not 0 <= port < 1 << 16:
             raise OSError(errno.EINVAL, f"there is no port {port}")

@@ -1,8 +1,7 @@
 """Write a step's prompts, completions and rewards, compressed, and remove the oldest of too many.
 
-`step-XXXXXXXX.jsonl.gz` has the best, the worst and some random rollouts of a step,
-`step-XXXXXXXX.rest.jsonl.gz` all others, which are removed first. A validation's begin with
-`validation-`. The same rollouts give the same bytes, in any order and on any rank.
+`step-N.jsonl.gz` has the best, the worst and some random rollouts of a step, `step-N.rest.jsonl.gz` all others, which are removed
+first. The same rollouts give the same bytes, in any order and on any rank.
 """
 
 from __future__ import annotations
@@ -22,19 +21,17 @@ from burnish.tracking.rundir import write_atomically
 from burnish.tracking.trackers import json_line, json_number, json_numbers
 
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
-    from burnish.records.samples import Completion, Floats, Rollout
+    from burnish.records.samples import Floats, Rollout
 
 Kind = Literal["step", "validation"]
 """What rollouts are of: a training step, or the validation after it."""
 Row = dict[str, Any]
-"""A rollout as it is written."""
 TokenTexts = Callable[[list[int]], list[str]]
-"""Token ids to each one's text."""
 
 BLOCK_BYTES = 1 << 18
 """About the size of the text that is compressed together; a reader of one row reads one block."""
 EXTREMES, RANDOMS = 4, 8
-"""How many rollouts of a step are kept longest: so many of the best, of the worst, and random ones."""
+"""How many rollouts of a step are kept longest: of the best, of the worst, and random ones."""
 _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # whoever wrote the row
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
@@ -73,8 +70,11 @@ def write_rollouts(
             row = _row(step, rollout, given[i])
             if i in longest:
                 if token_texts is not None:
+                    said = rollout.completion
                     values = {name: each[i] for name, each in (by_token or {}).items()}
-                    row["tokens"] = _tokens(rollout.completion, values, token_texts)
+                    texts = token_texts(said.token_ids.tolist())
+                    row["tokens"] = {"texts": texts, "logprobs": _rounded(said.logprobs)}
+                    row["tokens"] |= {name: _rounded(each) for name, each in values.items()}
                 kept[i] = row
             else:
                 yield _encoded(row)
@@ -88,6 +88,10 @@ def write_rollouts(
     else:
         path.unlink(missing_ok=True)
     return dict(sorted(kept.items()))
+
+
+def _rounded(values: Floats) -> list[float | str]:
+    return [json_number(round(value, 4)) for value in values.tolist()]
 
 
 def _encoded(row: Row) -> bytes:
@@ -134,17 +138,6 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
     }
 
 
-def _tokens(
-    completion: Completion, by_token: Mapping[str, Floats], token_texts: TokenTexts
-) -> dict[str, list[Any]]:
-    values = {"logprobs": completion.logprobs, **by_token}
-    numbers = {
-        name: [json_number(round(value, 4)) for value in each.tolist()]
-        for name, each in values.items()
-    }
-    return {"texts": token_texts(completion.token_ids.tolist()), **numbers}
-
-
 def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
     """Return each token's text; of a character that is cut into several tokens, the first has it."""
     texts: list[str] = []
@@ -160,15 +153,14 @@ def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) ->
 
 def compressed(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Compress lines in blocks."""
-    block, size = list[bytes](), 0
+    block = bytearray()
     for line in lines:
-        block.append(line)
-        size += len(line)
-        if size >= BLOCK_BYTES:
-            yield gzip.compress(b"".join(block), _LEVEL, mtime=0)
-            block, size = [], 0
+        block += line
+        if len(block) >= BLOCK_BYTES:
+            yield gzip.compress(block, _LEVEL, mtime=0)
+            block.clear()
     if block:
-        yield gzip.compress(b"".join(block), _LEVEL, mtime=0)
+        yield gzip.compress(block, _LEVEL, mtime=0)
 
 
 def named_rollouts(directory: Path) -> Iterator[tuple[Kind, int, bool, Path]]:
@@ -208,7 +200,7 @@ class Thinning:
 def thin_rollouts(directory: Path, keep: int) -> int:
     """Remove the oldest files if all take more than `keep` bytes, and a share more: first those with the rest.
 
-    The first step's chosen rollouts and the newest files stay. Returns the bytes of all that stay.
+    The first step's chosen rollouts and the newest files stay. Return the bytes of all that stay.
     """
     found = named_rollouts(directory)
     files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)

@@ -18,16 +18,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from burnish import __version__
 from burnish.files.durable import write_durably
 from burnish.files.storage import LocalStorage
 from burnish.files.strict_json import parse_object
 
-_PACKAGES = ("burnish", "torch", "transformers")
-_GIT_SECONDS = 5.0
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
@@ -44,7 +43,6 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
-        """The resolved configuration, as run."""
         self.status = root / STATUS
         self.environment = root / "environment.json"
         """Versions, device, host, git commit and command line of the last start."""
@@ -66,7 +64,7 @@ class RunDirectory:
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Put what `environment()` found, atomically."""
+        """Put what `environment()` found."""
         write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
     def read_environment(self) -> dict[str, Any]:
@@ -104,7 +102,8 @@ def environment(device: str, world: int = 1) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
+        "burnish": __version__,
+        **{package: version(package) for package in ("torch", "transformers")},
         "device": device,
         "processes": world,
         "host": platform.node(),
@@ -115,24 +114,15 @@ def environment(device: str, world: int = 1) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def git_diff() -> bytes:
-    """Return the working directory's uncommitted changes to tracked files, at most 1 MiB of them; empty without git."""
+    """Return the uncommitted changes to tracked files, at most 1 MiB of them; empty without git."""
     return _git("diff", "HEAD", "--no-ext-diff", "--no-color")[:_DIFF_BYTES]
 
 
 def _git(*arguments: str) -> bytes:
-    """Return what git says of the working directory; nothing if it fails."""
+    command = ("git", *arguments)
     try:
-        return subprocess.run(
-            ("git", *arguments), capture_output=True, timeout=_GIT_SECONDS, check=True
-        ).stdout
+        return subprocess.run(command, capture_output=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return b""
 
@@ -145,10 +135,7 @@ def plain(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    r"""Put `content` at `path`, replacing what is there; text is UTF-8, lone surrogates become `\udXXX`.
-
-    Makes the directory. Raises `OSError` and leaves the old file if it fails.
-    """
+    r"""Put `content` at `path`, whole or not at all; text is UTF-8, lone surrogates become `\udXXX`. Raises `OSError`."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(LocalStorage(), path, data)

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,8 +41,7 @@ class _Service(Tracker):
         files = (run.config, run.environment, run.diff)
         self._files = [path for path in files if path.exists()]
         self._state: State = "finished"
-        self._run: Any = None
-        """The service's own object."""
+        self._run: Any = None  # the service's own object
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's numbers."""
@@ -103,8 +102,7 @@ class WandbTracker(_WithArtifacts):
             # Its output would break progress bars, and what it captures is in the log files.
             settings=wandb.Settings(silent=True, console="off", finish_timeout=_QUIET_SECONDS),
         )
-        self.last_step = self._run.starting_step - 1
-        """The last step that the service has; it ignores those up to it."""
+        self.last_step = self._run.starting_step - 1  # it ignores those up to it
 
     @staticmethod
     def require_ready() -> None:
@@ -156,12 +154,11 @@ class MlflowTracker(_Service):
             made = self._client.create_run(place, tags=tags, run_name=self._name)
             self._run = made.info.run_id
             parameters = [entities.Param(key, str(v)[:500]) for key, v in dotted(self._config)]
-            for some in _in_batches(parameters, 100):
-                self._client.log_batch(self._run, params=some)
+            for start in range(0, len(parameters), 100):
+                self._client.log_batch(self._run, params=parameters[start : start + 100])
         for path in self._files:
             self._client.log_artifact(self._run, str(path))
         self.last_step = int(known[0].data.tags.get(self._STEP, -1)) if known else -1
-        """The last step that the service has."""
         self._metrics: list[Any] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -187,7 +184,8 @@ class MlflowTracker(_Service):
     def sync(self) -> None:
         """Send the metrics that are held, with the number of their last step."""
         held, self._metrics = self._metrics, []
-        for some in _in_batches(held, 1000):
+        for start in range(0, len(held), 1000):
+            some = held[start : start + 1000]
             tags = [self._entities.RunTag(self._STEP, str(some[-1].step))]
             self._client.log_batch(self._run, metrics=some, tags=tags)
 
@@ -285,7 +283,3 @@ def _without_key(name: str, have: str) -> UsageError:
 
 def _step(checkpoint: str) -> int:
     return int(PurePath(checkpoint).name.rpartition("-")[2])
-
-
-def _in_batches(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
-    return (items[start : start + size] for start in range(0, len(items), size))

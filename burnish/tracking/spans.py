@@ -35,7 +35,6 @@ class Spans:
         self.current: str | None = None
         """The outermost span that is open, or the last one that raised."""
         self.step: int | None = None
-        """The step under way, counted from 1."""
         self.around: list[Callable[[str], AbstractContextManager[object]]] = []
         """What each span runs inside as well; gets its path, such as rollout/generate."""
         self.ended: list[Callable[[str, float, float], None]] = []

@@ -49,12 +49,8 @@ class _Span(NamedTuple):
     error: str | None = None
 
 
-class _Trace(NamedTuple):
-    id: bytes
-    spans: Sequence[_Span]  # the first is the root
-
-    def span_id(self, number: int) -> bytes:
-        return _digest((self.id, number))
+_Trace = tuple[bytes, Sequence[_Span]]
+# Its id, and its spans: the first is the root.
 
 
 def sampled(kind: files.Kind, step: int, rate: float, count: int) -> set[int]:
@@ -78,7 +74,6 @@ class Traces:
         self._resource = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES"))
         self._resource |= {"service.name": service, "service.instance.id": self._run}
         self.exporter: BackgroundTracker | None = None
-        """What sends them."""
         if settings.endpoint:
             make = partial(OtlpExporter, endpoint=settings.endpoint, resource=self._resource)
             room = {"log_traces": _ROOM}
@@ -103,7 +98,7 @@ class Traces:
                 "burnish.advantage": advantages and float(advantages[i]),
             }
             name = _digest(self._run) + _digest((kind, step, i))
-            traces.append(_Trace(name, self._spans(rollouts[i], about)))
+            traces.append((name, self._spans(rollouts[i], about)))
         if traces and self._settings.local:
             lines = [_line(trace, self._resource) for trace in traces]
             path = files.rollouts_path(self._directory.traces, step, kind)
@@ -156,8 +151,7 @@ class Traces:
         return _span(f"{operation} {model}", asked, last, attributes)
 
     def _messages(self, messages: Sequence[Mapping[str, Any]], **more: str) -> str:
-        # Their texts together are no longer than the limit.
-        left, found = self._settings.max_text, []
+        left, found = self._settings.max_text, []  # of all together
         for message in messages:
             text = _text(message.get("content"))
             parts = [{"type": "text", "content": _cut(text, left)}]
@@ -197,11 +191,12 @@ def _span(
 
 
 def _line(trace: _Trace, resource: Attributes) -> bytes:
+    name, made = trace
     spans = [
         {
-            "traceId": trace.id.hex(),
-            "spanId": trace.span_id(number).hex(),
-            **({"parentSpanId": trace.span_id(0).hex()} if number else {}),
+            "traceId": name.hex(),
+            "spanId": _digest((name, number)).hex(),
+            **({"parentSpanId": _digest((name, 0)).hex()} if number else {}),
             "name": span.name,
             "kind": _INTERNAL,
             "startTimeUnixNano": str(_nanoseconds(span.begin)),
@@ -209,7 +204,7 @@ def _line(trace: _Trace, resource: Attributes) -> bytes:
             "attributes": _key_values(span.attributes),
             "status": {} if span.error is None else {"code": _ERROR, "message": span.error},
         }
-        for number, span in enumerate(trace.spans)
+        for number, span in enumerate(made)
     ]
     scopes = [{"scope": {"name": "burnish"}, "spans": spans}]
     request = [{"resource": {"attributes": _key_values(resource)}, "scopeSpans": scopes}]
@@ -233,7 +228,6 @@ def _value(value: Any) -> Attributes:
 
 
 def _known(value: Attributes) -> Any:
-    """Return the inverse of `_value`."""
     ((kind, held),) = value.items()
     if kind == "arrayValue":
         return [_known(each) for each in held["values"]]
@@ -339,13 +333,11 @@ class OtlpExporter:
 
 
 def _variable(name: str) -> str | None:
-    """Return a variable of OpenTelemetry, that for traces before that for all."""
     found = (os.environ.get(f"OTEL_EXPORTER_OTLP_{of}{name}") for of in ("TRACES_", ""))
     return next(filter(None, found), None)
 
 
 def _pairs(text: str | None) -> dict[str, str]:
-    """Return what a variable says as name=value,name=value."""
     pairs = (each.partition("=") for each in (text or "").split(",") if "=" in each)
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
@@ -353,16 +345,19 @@ def _pairs(text: str | None) -> dict[str, str]:
 def protobuf(traces: Sequence[_Trace], resource: Attributes) -> bytes:
     """Return an OTLP request with these traces."""
     # The numbers are those of fields in opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
-    spans = [_field(2, _span_message(each, i)) for each in traces for i in range(len(each.spans))]
+    spans = [
+        _field(2, _span_message(name, number, span))
+        for name, made in traces
+        for number, span in enumerate(made)
+    ]
     scope_spans = _field(1, _field(1, b"burnish")) + b"".join(spans)
     return _field(1, _field(1, _attributes(1, resource)) + _field(2, scope_spans))
 
 
-def _span_message(trace: _Trace, number: int) -> bytes:
-    span = trace.spans[number]
-    parts = [_field(1, trace.id), _field(2, trace.span_id(number)), _field(5, span.name.encode())]
+def _span_message(trace: bytes, number: int, span: _Span) -> bytes:
+    parts = [_field(1, trace), _field(2, _digest((trace, number))), _field(5, span.name.encode())]
     if number:
-        parts.append(_field(4, trace.span_id(0)))
+        parts.append(_field(4, _digest((trace, 0))))
     begin, end = _nanoseconds(span.begin), _nanoseconds(span.end)
     parts.append(_number(6, _INTERNAL) + struct.pack("<BqBq", 7 << 3 | 1, begin, 8 << 3 | 1, end))
     if span.error is not None:

@@ -30,17 +30,14 @@ from burnish.errors import CorruptError, refusing
 from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
-_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02
-# Least time between reports, and most of the time that they may take.
+_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, and most of all time
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0
 # How long trackers may take to send the rest at the end of a run, and of a run that is told to stop.
 _BURST_SECONDS = 10.0  # until a tracker in the background takes what waits for it
 _OF_STEPS = ("log", "log_rollouts", "log_traces")
 _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
 # Calls of each method that may wait for a tracker.
-_SAMPLES, _CHARACTERS = 16, 2000
-# Most rows of a table in TensorBoard, and most characters of a cell.
-
+_SAMPLES, _CHARACTERS = 16, 2000  # most rows of a table in TensorBoard, and of a cell
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False)
 
 log = logging.getLogger("burnish")
@@ -57,9 +54,7 @@ TRACKERS: Registry = MappingProxyType(
 """The built-in trackers of `tracking.trackers`."""
 
 State = Literal["running", "finished", "stopped", "failed"]
-"""How a run is, or how it ended."""
 FileKind = Literal["report", "checkpoint"]
-"""What a tracker's `log_file` gets."""
 
 
 class Tracker(Protocol):
@@ -68,8 +63,8 @@ class Tracker(Protocol):
     It is made with the run's directory. If it takes `resume_step`, it gets the last step to keep (None: a new run), and every later
     step again. Else it gets each step once in the life of the run. It may have three more methods, all without a result:
 
-    - `log_rollouts(step, kind, rows)`: samples of a "step" or a "validation", as the rollout files have them, before the step's numbers
-    - `log_file(path, kind)`: the "report" at the end, or the "checkpoint" of a committed step, which is a reference
+    - `log_rollouts(step, kind, rows)`: samples of a "step" or a "validation", as in the rollout files, before the step's numbers
+    - `log_file(path, kind)`: the "report" at the end, or a reference to the "checkpoint" of a committed step
     - `end(state)`: how the run ended, before `close`
     """
 
@@ -207,7 +202,7 @@ class Observers:
             tracker.tell("log_file", place, "checkpoint")
 
     def report(self, state: State) -> None:
-        """Write the report of a run that is `running`, `finished`, `stopped` or `failed`, and note how it ended."""
+        """Write the report, and note how the run is or ended."""
         self._state = state
         if state != "running":
             self._directory.write_status(self._total_steps, state)
@@ -252,7 +247,7 @@ class BackgroundTracker(Tracker):
         resume_step: int | None = None,
         room: Mapping[str, int] = _ROOM,
     ) -> None:
-        """Call `make(directory)` in the thread. `room` bounds the waiting calls of each method; others are not made."""
+        """Call `make(directory)` in the thread. `room` bounds the waiting calls of each method."""
         self._name, self._make, self._room = name, make, room
         self._directory, self._resume_step = directory, resume_step
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -263,8 +258,7 @@ class BackgroundTracker(Tracker):
         self.is_made = False
         """Whether the tracker is made, or has failed to be."""
         self._end: State | None = None
-        # The last step that the tracker has taken is kept in the run's directory.
-        self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)
+        self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)  # has the last step
         self._thread: threading.Thread | None = threading.Thread(
             target=self._serve, name=f"burnish-{name}", daemon=True
         )
@@ -322,7 +316,6 @@ class BackgroundTracker(Tracker):
             log.warning("tracker %s: %s. Training goes on without it", self._name, said)
 
     def _serve(self) -> None:
-        """Make the tracker, and every call of it. For the thread."""
         keeps = "resume_step" in inspect.signature(self._make).parameters
         kept = {"resume_step": self._resume_step} if keeps else {}
         try:
@@ -341,7 +334,7 @@ class BackgroundTracker(Tracker):
         self._call("close")
 
     def _take(self, taken: int, *, note: bool) -> None:
-        """Make the calls that wait, without those of steps up to `taken`, and sync."""
+        """Make the calls that wait, without those of steps up to `taken`."""
         with self._lock:
             calls, self._calls = self._calls, []
         new = [each for each in calls if each[0] not in _OF_STEPS or each[1][0] > taken]
@@ -350,7 +343,9 @@ class BackgroundTracker(Tracker):
         if made and not self._call("sync"):
             made = []
         elif steps and note:
-            self._note(steps[-1])
+            with suppress(OSError):  # only a run that is killed needs it
+                self._taken.parent.mkdir(exist_ok=True)
+                self._taken.write_text(f"{steps[-1]}\n")
         with self._lock:
             self._lost += len(new) - len(made)
             self._waiting.subtract(method for method, _ in calls)
@@ -365,11 +360,6 @@ class BackgroundTracker(Tracker):
             self._warn(error)
             return False
         return True
-
-    def _note(self, step: int) -> None:
-        with suppress(OSError):  # only a run that is killed needs it
-            self._taken.parent.mkdir(exist_ok=True)
-            self._taken.write_text(f"{step}\n")
 
     def _last_step(self) -> int:
         try:
@@ -457,7 +447,6 @@ class TensorBoardTracker(Tracker):
 
 
 def _cell(value: object) -> str:
-    """Return a value as a cell of a table in Markdown, whatever it holds."""
     escaped = {ord(each): f"&#{ord(each)};" for each in "\\`*_[]|#~&<>"}
     return str(value)[:_CHARACTERS].translate(escaped).replace("\n", "<br>")
 

@@ -37,7 +37,6 @@ _Place = tuple[int, float, int | None]
 # Number of a rollout, its value in the column that is sorted by, and place; None where there was no time to index what follows.
 
 FORMAT = 2
-"""An index of another format is made again."""
 _SEQUENCE_BITS, _STEP_BITS, _LINE_BITS, _BLOCK_BITS = 22, 39, 22, 40
 _SEQUENCES = (1 << _SEQUENCE_BITS) - 1
 LAST_STEP = (1 << _STEP_BITS) - 1
@@ -83,7 +82,6 @@ class RolloutFilter(BaseModel, frozen=True):
     from_step: Integer = 0
     to_step: Integer = LAST_STEP
     prompt: Integer | None = None
-    """The index of a prompt."""
     source: str | None = None
     text: str = ""
     """Is in the prompt or the completion, in either case."""

@@ -1,7 +1,4 @@
-"""Write `report.html`: the page of `burnish view` in one file, with its answers for one run.
-
-It needs only the run's directory, at any time, without torch or a server.
-"""
+"""Write `report.html`: the page of `burnish view` in one file, with its answers for one run. Needs no torch and no server."""
 
 from __future__ import annotations
 
@@ -9,9 +6,11 @@ import json
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,10 +21,8 @@ from burnish.tracking.trackers import State
 from burnish.view.curves import Curve, Curves
 from burnish.view.runs import model_of
 
-MAX_POINTS = 400
-"""Points of a line."""
-READ_BYTES = 32_000_000
-"""Size of the rollout files that are read; the newest and the oldest file are always read."""
+MAX_POINTS, READ_BYTES = 400, 32_000_000
+"""Points of a line; size of the rollout files that are read, beside the newest and the oldest one."""
 _PAGE = Path(__file__).parent / "page"
 _TEXT_LIMIT = 3000
 _EXAMPLES = 3
@@ -39,10 +36,7 @@ _ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'  # where thes
 
 
 def write_report(run_dir: Path, state: State | None = None) -> Path:
-    """Write `report.html` for a run's directory, atomically, and return its path.
-
-    Leaves out missing files. Raises `CorruptError` for a broken file.
-    """
+    """Write `report.html` for a run's directory, and return its path. Raises `CorruptError` for a broken file."""
     run = RunDirectory(run_dir)
     curves = Curves(run.metrics).refresh()
     if curves.problem is not None:
@@ -74,7 +68,7 @@ def _points(curve: Curve) -> dict[str, list[Any]]:
 
 @cache
 def _page() -> str:
-    """Return the page with its styles and scripts inside, which alone its policy lets run."""
+    """Return the page with its styles and scripts inside, which alone may run."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def inlined(found: re.Match[str]) -> str:
@@ -123,16 +117,18 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
     by_prompt = [groups[index] for index in sorted(groups)]
     newest = max(step for by_step in by_prompt for step in by_step)
     latest = [by_step[newest] for by_step in by_prompt if newest in by_step]
-    best = sorted((max(group, key=rank) for group in latest), key=rank, reverse=True)
-    worst = sorted((min(group, key=rank) for group in latest), key=rank)
-    changed = _changes(by_prompt, count)
-    shown = (*(row for pair in changed for row in pair[:2]), *best[:count], *worst[:count])
+    best = sorted((max(group, key=rank) for group in latest), key=rank, reverse=True)[:count]
+    worst = sorted((min(group, key=rank) for group in latest), key=rank)[:count]
+    changes = [_change(by_step[min(by_step)], by_step[max(by_step)]) for by_step in by_prompt]
+    changed = sorted(changes, key=lambda change: -abs(change[3] - change[2]))[:count]
+    changed = [change for change in changed if change[2] != change[3]]
+    shown = (*(row for pair in changed for row in pair[:2]), *best, *worst)
     return {
         "rows": list({_name(row): _shown(row) for row in shown}.values()),
         "examples": {
             "step": newest,
-            "best": list(map(_name, best[:count])),
-            "worst": list(map(_name, worst[:count])),
+            "best": list(map(_name, best)),
+            "worst": list(map(_name, worst)),
             "changed": [[_name(early), _name(late), *means] for early, late, *means in changed],
         },
     }
@@ -141,33 +137,20 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
 def _within_budget(paths: list[Path]) -> list[Path]:
     """Return the newest, oldest, second newest, ... up to `READ_BYTES`."""
     alternating = [path for pair in zip(reversed(paths), paths, strict=True) for path in pair]
-    chosen: list[Path] = []
-    spent = 0
-    for path in alternating[: len(paths)]:
-        spent += path.stat().st_size
-        if len(chosen) >= 2 and spent > READ_BYTES:
-            break
-        chosen.append(path)
-    return chosen
+    alternating = alternating[: len(paths)]
+    spent = list(accumulate(path.stat().st_size for path in alternating))
+    return alternating[: max(2, bisect_right(spent, READ_BYTES))]
 
 
-def _changes(
-    by_prompt: Iterable[dict[int, list[Row]]], count: int
-) -> list[tuple[Row, Row, float, float]]:
-    changes = []
-    for by_step in by_prompt:
-        early, late = by_step[min(by_step)], by_step[max(by_step)]
-        before, after = (fmean(map(_finite_reward, group)) for group in (early, late))
-        if before != after:
-            typical = _typical(early, before, after), _typical(late, after, before)
-            changes.append((*typical, before, after))
-    return sorted(changes, key=lambda change: -abs(change[3] - change[2]))[:count]
+def _change(early: list[Row], late: list[Row]) -> tuple[Row, Row, float, float]:
+    """Return the row of each group that is nearest to its mean, or of two the farther from the other's, and both means."""
+    before, after = (fmean(map(_finite_reward, group)) for group in (early, late))
 
+    def typical(group: list[Row], mean: float, other: float) -> Row:
+        farthest_first = sorted(group, key=_finite_reward, reverse=mean > other)
+        return min(farthest_first, key=lambda row: abs(_finite_reward(row) - mean))
 
-def _typical(group: list[Row], mean: float, other: float) -> Row:
-    """Return the row nearest to its group's mean; of two as near, the one farther from the other group's mean."""
-    farthest_first = sorted(group, key=_finite_reward, reverse=mean > other)
-    return min(farthest_first, key=lambda row: abs(_finite_reward(row) - mean))
+    return typical(early, before, after), typical(late, after, before), before, after
 
 
 def _finite_reward(row: Row) -> float:
@@ -188,7 +171,6 @@ def _shown(row: Row) -> Row:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= _TEXT_LIMIT:
-        return text
     half = _TEXT_LIMIT // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+    left_out = f"\n[… {len(text) - 2 * half:,} characters left out …]\n"
+    return text if len(text) <= _TEXT_LIMIT else text[:half] + left_out + text[-half:]

@@ -24,7 +24,6 @@ from burnish.errors import BurnishError, MissingError
 from burnish.view.answers import Answer, Answers, Query
 
 PAGE = Path(__file__).parent / "page"
-"""The page's files."""
 _OF_RUNS = ("runs", "metrics", "timeline", "checkpoints", "log", "config", "environment")
 _OF_ROLLOUTS = ("rollouts", "rollout", "facets")
 # Methods of `Answers` that have a path.
@@ -107,7 +106,6 @@ def _json(answer: Answer, status: int = 200) -> Response:
 
 
 async def _events(answers: Answers) -> AsyncIterator[str]:
-    """Yield an event for each run whose metrics grow."""
     known = await run_in_threadpool(answers.sizes)
     yield ":\n\n"
     while True:
