@@ -77,7 +77,7 @@ class MissingError(BurnishError):
 class StoppedError(BurnishError):
     """A signal stopped the run after a committed checkpoint; all ranks raise it.
 
-    `exit_code` is 128 + the signal's number.
+    `exit_code` is 128 + its number.
     """
 
     told_elsewhere = True
@@ -88,13 +88,12 @@ class StoppedError(BurnishError):
         self.exit_code = 128 + signal_number
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the signal."""
         return partial(StoppedError, self.problem, signal_number=self.signal_number), ()
 
 
 @contextmanager
 def of_setting(name: str) -> Iterator[None]:
-    """Put a setting's name before errors of the block."""
+    """Name a setting in errors of the block."""
     try:
         yield
     except BurnishError as error:
@@ -156,7 +155,7 @@ def bytes_text(size: float) -> str:
 
 
 def neighbours(path: Path) -> str:
-    """Return the names beside a missing path: all, or those like it and the last of these."""
+    """Return the names beside a missing path, or the likeliest of many."""
     if path.exists():
         return "a directory without data" if path.is_dir() else "a file"
     folder = next((each for each in path.parents if each.is_dir()), Path())

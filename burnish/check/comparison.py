@@ -1,7 +1,4 @@
-"""Compare what Burnish computes with plain transformers, which runs sequences one by one.
-
-The order is that in which a mistake shows.
-"""
+"""Compare what Burnish computes with plain transformers, which runs sequences one by one."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A small model, and settings and sequences to check it with."""
+    """A small model with settings and sequences."""
 
     hf_config: PretrainedConfig
     """The model."""
@@ -139,7 +136,7 @@ class RandomWeights:
 
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
-    """Compare an engine's step from fresh weights with plain PyTorch, at the worst rank. Collective."""
+    """Compare an engine's step with plain PyTorch, at the worst rank. Collective."""
     weights = RandomWeights(given.seed)
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
@@ -189,7 +186,7 @@ def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> d
 
 
 def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Difference]]:
-    """Return the tensors of a part, and the distances between ranks' copies. Collective."""
+    """Return a part's tensors, and distances between ranks' copies. Collective."""
     pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
     built: dict[str, tuple[Tensor, Tensor]] = {}
     copies: dict[str, Difference] = {}
@@ -316,7 +313,7 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
 def packed_model(
     given: Material, device: torch.device
 ) -> tuple[PreTrainedModel, tuple[Region, ...]]:
-    """Return Burnish's model on one device with the random weights, and its trained tensors."""
+    """Return Burnish's model with the random weights, and its trained tensors."""
     model = build_on_meta(given.hf_config)
     adapter = None if given.lora is None else Adapter(model, given.lora)
     fixed = () if adapter is None else adapter.base

@@ -1,7 +1,6 @@
 """How fast the ranks of a run compute and talk, and which of them is the odd one out.
 
-Bandwidths are the bus's, as NCCL's tests count them: the tensor's bytes by the time, times (n - 1) / n, and for an all-reduce
-times two.
+Bandwidths are the bus's, as in NCCL's tests: bytes by time, times (n - 1) / n, and for an all-reduce times two.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _NODES = {"cuda": "/dev/nvidia0", "cuda (ROCm)": "/dev/kfd", "npu": "/dev/davinc
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How a part of a machine is and, unless all is well, how it should be."""
+    """How a part of a machine is, and how it should be."""
 
     part: str
     found: str
@@ -70,9 +70,9 @@ class Finding:
 
 
 def look(places: Sequence[str], layout: Layout) -> Iterator[Finding]:
-    """Yield findings on this machine and on its further local ranks' cores.
+    """Yield findings on this machine and its further local ranks' cores.
 
-    `places` are directories and URLs where runs will write.
+    Runs will write to `places`, directories and URLs.
     """
     yield from _affinity(layout)
     if layout.local_rank:
@@ -166,7 +166,7 @@ def _affinity(layout: Layout) -> Iterator[Finding]:
 
 
 def _numa_node(device: torch.device) -> int | None:
-    """Return a CUDA device's NUMA node, or None if the system does not say."""
+    """Return a CUDA device's NUMA node, if the system says it."""
     if device.type != "cuda":
         return None
     about = torch.cuda.get_device_properties(device)

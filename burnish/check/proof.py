@@ -1,9 +1,8 @@
 """The proof before every run: a small model of the same kind computes what plain transformers compute, or the run is refused.
 
-The small model has random weights and a layer of every kind (`burnish.check.shrinking`). Log-probs and gradients of packed
-micro-batches, with windows and common beginnings, are compared with each sequence alone in transformers' eager model, and greedy
-completions with `generate` without a cache. Processes that share a model take one step of it as well. A file in the cache
-remembers a passed proof. Left out: bf16, and kernels that only bf16 uses.
+Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with each sequence alone in
+transformers' eager model, and greedy completions with `generate` without a cache. Processes that share a model take one step of
+it as well. A file in the cache remembers a passed proof. Left out: bf16, and its own kernels.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def prove(
     generates: bool,
     layout: Layout | None = None,
 ) -> None:
-    """Compare a small model in this process; say so on the main rank.
+    """Compare a small model in this process.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """
@@ -155,7 +154,6 @@ def prove_layout(
 
 
 def _computing(kind: str) -> AbstractContextManager[None]:
-    """Say what cannot be computed when the block raises."""
     return refusing(
         f"models of type {kind} cannot be computed",
         IncompatibleError,
@@ -167,7 +165,7 @@ def _computing(kind: str) -> AbstractContextManager[None]:
 def _material(
     hf_config: PretrainedConfig, engine: EngineConfig, lora: LoraConfig | None
 ) -> Material:
-    """Return what is compared. Raises `IncompatibleError` for a model that cannot be made small."""
+    """Return what is compared. Raises `IncompatibleError` if that is not small."""
     engine = engine.model_copy(update=_PLAIN)
     with torch.device("meta"):
         build_on_meta(hf_config)  # which says by itself why it cannot be built
@@ -320,7 +318,7 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
 
 
 def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
-    """Return a proof's file; where the model lies does not matter."""
+    """Return a proof's file, wherever the model lies."""
     fields = {n: v for n, v in hf_config.to_dict().items() if n != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
     versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
@@ -329,7 +327,6 @@ def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
 
 
 def _keep(place: Path, layout: Layout) -> None:
-    """Leave the file, once on each machine."""
     if layout.local_rank == 0:
         with suppress(OSError):  # the next run proves it again
             make_dirs_durably(LocalStorage(), place.parent, above=2)

@@ -1,7 +1,7 @@
 """A small model of the same kind: every width and depth made small.
 
 Kept is all that can make computations differ: family, flags, scales, tied embeddings, biases, query heads per key head, and a
-layer of every kind, with its window and experts. Fields are found by common names.
+layer of every kind, with its window and experts.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ _OF_RL: Sequence[Constraint] = (
 
 
 def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
-    """Raise `UsageError` with everything that keeps `command` from running on `world` processes; None: on any number."""
+    """Raise `UsageError` with all that keeps `command` from running on `world` processes; None: on any number."""
     shares = 1 if world is None else world // config.engine.sharing
     problems = list(_of_settings(config))
     if world is not None:
@@ -573,7 +573,6 @@ def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _budget(config: RunConfig) -> str:
-    """Return how many tokens a micro-batch may have."""
     device, ranks = config.batch.tokens_per_device, config.engine.sequence_parallel
     shared = f" × engine.sequence_parallel: {ranks}" if ranks > 1 else ""
     return f"batch.tokens_per_device: {device}{shared}"

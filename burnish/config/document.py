@@ -52,7 +52,7 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a repeated value out."""
+        """Return True."""
         return True
 
     def serialize(self, node: yaml.Node) -> None:

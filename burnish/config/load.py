@@ -51,9 +51,9 @@ class Resolved:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resolved:
     """Read `path` (None: only defaults), then apply overrides `a.b=c` in order.
 
-    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, and for a mapping
+    A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, or for a mapping
     with its main key (`reward.functions=numeric`). An override of a section (`rollout={n: 4}`) changes the keys it names; a list
-    is replaced. Keys inside `model.fresh` can be set one by one.
+    is replaced.
 
     Raises `MissingError` for an absent file, and `UsageError` for broken YAML, unknown keys and wrong values.
     """

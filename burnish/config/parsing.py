@@ -1,7 +1,7 @@
 """Read YAML text as plain values, with the line of every key.
 
-Unlike PyYAML's `safe_load`, refuse a duplicate key, and read scalars by YAML 1.2's core schema. Length, depth, number of values
-and size of numbers are bounded against hostile text.
+Unlike PyYAML's `safe_load`, refuse a duplicate key, and use YAML 1.2's core schema. Length, depth, number of values and size of
+numbers are bounded against hostile text.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class RunIdentity:
 
 
 def _cells(before: Any, after: Any, limit: int = 40) -> tuple[str, str]:
-    """Return two values as text, of long ones from where they differ."""
+    """Return two values as text, long ones from where they differ."""
     a, b = (json.dumps(value, ensure_ascii=False) for value in (before, after))
     same = next((at for at, pair in enumerate(zip(a, b, strict=False)) if len({*pair}) > 1), 0)
     start = max(0, same - limit // 2) if max(len(a), len(b)) > limit else 0

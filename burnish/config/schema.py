@@ -175,7 +175,7 @@ class EngineConfig(Section):
         return self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
 
     def logprob_rows(self, vocabulary: int) -> int:
-        """Return the chunk size for logits over a vocabulary of this size."""
+        """Return the chunk size for logits over a vocabulary."""
         return self.logprob_chunk or max(1, _LOGITS_AT_ONCE // vocabulary)
 
     @property
@@ -660,7 +660,7 @@ class RunConfig(Section):
 
     @property
     def run_name(self) -> str:
-        """The run's name; by default that of the model, or of the run that made it, and the kind of training."""
+        """The run's name; by default that of the model, or of its run, and the kind of training."""
         if self.name is not None:
             return self.name
         fresh, path = self.model.fresh, self.model.path or ""

@@ -101,7 +101,7 @@ def suggestion(name: str, value: Any = None) -> tuple[str, str]:
 def nearest(name: str) -> str | None:
     """Return the known key most like `name`, or None.
 
-    A key counts by its last part or as a whole, whichever is more alike. Another framework's spelling counts by its last part.
+    A key counts by its last part or as a whole, whichever is more alike, another framework's by its last part.
     """
     if len(name) > _LONGEST:
         return None
@@ -123,7 +123,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the name, then without its first section, its second, ..."""
+    """Yield the name, then without its first section, ..."""
     while name:
         yield name
         name = name.partition(".")[2]

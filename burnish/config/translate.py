@@ -222,7 +222,7 @@ def _batch(names: Names) -> Names:
 
 
 def _function(name: str) -> str:
-    """Return a function's name here: TRL's own have a plain name, others a dotted one."""
+    """Return a function's name here: TRL's own are plain, others dotted."""
     if ":" in name:
         return name
     module, _, function = name.rpartition(".")

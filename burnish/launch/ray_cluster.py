@@ -1,7 +1,7 @@
 """Place the ranks of a run on a Ray cluster: a placement group with a bundle and an actor per process.
 
-Each actor starts the command as its child, which has a main thread and signals of its own. The system ends the child when the
-actor dies, and Ray the actors when the process that started them dies.
+Each actor starts the command as its child, which has a main thread and signals of its own. The child ends with the actor, and the
+actors with the process that started them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankActor:
     """A process of one bundle, with one rank as its child."""
 
     def where(self) -> Mapping[str, Any]:
-        """Return the node, its address, and the accelerators that Ray has given to this process."""
+        """Return the node, its address, and the accelerators of this process."""
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         ids = context.get_accelerator_ids()
@@ -54,7 +54,7 @@ class RankActor:
         return free_port()
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str, keeps: int) -> None:
-        """Start the command in the driver's directory, or if the node lacks it, in the Ray job's."""
+        """Start the command in the driver's directory, or if it is missing, in the Ray job's."""
         signal.signal(signal.SIGTERM, self._pass_on)
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *_OURS)}
         here = cwd if os.path.isdir(cwd) else os.getcwd()
@@ -66,7 +66,7 @@ class RankActor:
         self.start([*argv, "--host", address, "--port", "0"], environ, cwd, LAST_LINES)
 
     def poll(self, seconds: float, take: bool) -> tuple[int | None, list[str]]:
-        """Wait at most so long for its end; return its status, and new lines at its end or with `take`."""
+        """Wait at most so long for its end; return its status, and new lines then or with `take`."""
         until = time.monotonic() + seconds
         while (status := self._process.poll()) is None and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
@@ -141,7 +141,7 @@ class RayServers:
 
 
 class RayAttempt:
-    """An `Attempt` on as many bundles. Rank 0's lines appear here."""
+    """An `Attempt` on bundles. Rank 0's lines appear here."""
 
     def __init__(self, group: PlacementGroup, actors: Sequence[Any], servers: RayServers) -> None:
         """Take the actors of ranks that have started."""
@@ -201,7 +201,7 @@ class RayLauncher:
     def __init__(
         self, address: str, argv: Sequence[str], servers: int = 0, devices: int = 1
     ) -> None:
-        """Connect to the cluster; start `servers` of so many `devices`. Raises `UsageError` if there is none."""
+        """Connect, and start `servers` of so many `devices`. Raises `UsageError` without a cluster."""
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)

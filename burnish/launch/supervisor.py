@@ -175,7 +175,7 @@ class Supervisor:
                 asked = True
 
     def _larger(self) -> int:
-        """Return a larger number of processes that there is room for, or 0."""
+        """Return a larger number that there is room for, or 0."""
         if self._world == self._wanted:
             return 0
         room = min(self._wanted, self._world + self._launcher.room())

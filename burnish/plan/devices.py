@@ -1,6 +1,6 @@
 """Describe devices, and estimate a step's time on them: work divided by speed.
 
-An update takes the longer of its arithmetic and its communication. A critic counts as the policy's model.
+An update takes the longer of its arithmetic and its communication.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def parse_devices(
 def devices_here(processes: int, local_processes: int) -> Devices | None:
     """Return this machine's device per process; None for an accelerator that is not in the table.
 
-    Processes without one share the machine's memory.
+    Processes without one share its memory.
     """
     if (found := _nvidia()) is not None:
         name, memory = found
@@ -184,7 +184,7 @@ def _host_memory() -> float:
 
 @dataclass(frozen=True)
 class Clock:
-    """Operations and seconds of each phase, on the device with most sequences."""
+    """Operations and seconds of each phase, on the busiest device."""
 
     model: PlannedModel
     work: Workload
@@ -211,7 +211,7 @@ class Clock:
         operations: Mapping[str, float],
         slots: int,
     ) -> dict[str, float]:
-        """Return seconds by phase; `microbatches` are an optimizer step's, `slots` the sequences generated at once."""
+        """Return seconds by phase, for an optimizer step's `microbatches` and `slots` sequences generated at once."""
         work = self.work
         found = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
@@ -246,7 +246,6 @@ class Clock:
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
     def _mine(self, engine: EngineConfig) -> float:
-        """A device's share of sequences."""
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:

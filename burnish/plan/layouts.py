@@ -35,7 +35,7 @@ _DEGREES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run and its needs, with a process per device."""
+    """A way to run and its needs, with a process per device."""
 
     engine: EngineConfig
     phases: dict[str, Parts]
@@ -80,12 +80,12 @@ class Plan:
         return total_of(self.phases[phase])
 
     def divides_like(self, other: Plan) -> bool:
-        """Return whether both divide the work alike."""
+        """Return whether both divide alike."""
         return self.overrides() == other.overrides()
 
     @property
     def is_default(self) -> bool:
-        """Whether the work is divided as by default."""
+        """Whether it divides as by default."""
         return self.divides_like(replace(self, engine=EngineConfig(kind=self.engine.kind)))
 
     def overrides(self) -> list[str]:
@@ -136,7 +136,7 @@ class Planner:
         self._clock = Clock(self.model, self.work, devices, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
-        """Return the present settings' plan, and why they cannot run or do not fit."""
+        """Return the present settings' plan, and why it cannot run or does not fit."""
         config, engine = self._config, self._config.engine
         try:
             check_layout(config, self._command, self._devices.count)
@@ -165,7 +165,7 @@ class Planner:
         )
 
     def all_plans(self) -> list[Plan]:
-        """Return a plan per layout and checkpointing: fitting ones first, then by time and need."""
+        """Return a plan per layout and checkpointing: fitting ones first, by time and need."""
         engine = self._config.engine
         limited = engine.kind == "torch" and (engine.activation_offload or engine.compile)
         kinds = [kind for kind in _CHECKPOINTING if kind != "selective" or not limited]
@@ -189,7 +189,6 @@ class Planner:
             require_divisible(judge.shape, _without_experts(engine))
 
     def _divides(self, engine: EngineConfig) -> bool:
-        """Return whether settings divide every model, and the longest sequence fits."""
         config, shapes = self._config, [judge.shape for judge in self._judges]
         known = all(shape.family.cuts_heads for shape in (self.model.shape, *shapes))
         if engine.kind == "torch" and engine.tensor_parallel > 1 and not known:
@@ -205,7 +204,7 @@ class Planner:
         )
 
     def _machine(self) -> Iterator[EngineConfig]:
-        """Ways to share a micro-batch among one machine's devices."""
+        """Ways to share a micro-batch within a machine."""
         for tensor, sequence in product(_divisors(PER_MACHINE), repeat=2):
             if tensor * sequence <= PER_MACHINE and self._devices.count % (tensor * sequence) == 0:
                 yield self._config.engine.model_copy(
@@ -290,7 +289,6 @@ def gigabytes(size: float) -> str:
 
 
 def _without_experts(engine: EngineConfig) -> EngineConfig:
-    """Return settings for a model beside the policy."""
     return engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
 
 

@@ -1,7 +1,7 @@
 """Compute the bytes that one process needs in each phase of a step, in closed form.
 
 A phase needs as much as its fullest moment, a sum of named parts. On CPUs, parts that leave the device stay in memory, as `host`.
-Left out: interpreter, libraries, drivers, uneven loads of experts.
+Left out: interpreter, libraries, drivers, uneven experts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Needs:
         judges: Sequence[PlannedModel] = (),
         stage: int = 0,
     ) -> None:
-        """Take the trained model, those of `reward.models`, and the pipeline stage's number."""
+        """Take the trained model, those of `reward.models`, and the pipeline stage."""
         self._model, self._work, self._devices = model, work, devices
         self._engine, self._optim = engine, optim
         self._tensor, self._shards = engine.tensor_parallel, shards_of(engine, devices.count)
@@ -92,7 +92,7 @@ class Needs:
         return found
 
     def host(self, checkpointing: str) -> Parts:
-        """Return bytes of host memory beside a device."""
+        """Return host bytes beside a device."""
         staging = self._staging
         return self._away(checkpointing) | ({"saving": staging} if staging else {})
 
@@ -160,7 +160,6 @@ class Needs:
 
     @cached_property
     def _state(self) -> Parts:
-        """Weights and optimizer on the device."""
         frozen = self._width * self._frozen if self._model.lora else 0.0
         parts = {"weights": FP32 * self._trained + frozen}
         return parts if self._engine.optimizer_offload else parts | {"optimizer": self._slots}
@@ -262,7 +261,7 @@ class Needs:
 
     @cached_property
     def slots(self) -> int:
-        """Sequences that the process generates at once."""
+        """Sequences generated at once."""
         slots, work = self._work.slots, self._work
         room = self._devices.usable - total_of(self._while_generating)
         while work.fits_slots and slots > 1 and total_of(self._generating(slots)) > room:
@@ -295,7 +294,6 @@ class Needs:
         }
 
     def _scorings(self) -> Iterator[Parts]:
-        """Moments of a pass that keeps nothing."""
         if self._critic and not self._work.scorings:
             yield from self._critic._scorings()
             return
@@ -321,7 +319,6 @@ class Needs:
         return parts | {"merging": float(FP32 * (model.adapter + 2 * min(_MERGED, widest)))}
 
     def _saving(self) -> Parts:
-        """Blocks of files, as `burnish.checkpoint.save` exchanges them."""
         elements = self._model.adapter or self._model.elements
         elements += self._critic._model.elements if self._critic else 0
         world = self._world
@@ -440,7 +437,6 @@ class Needs:
 
     @cached_property
     def _stepping(self) -> Parts:
-        """The optimizer step's own needs."""
         optim, parts = self._optim, Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
@@ -462,7 +458,7 @@ class Needs:
     def _moment(
         self, gathered: float, gradients: float, activations: float = 0.0, logits: float = 0.0
     ) -> Parts:
-        """Name a moment's parts: `gathered` counts elements, the others bytes."""
+        """Name parts: `gathered` counts elements, the others bytes."""
         return {
             "gathered": float(self._width * gathered),
             "gradients": float(gradients),
@@ -474,8 +470,8 @@ class Needs:
 class MegatronNeeds(Needs):
     """Bytes of one process of a pipeline stage of the Megatron engine.
 
-    A lasting fp32 buffer collects gradients. Data-parallel processes divide the fp32 weights and moments. The first stage has
-    most micro-batches in flight, the last the logits.
+    A lasting fp32 buffer collects gradients. Data-parallel processes divide fp32 weights and moments. The first stage has most
+    micro-batches in flight, the last the logits.
     """
 
     @cached_property
@@ -603,7 +599,7 @@ class MegatronNeeds(Needs):
         return total
 
     def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
-        """Name a moment's parts; `gradients` are outside the buffer."""
+        """Name parts; `gradients` are outside the buffer."""
         return {
             "gradients": self._state["gradients"] + gradients,
             "gathered": self._gathered,
@@ -636,13 +632,12 @@ class MegatronNeeds(Needs):
 
 
 def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:
-    """Return each phase's parts on the stage that needs most in it."""
+    """Return each phase's parts on the stage that needs most."""
     found = [stage.phases(checkpointing) for stage in stages]
     return {phase: max((each[phase] for each in found), key=total_of) for phase in found[0]}
 
 
 def _sent(size: float) -> Parts:
-    """Bytes on their way to other processes."""
     return {"buffers": 2 * min(_PUBLISH_WAVE, size)} if size else {}
 
 

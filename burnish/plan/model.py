@@ -1,4 +1,4 @@
-"""Count parameters on a rank, sequences, and bytes of a token in each layer, for both engines."""
+"""Count parameters, sequences, and bytes of a token in each layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def product_bytes(engine: EngineConfig) -> int:
-    """Return the bytes of a number in matrix products."""
+    """Return a number's bytes in matrix products."""
     return FP32 if engine.precision == "fp32" else _BF16
 
 
@@ -80,7 +80,7 @@ class Weight:
 
 
 def held(weights: Iterable[Weight], shards: int, tensor: int) -> int:
-    """Return the elements of weights on the fullest rank."""
+    """Return the fullest rank's elements of weights."""
     return sum(weight.held(shards, tensor) for weight in weights)
 
 
@@ -119,7 +119,7 @@ class PlannedModel:
         return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
 
     def trains(self, linear: str) -> bool:
-        """Return whether it, or its adapter, gets gradients."""
+        """Return whether such layers, or their adapter, get gradients."""
         return self.lora is None or self.adapts(linear)
 
     @cached_property
@@ -142,7 +142,7 @@ class PlannedModel:
         return self.total(self.layers) + sum(weight.elements for weight in self.root)
 
     def total(self, weights: dict[LayerShape, tuple[Weight, ...]]) -> int:
-        """Return the weights' elements in all layers."""
+        """Return the elements in all layers."""
         return sum(
             sum(w.elements for w in weights[kind]) * n for kind, n in self.shape.counts.items()
         )
@@ -159,7 +159,7 @@ class PlannedModel:
         return 0 if self.lora is None else self.total(self.trained)
 
     def require_targets(self) -> None:
-        """Raise `IncompatibleError` if the model lacks the adapter's layers."""
+        """Raise `IncompatibleError` if the adapter's layers are missing."""
         if self.lora is not None:
             names = {weight.linear for weights in self.layers.values() for weight in weights}
             require_targets(self.lora.targets, sorted(names - {""}))
@@ -204,7 +204,7 @@ def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token in one layer and rank, by checkpointing."""
+    """Bytes of a token in a layer, by checkpointing."""
 
     none: float
     """Kept for the backward pass."""
@@ -223,7 +223,7 @@ class TokenBytes(NamedTuple):
 def token_bytes(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, *, cpu: bool
 ) -> TokenBytes:
-    """Return a token's bytes in a layer whose matrix products take `width` bytes a number."""
+    """Return a token's bytes in a layer, with `width` bytes per number of a product."""
     part = _hidden(model, engine, width)
     make = _of_megatron if engine.kind == "megatron" else _of_torch
     attention, mlp = make(model, layer, engine, width, cpu)
@@ -333,7 +333,6 @@ def _of_torch(
 def _of_megatron(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
 ) -> tuple[_Block, _Block]:
-    """The Megatron engine's attention and MLP, with tokens even over experts."""
     exact, tensor, shape = FP32 / width, engine.tensor_parallel, model.shape
     part = _hidden(model, engine, width)
     query, key = _heads(shape, engine, width)
@@ -441,7 +440,7 @@ class Workload:
 
     @property
     def alone(self) -> Self:
-        """The work of a critic or a reward model."""
+        """The work of a critic or reward model."""
         return replace(self, has_critic=False, has_reference=False, slots=0)
 
     @property

@@ -56,7 +56,7 @@ class Generator(Protocol):
         """
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Copy weights from the shards of every rank, frozen ones once only: pass shards of one engine. Collective."""
+        """Copy weights from every rank's shards, frozen ones once only, so from one engine. Collective."""
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """Yield each tensor that it computes with, by canonical name, and its `Shard.checksum`.
@@ -114,7 +114,7 @@ def require_valid(
 
 
 def not_finite() -> BurnishError:
-    """Return the error for logits that are not finite."""
+    """Return an error."""
     return BurnishError(
         "the model's logits are not finite, so no token can be drawn",
         do="look at the loss and gradient norm of the steps before; the weights may hold NaN",

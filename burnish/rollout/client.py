@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, BinaryIO, cast
-from urllib.parse import urlsplit
+from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from burnish.rollout.base import Sampling, Underway, Watch
 
 log = logging.getLogger("burnish")
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.1
 # Between looks for a signal while servers generate.
 _GRACE_SECONDS = 2.0
 # How long a signal that has ended all servers may be on its way to this process.
@@ -39,6 +40,7 @@ _TOLD_SECONDS = 10.0
 # How long a server may take to tell how far it is.
 _WRONG = (OSError, HTTPException, *messages.NONSENSE)
 
+T = TypeVar("T")
 Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
 """Given the urls of lost servers and of the others, returns urls and tokens of what stands in for which lost one. Raises nothing."""
 
@@ -52,7 +54,8 @@ class Server:
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
         """Count it as lost after a silence of `timeout` seconds."""
-        self.url, self._token, self.timeout = url, token, timeout
+        self.url, self.timeout = url, timeout
+        self._headers = {"Authorization": f"Bearer {token}"}
         self._asking: HTTPConnection | None = None
 
     def about(self, timeout: float | None = None) -> dict[str, Any]:
@@ -77,7 +80,7 @@ class Server:
             connection = self._connection()
             more = "&anew=1" if anew else ""
             connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{more}")
-            connection.putheader("Authorization", f"Bearer {self._token}")
+            connection.putheader("Authorization", self._headers["Authorization"])
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
         return Upload(self, connection)
@@ -95,8 +98,7 @@ class Server:
         """Return completions; `told` gets how many have ended."""
         asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
         with self.losing(), closing(self._connection()) as self._asking:
-            self._asking.request("POST", "/completions", b"".join(asked), self._headers())
-            answer = self.answer(self._asking)
+            answer = self._ask(self._asking, "POST", "/completions", b"".join(asked))
             while "ended" in (message := self.next(answer)).fields:
                 told.put(int(message.fields["ended"]))
             if "holds" in message.fields:
@@ -110,8 +112,7 @@ class Server:
     def so_far(self, owner: str) -> list[Underway]:
         """Return what it has made for `owner`."""
         with self.losing(), closing(self._connection(_TOLD_SECONDS)) as connection:
-            connection.request("GET", "/completions", headers=self._headers())
-            answer = self.answer(connection)
+            answer = self._ask(connection, "GET", "/completions")
             asked = self.next(answer)
             if asked.fields.get("owner") != owner:
                 return []
@@ -132,8 +133,7 @@ class Server:
         self, path: str, timeout: float | None = None, method: str = "GET"
     ) -> messages.Message:
         with self.losing(), closing(self._connection(timeout)) as connection:
-            connection.request(method, path, headers=self._headers())
-            return self.next(self.answer(connection))
+            return self.next(self._ask(connection, method, path))
 
     @contextmanager
     def losing(self) -> Iterator[None]:
@@ -143,13 +143,14 @@ class Server:
         except _WRONG as error:
             raise ServerLost(f"{self.url}: {type(error).__name__}: {error}") from error
 
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token}"}
-
     def _connection(self, timeout: float | None = None) -> HTTPConnection:
-        url = urlsplit(self.url)
-        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        return kind(url.hostname or "", url.port, timeout=timeout or self.timeout)
+        return connection_to(urlsplit(self.url), timeout or self.timeout)
+
+    def _ask(
+        self, connection: HTTPConnection, method: str, path: str, body: bytes | None = None
+    ) -> HTTPResponse:
+        connection.request(method, path, body, self._headers)
+        return self.answer(connection)
 
     def answer(self, connection: HTTPConnection) -> HTTPResponse:
         """Return the answer."""
@@ -278,7 +279,7 @@ class ServedGenerator:
             share: list[int] = []
             try:
                 # One that is lost in the meantime may lack the newest weights.
-                while not errors and server not in self._lost and (share := _next(shares)):
+                while not errors and server not in self._lost and (share := next_of(shares) or []):
                     mine = [requests[number] for number in share]
                     groups = server.complete(
                         mine, sampling, version, told, self._owner, in_flight=self._in_flight
@@ -293,20 +294,13 @@ class ServedGenerator:
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
-        threads = [threading.Thread(target=ask, args=each, daemon=True) for each in dealt.items()]
-        for thread in threads:
-            thread.start()
         try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(_POLL_SECONDS)
-                    _tell(told, watch)
+            in_threads([partial(ask, *each) for each in dealt.items()], partial(_tell, told, watch))
         except BaseException:
             left.set()
             for server in dealt:
                 server.hang_up()
             raise
-        _tell(told, watch)
         if errors:
             raise errors[0]
         return found
@@ -452,11 +446,30 @@ def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> Bi
     return share_evenly(lengths, min(servers, len(requests))) if requests else []
 
 
-def _next(shares: deque[list[int]]) -> list[int]:
+def next_of(left: deque[T]) -> T | None:
+    """Take the next of what threads share, or None."""
     try:
-        return shares.popleft()
-    except IndexError:  # perhaps another server has taken the last
-        return []
+        return left.popleft()
+    except IndexError:
+        return None
+
+
+def in_threads(works: Sequence[Callable[[], None]], meanwhile: Callable[[], None]) -> None:
+    """Run functions in threads; call `meanwhile` now and then, and once after all."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            meanwhile()
+    meanwhile()
+
+
+def connection_to(url: SplitResult, timeout: float) -> HTTPConnection:
+    """Return a connection, not yet open."""
+    kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+    return kind(url.hostname or "", url.port, timeout=timeout)
 
 
 def _tell(told: queue.SimpleQueue[int], watch: Watch | None) -> None:

@@ -8,12 +8,12 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
@@ -22,9 +22,10 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import IncompatibleError, MissingError, UsageError, few, install
 from burnish.models.meta_init import kept_in_fp32, longest_sequence
 from burnish.models.names import tensor_specs
-from burnish.records import Completion, Experts, Floats, Request, StopReason
+from burnish.records import Completion, Floats, Request
 from burnish.rollout.base import Sampling, Underway, Watch, require_valid
-from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
+from burnish.rollout.builtin.decoding import Running, started
+from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
 from burnish.rollout.builtin.stopping import Decode, StopRule
 
 _WAVE_BYTES = 64 << 20
@@ -69,56 +70,15 @@ def draw_groups(
             logits[rows] = part
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """A completion on its way."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineRequest(Running):
+    """A completion that an engine makes."""
 
     number: str
-    """Its name in the engine; of equal length for all, as SGLang ends all requests whose names begin so."""
-    key: int
-    """Of its random numbers."""
+    """Its name there; of equal length for all, as SGLang ends all requests whose names begin so."""
     prompt: list[int]
-    drawn: int
-    """How many of the prompt's last tokens were drawn before."""
-    tokens: list[int]
-    """Those, then its own."""
     reported: Sequence[Any] = ()
     """The engine's own list of log-probs, which grows."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Versions of the weights, each with the first token that it drew."""
-    reason: StopReason | None = None
-    experts: Experts | None = None
-    """Once it has ended."""
-    first: float = 0.0
-    last: float = 0.0
-
-    @property
-    def own(self) -> list[int]:
-        """Return the engine's own tokens."""
-        return self.tokens[self.drawn :]
-
-    def take(self, tokens: Sequence[int], rule: StopRule, now: float) -> bool:
-        """Take tokens up to the one that ends it; return whether one does."""
-        self.first, self.last = self.first or now, now
-        for token in tokens:
-            self.tokens.append(token)
-            self.reason = rule.ended(self.tokens)
-            if self.reason is not None:
-                return True
-        return False
-
-    def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
-        """Return it with its log-probs, asked for at a time."""
-        return Completion(
-            token_ids=np.array(self.own, dtype=np.int64),
-            sampled_logprobs=sampled,
-            logprobs=raw,
-            stop_reason=self.reason,
-            weights_version=self.versions[0][0] if self.versions else 0,
-            later_versions=tuple(self.versions[1:]),
-            times=(asked, self.first, self.last),
-            experts=self.experts,
-        )
 
 
 class EngineGenerator(ABC):
@@ -133,7 +93,9 @@ class EngineGenerator(ABC):
         eos_token_ids: Sequence[int],
         decode: Decode | None,
         max_length: int | None,
+        experts: bool = False,
     ) -> None:
+        self._records_experts = experts
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         limits = (max_length, longest_sequence(hf_config))
         self._max_positions = min(filter(None, limits), default=None)
@@ -148,11 +110,19 @@ class EngineGenerator(ABC):
         """See `Generator.generate`. Raises `UsageError` as the built-in generator does."""
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
-        self._require_fitting(sampling)
         require_valid(requests, sampling, self._max_positions)
+        if sampling.experts and not self._records_experts:
+            raise UsageError(
+                "algorithm.router_replay: the generator does not record experts",
+                have="algorithm.router_replay=rollout",
+                do="set algorithm.router_replay=recompute or none, or rollout with another generator",
+            )
         rule = StopRule(sampling, self._eos_token_ids, self._decode)
         asked = time.time()
-        groups = [started(request, sampling, self._numbers) for request in requests]
+        groups = [
+            started(request, sampling, partial(self._request, request.token_ids.tolist()))
+            for request in requests
+        ]
 
         def so_far() -> list[Underway]:
             found = [
@@ -170,6 +140,9 @@ class EngineGenerator(ABC):
             self._underway = list
         return [each.completions for each in so_far()]
 
+    def _request(self, prompt: list[int], **given: Any) -> EngineRequest:
+        return EngineRequest(number=f"{next(self._numbers):016}", prompt=prompt, **given)
+
     def so_far(self) -> list[Underway]:
         """See `Continuable.so_far`."""
         return self._underway()
@@ -184,17 +157,17 @@ class EngineGenerator(ABC):
     def _sleep(self) -> None: ...
 
     @abstractmethod
-    def _require_fitting(self, sampling: Sampling) -> None:
-        """Raise `UsageError` for what the engine cannot do."""
-
-    @abstractmethod
     def _complete(
-        self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
+        self,
+        running: dict[str, EngineRequest],
+        sampling: Sampling,
+        rule: StopRule,
+        watch: Watch | None,
     ) -> None: ...
 
     @abstractmethod
-    def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
-        """Return sampled and raw log-probs of its own tokens."""
+    def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
+        """Return sampled and raw log-probs of own tokens."""
 
 
 def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
@@ -217,15 +190,6 @@ def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
     return engine
 
 
-def started(request: Request, sampling: Sampling, numbers: Iterator[int]) -> list[Running]:
-    """Return a request's completions, without own tokens."""
-    prompt = request.token_ids.tolist()
-    samples = range(request.first_sample, request.first_sample + request.samples)
-    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
-    begun = prompt[len(prompt) - request.drawn :]
-    return [Running(f"{next(numbers):016}", key, prompt, request.drawn, [*begun]) for key in keys]
-
-
 def held_specs(
     model: PreTrainedModel, hf_config: PretrainedConfig, dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
@@ -239,7 +203,7 @@ def held_specs(
 
 
 def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy that names the model's class, as engines want it."""
+    """Return a copy that names the model's class for engines."""
     config = copy.deepcopy(hf_config)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     config.architectures = [kind.__name__] if kind else list(config.architectures or ())

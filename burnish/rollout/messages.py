@@ -173,10 +173,7 @@ def read_completions(
     in_flight: bool,
     partial: bool = False,
 ) -> list[list[Completion]]:
-    """Return each request's completions, with `partial` as far as they are.
-
-    Raises `NONSENSE` unless `encode_requests` asked for them.
-    """
+    """Return each request's completions, with `partial` as far as they are. Raises `NONSENSE` for others."""
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:
         raise ValueError("these are not the completions that were asked for")

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +25,7 @@ from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling, Watch, require_valid
+from burnish.rollout.client import connection_to, in_threads, next_of
 
 KEY = "OPENAI_API_KEY"
 """The environment variable that holds the key."""
@@ -31,7 +34,6 @@ AT_ONCE = 32
 _RETRIES = 6
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 # Seconds; they double from one attempt to the next, or are what the endpoint asks for.
-_POLL_SECONDS = 0.1
 _BUSY = frozenset({408, 409, 425, 429})
 # Statuses beside those of 500 and more after which another attempt may succeed.
 
@@ -74,38 +76,70 @@ class EndpointGenerator:
         Raises `BurnishError` if it refuses a request or keeps failing.
         """
         require_valid(requests, sampling, None)
-        wanted = [(request, sample) for request in requests for sample in range(request.samples)]
-        asking = _Asking(self, wanted, sampling)
-        workers = [
-            threading.Thread(target=asking.run, daemon=True)
-            for _ in range(min(self._slots, len(wanted)))
+        samples = [
+            (request, request.first_sample + number)
+            for request in requests
+            for number in range(request.samples)
         ]
-        for worker in workers:
-            worker.start()
-        told = 0
-        try:
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(_POLL_SECONDS)
-                    ended = len(asking.found)
-                    if watch is not None:
-                        watch(ended - told)
-                    told = ended
+        left, stop, told = deque(enumerate(samples)), threading.Event(), 0
+        found: dict[int, Completion] = {}
+        errors: list[BurnishError] = []
+
+        def ask() -> None:
+            with closing(connection_to(self._url, self._timeout)) as connection:
+                try:
+                    while not stop.is_set() and (each := next_of(left)) is not None:
+                        number, (request, sample) = each
+                        made = self._patiently(connection, request, sample, sampling, stop)
+                        if made is not None:
+                            found[number] = made
+                except BurnishError as error:
+                    errors.append(error)
+                    stop.set()
+
+        def tell() -> None:
+            nonlocal told
+            ended = len(found)
             if watch is not None:
-                watch(len(asking.found) - told)
+                watch(ended - told)
+            told = ended
+
+        try:
+            in_threads([ask] * min(self._slots, len(samples)), tell)
         finally:
-            asking.stop.set()
-        if asking.errors:
-            raise asking.errors[0]
-        made = iter([asking.found[number] for number in range(len(wanted))])
+            stop.set()
+        if errors:
+            raise errors[0]
+        made = iter([found[number] for number in range(len(samples))])
         return [[next(made) for _ in range(request.samples)] for request in requests]
 
-    def connection(self) -> HTTPConnection:
-        """Return a connection, not yet open."""
-        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
-        return kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+    def _patiently(
+        self,
+        connection: HTTPConnection,
+        request: Request,
+        sample: int,
+        sampling: Sampling,
+        stop: threading.Event,
+    ) -> Completion | None:
+        """Return the completion, or None after `stop`. Raises `BurnishError`."""
+        wait, reason = _FIRST_WAIT, ""
+        for _ in range(_RETRIES):
+            try:
+                return self._answer(connection, request, sample, sampling)
+            except _Passing as error:
+                reason = str(error)
+                if stop.wait(min(error.wait or wait, _LONGEST_WAIT)):
+                    return None
+                wait *= 2
+        raise BurnishError(
+            f"the endpoint {self._url.geturl()} failed {_RETRIES} times in a row",
+            have=reason,
+            want="an answer",
+            do="look whether it runs; rollout.slots bounds the requests at one time, "
+            "rollout.timeout_seconds how long one may take",
+        )
 
-    def answer(
+    def _answer(
         self, connection: HTTPConnection, request: Request, sample: int, sampling: Sampling
     ) -> Completion:
         """Ask once. Raises `_Passing`, or `BurnishError` where it is no use to ask again."""
@@ -178,16 +212,6 @@ class EndpointGenerator:
             do=remedies.get(status, "correct the setting that it names"),
         )
 
-    def lost(self, reason: str) -> BurnishError:
-        """Return the error for an endpoint that keeps failing."""
-        return BurnishError(
-            f"the endpoint {self._url.geturl()} failed {_RETRIES} times in a row",
-            have=reason,
-            want="an answer",
-            do="look whether it runs; rollout.slots bounds the requests at one time, "
-            "rollout.timeout_seconds how long one may take",
-        )
-
     def load_weights(self, weights: Publication, version: int) -> None:
         """Raise `UsageError`."""
         raise UsageError(
@@ -203,52 +227,3 @@ class EndpointGenerator:
 
     def close(self) -> None:
         """See `Generator.close`."""
-
-
-class _Asking:
-    """Samples that threads ask for."""
-
-    def __init__(
-        self,
-        generator: EndpointGenerator,
-        wanted: Sequence[tuple[Request, int]],
-        sampling: Sampling,
-    ) -> None:
-        self._generator, self._sampling = generator, sampling
-        self._next, self._lock = iter(enumerate(wanted)), threading.Lock()
-        self.found: dict[int, Completion] = {}
-        self.errors: list[BurnishError] = []
-        self.stop = threading.Event()
-
-    def run(self) -> None:
-        """Ask until no sample is left, or something went wrong."""
-        connection = self._generator.connection()
-        try:
-            while not self.stop.is_set():
-                with self._lock:
-                    number, (request, sample) = next(self._next, (-1, (None, 0)))
-                if request is None:
-                    return
-                found = self._patiently(connection, request, request.first_sample + sample)
-                if found is not None:
-                    self.found[number] = found
-        except BurnishError as error:
-            self.errors.append(error)
-            self.stop.set()
-        finally:
-            connection.close()
-
-    def _patiently(
-        self, connection: HTTPConnection, request: Request, sample: int
-    ) -> Completion | None:
-        """Return the completion, or None if it is no longer wanted. Raises `BurnishError`."""
-        wait, reason = _FIRST_WAIT, ""
-        for _ in range(_RETRIES):
-            try:
-                return self._generator.answer(connection, request, sample, self._sampling)
-            except _Passing as error:
-                reason = str(error)
-                if self.stop.wait(min(error.wait or wait, _LONGEST_WAIT)):
-                    return None
-                wait *= 2
-        raise self._generator.lost(reason)

@@ -1,7 +1,6 @@
 """Keep completions that are being drawn, so that a save holds them and a resumed run continues them.
 
-A completion of n tokens goes on as a request whose prompt ends with them, with draw n. So it equals an uninterrupted one, if the
-weights are the same.
+A completion of n tokens goes on as a request whose prompt ends with them, with draw n. So it equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class SampleKey(NamedTuple):
 
 
 class PartialCompletions:
-    """Completions of batches that are not taken."""
+    """Completions that are being drawn."""
 
     def __init__(self, begun: Mapping[SampleKey, Completion]) -> None:
         """`begun` are those of a save."""
@@ -115,10 +114,7 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
 
 
 def _further(one: Completion | None, other: Completion) -> Completion:
-    """Return which of the two has ended, or else is longer.
-
-    One is told twice if it ends while servers are asked, or moves to another server.
-    """
+    """Return which of the two has ended, or else is longer: a completion that ends meanwhile or moves is told twice."""
     both = [other] if one is None else [one, other]
     return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))
 

@@ -19,7 +19,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -95,7 +95,7 @@ class GeneratorServer:
 
     @property
     def hangs(self) -> bool:
-        """Return whether nothing has moved for the time-out."""
+        """Whether nothing has moved for the time-out."""
         return time.monotonic() - self._moved > self._timeout
 
     def about(self) -> dict[str, Any]:
@@ -214,47 +214,46 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
     def do_GET(self) -> None:
-        if self._refused():
+        server, url = self._server, urlsplit(self.path)
+        if not server.knows(self.headers.get("Authorization")):
+            self.send_error(HTTPStatus.UNAUTHORIZED)
             return
-        if self.path == "/" and self._server.hangs:
-            self._error(HTTPStatus.SERVICE_UNAVAILABLE)
-        elif self.path == "/":
-            self._answer(messages.encode(self._server.about()))
-        elif self.path == "/completions":
-            self._answer(_told(self._server.call(self._server.so_far, between_steps=True)))
-        elif self.path == "/checksums":
-            self._answer(_told(self._server.call(self._server.checksums)))
-        else:
-            self._error(HTTPStatus.NOT_FOUND)
+        match self.command, url.path:
+            case "GET", "/" if server.hangs:
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+            case "GET", "/":
+                self._answer(messages.encode(server.about()))
+            case "GET", "/completions":
+                self._answer(_told(server.call(server.so_far, between_steps=True)))
+            case "GET", "/checksums":
+                self._answer(_told(server.call(server.checksums)))
+            case "POST", "/release":
+                self._answer(_told(server.call(server.release)))
+            case "PUT", "/weights":
+                self._load(parse_qs(url.query))
+            case "POST", "/completions":
+                self._complete()
+            case _:
+                self.send_error(HTTPStatus.NOT_FOUND)
 
-    def do_PUT(self) -> None:
-        url = urlsplit(self.path)
-        query = parse_qs(url.query)
+    do_PUT = do_POST = do_GET
+
+    def _load(self, query: Mapping[str, Sequence[str]]) -> None:
         version, owner, anew = (query.get(x, [""])[0] for x in ("version", "owner", "anew"))
-        if self._refused():
-            return
-        if url.path != "/weights" or not version.isdecimal():
-            self._error(HTTPStatus.NOT_FOUND)
+        if not version.isdecimal():
+            self.send_error(HTTPStatus.NOT_FOUND)
             return
         body = io.BufferedReader(_Body(self))
         load = partial(self._server.load_weights, body, int(version), owner, bool(anew))
         self._answer(_told(self._server.call(load, between_steps=True)))
 
-    def do_POST(self) -> None:
-        if self._refused():
-            return
-        if self.path == "/release":
-            self._answer(_told(self._server.call(self._server.release)))
-            return
-        if self.path != "/completions":
-            self._error(HTTPStatus.NOT_FOUND)
-            return
+    def _complete(self) -> None:
         try:
             asked = messages.read(io.BufferedReader(_Body(self)))
         except messages.NONSENSE:
             asked = None
         if asked is None:
-            self._error(HTTPStatus.BAD_REQUEST)
+            self.send_error(HTTPStatus.BAD_REQUEST)
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Transfer-Encoding", "chunked")
@@ -270,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def _say(self, message: messages.Parts) -> None:
-        """Send a message as a chunk. The `OSError` of a client that has hung up ends the call."""
+        """Send a chunk. The `OSError` of a client that has hung up ends the call."""
         with self._saying:
             self.wfile.write(b"".join([b"%x\r\n" % sum(map(len, message)), *message, b"\r\n"]))
 
@@ -279,15 +278,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(sum(map(len, message))))
         self.end_headers()
         self.wfile.write(b"".join(message))
-
-    def _error(self, status: HTTPStatus) -> None:
-        self.send_error(status)
-
-    def _refused(self) -> bool:
-        if self._server.knows(self.headers.get("Authorization")):
-            return False
-        self._error(HTTPStatus.UNAUTHORIZED)
-        return True
 
 
 def _told(call: Future[Any]) -> messages.Parts:

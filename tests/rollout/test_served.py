@@ -677,7 +677,7 @@ def test_who_waits_in_line_and_leaves_is_in_nobodys_way() -> None:
             asking = []
             for _ in range(2):
                 connection = stack.enter_context(closing(server._connection()))
-                connection.request("POST", "/completions", body, server._headers())
+                connection.request("POST", "/completions", body, server._headers)
                 asking.append(connection)
                 until(slow.watched.is_set)
         until(lambda: slow.left)
@@ -757,7 +757,7 @@ def test_requests_without_fields_are_answered() -> None:
         for fields in odd:
             with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as asking:
                 body = b"".join(messages.encode(fields, {"token_ids": np.zeros(3, np.int64)}))
-                asking.request("POST", "/completions", body, server._headers())
+                asking.request("POST", "/completions", body, server._headers)
                 said = messages.read(BytesIO(asking.getresponse().read()))
                 assert said is not None
                 assert "failed" in said.fields

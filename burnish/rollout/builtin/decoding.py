@@ -1,7 +1,7 @@
 """Schedule the completions of one call in slots until all have ended.
 
-Waiting completions enter free slots in order. Prompts are read ahead in packed chunks, each once. An accelerator copies tokens to
-the host during its next step, so Python learns of an end one step late. Time decides nothing: equal calls give equal schedules.
+Waiting completions enter free slots in order. Prompts are read ahead in packed chunks. An accelerator copies tokens to the host
+during its next step, so Python learns of an end one step late. Time decides nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import IncompatibleError
-from burnish.records import Completion, Experts, Request, StopReason
+from burnish.records import Completion, Experts, Floats, Request, StopReason
 from burnish.rollout.base import Sampling, Underway, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
@@ -59,18 +60,21 @@ class _Prompt:
     index: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    prompt: _Prompt
+R = TypeVar("R", bound="Running")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Running:
+    """A completion on its way."""
+
     key: int
+    """Of its random numbers."""
+    drawn: int
+    """How many of the prompt's last tokens were drawn before."""
     tokens: list[int]
-    """Those drawn before, then its own."""
-    begun: int
-    """How many were drawn before."""
-    sampled_logprobs: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    """Those, then its own."""
     experts: list[Experts] = field(default_factory=list)
-    """Experts of the prompt, then of each computed token."""
+    """Of the prompt's tokens and its own but the last, in order."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Versions of the weights, each with the first token that it drew."""
     reason: StopReason | None = None
@@ -80,17 +84,56 @@ class _Sequence:
     last: float = 0.0
     """When its last token came."""
 
-    def finished(self, asked: float) -> Completion:
+    @property
+    def own(self) -> list[int]:
+        """Return its own tokens."""
+        return self.tokens[self.drawn :]
+
+    def take(self, tokens: Sequence[int], version: int, rule: StopRule, now: float) -> bool:
+        """Take tokens of a version up to the one that ends it; return whether one does."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.tokens) - self.drawn))
+        self.first, self.last = self.first or now, now
+        for token in tokens:
+            self.tokens.append(token)
+            self.reason = rule.ended(self.tokens)
+            if self.reason is not None:
+                return True
+        return False
+
+    def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
+        """Return it with its log-probs; `asked` is when it was asked for."""
         return Completion(
-            token_ids=np.array(self.tokens[self.begun :], dtype=np.int64),
-            sampled_logprobs=np.array(self.sampled_logprobs, dtype=np.float32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
+            token_ids=np.array(self.own, dtype=np.int64),
+            sampled_logprobs=sampled,
+            logprobs=raw,
             stop_reason=self.reason,
             weights_version=self.versions[0][0] if self.versions else 0,
             later_versions=tuple(self.versions[1:]),
             experts=np.concatenate(self.experts) if self.experts else None,
             times=(asked, self.first, self.last),
         )
+
+
+def started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
+    """Make a request's completions, without own tokens."""
+    samples = range(request.first_sample, request.first_sample + request.samples)
+    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
+    begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
+    return [made(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Sequence(Running):
+    prompt: _Prompt
+    sampled_logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def so_far(self, asked: float) -> Completion:
+        sampled, raw = (
+            np.array(each, dtype=np.float32) for each in (self.sampled_logprobs, self.logprobs)
+        )
+        return self.completion(sampled, raw, asked)
 
 
 class Decoding:
@@ -108,7 +151,10 @@ class Decoding:
         self._asked = time.time()
         prompts = [_Prompt(request) for request in requests]
         self._requests = requests
-        self._groups = [_sequences(prompt, sampling) for prompt in prompts]
+        self._groups = [
+            started(prompt.request, sampling, partial(_Sequence, prompt=prompt))
+            for prompt in prompts
+        ]
         self._waiting = deque(sequence for group in self._groups for sequence in group)
         self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
         slots = min(slots, len(self._waiting))
@@ -149,7 +195,7 @@ class Decoding:
     def so_far(self) -> list[Underway]:
         """Return each request's completions so far."""
         return [
-            Underway(self._sampling, request, [each.finished(self._asked) for each in group])
+            Underway(self._sampling, request, [each.so_far(self._asked) for each in group])
             for request, group in zip(self._requests, self._groups, strict=True)
         ]
 
@@ -186,7 +232,7 @@ class Decoding:
             index = self._index(mine)
             self._cache.place(index, chunk.cache, which)
             keys = self._index([sequences[number].key for number in numbers])
-            counts = self._index([sequences[number].begun for number in numbers])
+            counts = self._index([sequences[number].drawn for number in numbers])
             drawn = self._draw(chunk.last[self._index(which)], keys, counts)
             self._receive([sequences[number] for number in numbers], drawn)
             lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
@@ -245,7 +291,7 @@ class Decoding:
 
     def _step(self, running: int) -> None:
         sequences = [held for held in self._slots[:running] if held is not None]
-        read = max(len(s.prompt.request.token_ids) + len(s.tokens) - s.begun for s in sequences)
+        read = max(len(s.prompt.request.token_ids) + len(s.tokens) - s.drawn for s in sequences)
         span = read + self._behind
         token, position, key, count = self._state[:, :running]
         routing, cache = self._routing(), self._cache.step(position, span)
@@ -275,17 +321,13 @@ class Decoding:
             for row, sequence in enumerate(readback.sequences):
                 if sequence.reason is not None:
                     continue
-                sequence.first, sequence.last = sequence.first or now, now
-                if not sequence.versions or sequence.versions[-1][0] != readback.version:
-                    first = len(sequence.tokens) - sequence.begun
-                    sequence.versions.append((readback.version, first))
-                sequence.tokens.append(tokens[row])
                 sequence.sampled_logprobs.append(sampled[row])
                 sequence.logprobs.append(logprobs[row])
                 if made_by is not None:
                     sequence.experts.append(made_by[row : row + 1])
-                sequence.reason = self._stop_rule.ended(sequence.tokens)
-                self._ended += sequence.reason is not None
+                self._ended += sequence.take(
+                    tokens[row : row + 1], readback.version, self._stop_rule, now
+                )
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         # Copied without blocking: a tensor made on the device would wait for everything queued there.
@@ -314,14 +356,6 @@ def slot_bytes(model: InferenceModel) -> tuple[int, int]:
     return width * sum(part.numel() for part in parts), _LOGIT_COPIES * logits.nbytes
 
 
-def _sequences(prompt: _Prompt, sampling: Sampling) -> list[_Sequence]:
-    request = prompt.request
-    samples = range(request.first_sample, request.first_sample + request.samples)
-    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
-    begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
-    return [_Sequence(prompt, key, [*begun], request.drawn) for key in keys]
-
-
 class Readback:
     """Drawn tokens on their way to the host."""
 
@@ -332,7 +366,7 @@ class Readback:
         experts: Tensor | None,
         version: int,
     ) -> None:
-        """Start copying `drawn` of n sequences and `experts` [n, L, k]; do not wait."""
+        """Start copying `drawn` of n sequences and `experts` [n, L, k]."""
         self.sequences, self.version = tuple(sequences), version
         device = drawn.tokens.device
         self._parts = [
@@ -345,7 +379,7 @@ class Readback:
             self._copied.record()
 
     def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
-        """Return tokens, sampled and raw log-probs, and the previous tokens' experts. Raises `BurnishError` if one is not finite."""
+        """Return tokens, sampled and raw log-probs, and the previous tokens' experts. Raises `BurnishError` for NaN."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens, sampled, logprobs = self._parts

@@ -99,10 +99,7 @@ class InferenceModel:
         return True
 
     def load(self, weights: Publication, layout: Layout) -> None:
-        """See `Generator.load_weights`. Every call must bring the same shards.
-
-        A lone process takes them one by one.
-        """
+        """See `Generator.load_weights`. Every call must bring the same shards; a lone process takes them one by one."""
         for storage, size in self._released:
             storage.resize_(size)
         self._released = []
@@ -196,7 +193,7 @@ class ModuleForward:
 class FusedForward:
     """Run pre-norm blocks of grouped attention with rotary positions and a gated MLP.
 
-    Take the model's shards afterwards: some become views of fused ones.
+    Take the model's shards afterwards: some become views.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

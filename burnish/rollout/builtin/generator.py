@@ -1,7 +1,6 @@
 """Sample from a copy of the model inside the training process.
 
-Every process holds the whole model in the compute dtype and generates its own requests. Shards of any layout fill it. With an
-unmerged adapter, later weights are only A and B.
+Every process holds the whole model in the compute dtype and generates its own requests.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class BuiltinGenerator:
         return [] if self._decoding is None else self._decoding.so_far()
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """See `Generator.load_weights`. Every call must bring the same shards."""
+        """See `InferenceModel.load`."""
         self._model.load(weights, self._layout)
         self._version = version
 

@@ -1,7 +1,6 @@
 """Keys and values of prompts and completions, one slot per running completion.
 
-Each decoding step appends one token to every row of a `SlotCache`. It copies the prompt into each row, which takes the fewest
-kernels.
+A `SlotCache` copies the prompt into each row, which takes the fewest kernels.
 """
 
 from __future__ import annotations

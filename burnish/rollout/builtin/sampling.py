@@ -40,8 +40,8 @@ class Drawn:
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     """Draw a token per row from `logits` [n, V] fp32 (overwritten).
 
-    `uniforms` [n] float64 lie in [0, 1), perhaps on the CPU. Temperature 0 takes the most probable token, of equals the lowest
-    id. A NaN gives NaN log-probs and some valid id.
+    `uniforms` [n] float64 lie in [0, 1), perhaps on the CPU. Temperature 0 takes the first most probable token. A NaN gives NaN
+    log-probs and some valid id.
     """
     if sampling.temperature == 0:
         return _greedy(logits)
@@ -135,7 +135,7 @@ def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift int64 right logically; torch's own shift keeps the sign."""
+    """Shift logically; torch's own shift keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -26,19 +26,14 @@ from transformers import PretrainedConfig
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS
-from burnish.errors import (
-    BurnishError,
-    IncompatibleError,
-    UsageError,
-    refusing,
-)
+from burnish.errors import BurnishError, IncompatibleError, refusing
 from burnish.models.meta_init import build_on_meta
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
     EngineGenerator,
-    Running,
+    EngineRequest,
     held_specs,
     import_engine,
     waves,
@@ -55,10 +50,9 @@ _CHUNK = 16
 
 
 class SglangGenerator(EngineGenerator):
-    """Sample with SGLang what the built-in generator samples; a `Continuable`.
+    """Sample with SGLang what the built-in generator samples; a `Continuable`. The arguments are `VllmGenerator`'s.
 
-    The arguments are `VllmGenerator`'s. `so_far` tells some tokens late, and the first token of new weights only at a
-    completion's end.
+    `so_far` tells some tokens late, and the first token of new weights only at a completion's end.
     """
 
     def __init__(  # noqa: PLR0913
@@ -79,7 +73,9 @@ class SglangGenerator(EngineGenerator):
         self._tensor_parallel = tensor_parallel
         self._vocabulary: int = hf_config.get_text_config().vocab_size
         longest = self._max_positions and self._max_positions + _RESERVED
-        sglang = _imported()
+        # SGLang's limit counts two tokens that no sequence gets, so it is above the model's.
+        os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+        sglang = import_engine("SGLang", _OLDEST)
         self._messages: Any = import_module("sglang.srt.managers.io_struct")
         self._draws: Any = import_module("burnish.rollout.sglang.logit_processor")
         self._processor: str = self._draws.DrawingLogitProcessor.to_str()
@@ -113,16 +109,12 @@ class SglangGenerator(EngineGenerator):
             )
         self._manager = self._engine.tokenizer_manager
 
-    def _require_fitting(self, sampling: Sampling) -> None:
-        if sampling.experts:
-            raise UsageError(
-                "algorithm.router_replay: rollouts with SGLang do not record experts",
-                have="algorithm.router_replay=rollout",
-                do="set algorithm.router_replay=recompute or none, or rollout with another generator",
-            )
-
     def _complete(
-        self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
+        self,
+        running: dict[str, EngineRequest],
+        sampling: Sampling,
+        rule: StopRule,
+        watch: Watch | None,
     ) -> None:
         if not running:
             return
@@ -137,7 +129,7 @@ class SglangGenerator(EngineGenerator):
             for _ in stream:  # until SGLang has let go of all
                 pass
 
-    def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
+    def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
         found: tuple[Floats, Floats] = self._draws.read(each.reported, each.own, self._vocabulary)
         return found
 
@@ -195,7 +187,9 @@ class SglangGenerator(EngineGenerator):
         self._version = None
         self._engine.shutdown()
 
-    def _stream(self, running: Sequence[Running], sampling: Sampling) -> Iterator[dict[str, Any]]:
+    def _stream(
+        self, running: Sequence[EngineRequest], sampling: Sampling
+    ) -> Iterator[dict[str, Any]]:
         """Ask for completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
@@ -214,19 +208,17 @@ class SglangGenerator(EngineGenerator):
         )
         return found
 
-    def _take(self, output: dict[str, Any], running: dict[str, Running], rule: StopRule) -> int:
+    def _take(
+        self, output: dict[str, Any], running: dict[str, EngineRequest], rule: StopRule
+    ) -> int:
         """Take told tokens; return 1 if they end a completion. Its last message removes it from `running`."""
         told, ended = output["meta_info"], False
         each, finish = running[told["id"]], told["finish_reason"]
         if each.reason is None:
             each.reported = told.get("output_top_logprobs", ())
             # SGLang's own lists grow, so there may be more than it tells of.
-            own = len(each.own)
-            version = int(told["weight_version"])
-            if not each.versions or each.versions[-1][0] != version:
-                each.versions.append((version, own))
-            tokens = output["output_ids"][own : told["completion_tokens"]]
-            ended = each.take(tokens, rule, time.time())
+            tokens = output["output_ids"][len(each.own) : told["completion_tokens"]]
+            ended = each.take(tokens, int(told["weight_version"]), rule, time.time())
         if finish is not None:
             if each.reason is None:
                 raise BurnishError(
@@ -276,12 +268,6 @@ class SglangGenerator(EngineGenerator):
             function(*arguments, **more)
 
         self._run(call())
-
-
-def _imported() -> Any:
-    # Its limit counts two tokens that no sequence gets, so it is above the model's.
-    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    return import_engine("SGLang", _OLDEST)
 
 
 def _launched(engine: Any, **options: Any) -> Any:

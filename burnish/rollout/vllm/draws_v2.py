@@ -1,6 +1,6 @@
 """Draw tokens in vLLM's model runner V2, the default on GPUs.
 
-Written from the source of vLLM 0.32. No test runs it inside vLLM, which has no runner V2 without a GPU.
+Written from the source of vLLM 0.32. No test runs it inside vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from burnish.rollout.vllm.draws import arguments_of, leave_two
 
 
 class SlotDrawingProcessor(LogitsProcessor):
-    """Draw for requests that stay in one slot, whatever their row."""
+    """Draw for requests that stay in one slot."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._states = req_states

@@ -1,7 +1,7 @@
 """Record the experts of each token in vLLM's workers.
 
-vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Here routers leave them by slot of vLLM's cache, so those of
-a shared prefix are known.
+vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Routers leave them by slot of vLLM's cache, so those of a
+shared prefix are known.
 """
 
 from __future__ import annotations

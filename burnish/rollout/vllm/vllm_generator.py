@@ -25,12 +25,7 @@ from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS, LoraConfig
 from burnish.distributed.device import free_memory, total_memory
-from burnish.errors import (
-    BurnishError,
-    IncompatibleError,
-    UsageError,
-    refusing,
-)
+from burnish.errors import BurnishError, IncompatibleError, refusing
 from burnish.families import layers_with_experts
 from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import tied_names
@@ -39,7 +34,7 @@ from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
     EngineGenerator,
-    Running,
+    EngineRequest,
     held_specs,
     import_engine,
     waves,
@@ -66,8 +61,8 @@ _CPU_BLOCK = 32
 class VllmGenerator(EngineGenerator):
     """Sample with vLLM what the built-in generator samples; a `Continuable`.
 
-    A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once, as
-    the cache has room. `experts` allows to record those of tokens. `lora` is an adapter beside the model.
+    A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once.
+    `experts` allows to record those of tokens. `lora` is an adapter beside the model.
     """
 
     def __init__(  # noqa: PLR0913
@@ -85,7 +80,7 @@ class VllmGenerator(EngineGenerator):
         lora: LoraConfig | None = None,
     ) -> None:
         """Start vLLM. Raises `MissingError` without it, `IncompatibleError` if it is too old or lacks model or device."""
-        super().__init__(hf_config, device, eos_token_ids, decode, max_length)
+        super().__init__(hf_config, device, eos_token_ids, decode, max_length, experts)
         model = build_on_meta(hf_config)
         self._specs = held_specs(model, hf_config, dtype)
         self._tied_head = next(iter(tied_names(model).values()), None)
@@ -108,9 +103,8 @@ class VllmGenerator(EngineGenerator):
             self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
         self._draws: Any = import_module("burnish.rollout.vllm.draws")
         self._weights: Any = import_module("burnish.rollout.vllm.weights")
-        self._experts: Any = None
+        self._experts: Any = import_module("burnish.rollout.vllm.routed_experts")
         if experts:
-            self._experts = import_module("burnish.rollout.vllm.routed_experts")
             self._layers = layers_with_experts(hf_config.get_text_config().to_dict())
         with TemporaryDirectory(prefix="burnish-vllm-") as directory:
             config = with_architectures(hf_config)
@@ -153,12 +147,12 @@ class VllmGenerator(EngineGenerator):
                 if experts and device.type == "cpu":
                     self._call(self._experts.begin_recording)
 
-    def _require_fitting(self, sampling: Sampling) -> None:
-        if sampling.experts and self._experts is None:
-            raise UsageError("experts are asked for", do="start the generator with experts=True")
-
     def _complete(
-        self, running: dict[str, Running], sampling: Sampling, rule: StopRule, watch: Watch | None
+        self,
+        running: dict[str, EngineRequest],
+        sampling: Sampling,
+        rule: StopRule,
+        watch: Watch | None,
     ) -> None:
         lora = self._weights.ADAPTER if self._described else None
         try:
@@ -173,7 +167,7 @@ class VllmGenerator(EngineGenerator):
         finally:
             self._engine.abort_request(list(running))
 
-    def _logprobs(self, each: Running) -> tuple[Floats, Floats]:
+    def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
         self._is_clean = False
         found: tuple[Floats, Floats] = self._draws.read(each.reported, len(each.own))
         self._is_clean = True
@@ -253,7 +247,7 @@ class VllmGenerator(EngineGenerator):
         del self._engine
         import_module("vllm.distributed").cleanup_dist_env_and_memory()
 
-    def _step(self, running: dict[str, Running], rule: StopRule, experts: bool) -> int:
+    def _step(self, running: dict[str, EngineRequest], rule: StopRule, experts: bool) -> int:
         """Make a token of each completion; take those that end from `running` and count them."""
         ended: dict[str, Any] = {}
         outputs, version = self._engine.step(), self._version or 0
@@ -261,9 +255,7 @@ class VllmGenerator(EngineGenerator):
         for output in outputs:
             each, made = running[output.request_id], output.outputs[0]
             each.reported = made.logprobs.logprobs
-            if not each.versions or each.versions[-1][0] != version:
-                each.versions.append((version, len(each.own)))
-            if each.take(made.token_ids[len(each.own) :], rule, now):
+            if each.take(made.token_ids[len(each.own) :], version, rule, now):
                 ended[each.number] = made
         if ended and experts:
             self._note_experts(ended, running)
@@ -272,8 +264,8 @@ class VllmGenerator(EngineGenerator):
             del running[number]
         return len(ended)
 
-    def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, Running]) -> None:
-        """Note the experts of completions that have ended. Not run on accelerators."""
+    def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, EngineRequest]) -> None:
+        """Note the experts of ended completions. Not run on accelerators."""
         ends = [running[name] for name in ended]
         if not self._sleeps:
             counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
@@ -281,7 +273,7 @@ class VllmGenerator(EngineGenerator):
         else:
             rows = [self._routed(*each)[:, self._layers] for each in ended.items()]
         for each, experts in zip(ends, rows, strict=True):
-            each.experts = experts
+            each.experts = [experts]
 
     def _routed(self, name: str, made: Any) -> Experts:
         """Return a request's experts: at its end, if vLLM ended it, or else in chunks."""

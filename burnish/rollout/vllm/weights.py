@@ -1,7 +1,4 @@
-"""Give vLLM new weights, and read back those that it computes with.
-
-Functions of a worker run in vLLM's.
-"""
+"""Give vLLM new weights, and read back those that it computes with."""
 
 from __future__ import annotations
 
