@@ -102,11 +102,7 @@ _OF_SAMPLING: Sequence[Constraint] = (
     ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it wants a process of its own"),
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
     ("rollout.servers", "rollout.place=servers", ""),
-    (
-        "rollout.engine=sglang",
-        "model.lora.publish=merged",
-        "it gets whole weights",
-    ),
+    ("rollout.engine=sglang", "model.lora.publish=merged", "it gets whole weights"),
 )
 _OF_ENDPOINTS: Sequence[Constraint] = (
     ("rollout.engine=openai", "rollout.url", ""),
@@ -396,12 +392,13 @@ def _of_generators(config: RunConfig, world: int) -> Iterator[BurnishError]:
         )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _near(number: int, total: int) -> str:
-    near = sorted(_divisors(total), key=lambda each: abs(each - number))[:2]
+    near = sorted(divisors(total), key=lambda each: abs(each - number))[:2]
     return " or ".join(map(str, sorted(near)))
 
 
@@ -544,9 +541,8 @@ def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     if prompts % parts:
         whole = prompts - prompts % parts
         sizes = " or ".join(str(each) for each in (whole, whole + parts) if each)
-        divisors = _divisors(prompts)
-        around = [max(each for each in divisors if each < parts)]
-        around += [each for each in divisors if each > parts][:1]
+        around = [max(each for each in divisors(prompts) if each < parts)]
+        around += [each for each in divisors(prompts) if each > parts][:1]
         yield UsageError(
             f"batch.prompts {prompts} does not divide by batch.minibatches {parts}",
             have=f"{prompts} / {parts} = {prompts / parts:.2f} prompts per optimizer step",
@@ -579,7 +575,6 @@ def _budget(config: RunConfig) -> str:
 
 
 def _per_device(tokens: int, config: RunConfig) -> int:
-    """Return the `batch.tokens_per_device` whose micro-batch has room for `tokens`."""
     return -(-tokens // config.engine.sequence_parallel)
 
 

@@ -114,7 +114,7 @@ class RayServers:
         return _Placed(actor, polled, starts=starts)
 
     def keep(self) -> None:
-        """Start those again that died, unless they refused to start."""
+        """Start those again that died, unless they refused."""
         for number, placed in enumerate(self._running):
             if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
                 continue

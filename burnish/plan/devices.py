@@ -272,10 +272,8 @@ class Clock:
     def _by_torch(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Seconds of an epoch: FSDP gathers weights and reduces gradients per micro-batch."""
         updates, counts = self.work.updates, self._counts(engine, critic)
-        passes, elements = (
-            self._passes(engine, critic=critic),
-            self.model.elements / engine.tensor_parallel,
-        )
+        passes = self._passes(engine, critic=critic)
+        elements = self.model.elements / engine.tensor_parallel
         shards = shards_of(engine, self.devices.count)
         gathers = updates * microbatches * (1 + engine.reshard_after_forward + counts)
         moved = gathers * self._travel(product_bytes(engine) * elements, shards)

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, get_args
 
-from burnish.config.constraints import check_layout
+from burnish.config.constraints import check_layout, divisors
 from burnish.config.remedies import remedies
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.layout import is_divisible, require_divisible
@@ -205,7 +205,7 @@ class Planner:
 
     def _machine(self) -> Iterator[EngineConfig]:
         """Ways to share a micro-batch within a machine."""
-        for tensor, sequence in product(_divisors(PER_MACHINE), repeat=2):
+        for tensor, sequence in product(divisors(PER_MACHINE), repeat=2):
             if tensor * sequence <= PER_MACHINE and self._devices.count % (tensor * sequence) == 0:
                 yield self._config.engine.model_copy(
                     update={"tensor_parallel": tensor, "sequence_parallel": sequence}
@@ -213,7 +213,7 @@ class Planner:
 
     def _of_torch(self) -> Iterator[EngineConfig]:
         for engine in filter(self._divides, self._machine()):
-            for replicas in _divisors(self._devices.count // engine.sharing):
+            for replicas in divisors(self._devices.count // engine.sharing):
                 shards = self._devices.count // (replicas * engine.tensor_parallel)
                 for reshard in (True, False) if shards > 1 else (True,):
                     found = {"replicas": replicas, "reshard_after_forward": reshard}
@@ -228,11 +228,11 @@ class Planner:
             within = {1, engine.tensor_parallel} if experts else {1}
             if not is_divisible(self.model.shape, engine):
                 continue
-            for stages, virtual in product(_divisors(rest), _VIRTUAL_STAGES):
+            for stages, virtual in product(divisors(rest), _VIRTUAL_STAGES):
                 if stages == 1 < virtual or stages * virtual > self.model.shape.depth:
                     continue
                 staged = {"pipeline_parallel": stages, "virtual_stages": virtual}
-                for inner, ranks in product(sorted(within), _divisors(max(experts, 1))):
+                for inner, ranks in product(sorted(within), divisors(max(experts, 1))):
                     shared = {"expert_parallel": ranks, "expert_tensor_parallel": inner}
                     found = engine.model_copy(update=staged | (shared if experts else {}))
                     if self._devices.count // stages % (inner * ranks) == 0 and self._divides(
@@ -290,7 +290,3 @@ def gigabytes(size: float) -> str:
 
 def _without_experts(engine: EngineConfig) -> EngineConfig:
     return engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

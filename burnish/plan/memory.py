@@ -358,10 +358,8 @@ class Needs:
     def _logits(self) -> tuple[float, float]:
         """Bytes of a chunk of logits in both passes."""
         shape, engine = self._model.shape, self._engine
-        words, rows = (
-            self._model.outputs / engine.tensor_parallel,
-            engine.logprob_rows(shape.vocabulary),
-        )
+        words = self._model.outputs / engine.tensor_parallel
+        rows = engine.logprob_rows(shape.vocabulary)
         chunk = min(rows, self._scored) * words
         exact = FP32 * chunk
         exact = 2 * (min(exact, _CPU_LOGITS) if self._cpu else exact)
@@ -407,10 +405,8 @@ class Needs:
         for kind, each in self._tokens_of.items():
             others = max(kept.values()) * (depth > 1) if offloads else self._sum(kept) - kept[kind]
             weights = self._model.trained[kind]
-            mlp, every = (
-                self._width * held(some, 1, self._tensor)
-                for some in ([w for w in weights if w.is_mlp], weights)
-            )
+            mlp = self._width * held((w for w in weights if w.is_mlp), 1, self._tensor)
+            every = self._width * held(weights, 1, self._tensor)
             for peak, made in ((each.mlp_backward, mlp), (each.attention_backward, every)):
                 inner, own = self._tokens * peak, earlier + made + self._head_gradient
                 yield self._moment(root + self._running, activations=others + inner, gradients=own)

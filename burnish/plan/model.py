@@ -125,10 +125,8 @@ class PlannedModel:
     @cached_property
     def root(self) -> tuple[Weight, ...]:
         """Parameters outside the layers."""
-        table, norm = (
-            Weight(self.shape.vocabulary, self.shape.hidden, shared=True),
-            Weight(self.shape.hidden),
-        )
+        table = Weight(self.shape.vocabulary, self.shape.hidden, shared=True)
+        norm = Weight(self.shape.hidden)
         return (table, norm) if self.shape.tied or self.scores_values else (table, norm, table)
 
     @property

@@ -114,7 +114,7 @@ def require_valid(
 
 
 def not_finite() -> BurnishError:
-    """Return an error."""
+    """Return the error for logits that are not finite."""
     return BurnishError(
         "the model's logits are not finite, so no token can be drawn",
         do="look at the loss and gradient norm of the steps before; the weights may hold NaN",

@@ -322,7 +322,7 @@ class ServedGenerator:
 
     @property
     def _fed(self) -> list[Server]:
-        """Return the live servers that get weights from this rank."""
+        """Return this rank's live servers."""
         mine = self._servers[self._layout.rank :: self._layout.world]
         return [server for server in mine if server not in self._lost]
 
@@ -455,7 +455,7 @@ def next_of(left: deque[T]) -> T | None:
 
 
 def in_threads(works: Sequence[Callable[[], None]], meanwhile: Callable[[], None]) -> None:
-    """Run functions in threads; call `meanwhile` now and then, and once after all."""
+    """Run functions in threads; call `meanwhile` often, and once after all."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()

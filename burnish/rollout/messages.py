@@ -60,7 +60,7 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
-    """Read into the array's own memory, which takes no room before bytes come."""
+    """Read into the array's own memory, which takes no room before."""
     array = torch.empty(math.prod(shape) * np.dtype(kind).itemsize, dtype=torch.uint8).numpy()
     room, came = array.data, 0
     while came < len(room):

@@ -116,7 +116,7 @@ class Running:
 
 
 def started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
-    """Make a request's completions, without own tokens."""
+    """Make a request's completions."""
     samples = range(request.first_sample, request.first_sample + request.samples)
     keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
     begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()

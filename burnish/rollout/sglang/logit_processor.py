@@ -58,7 +58,7 @@ class DrawingLogitProcessor(CustomLogitProcessor):
 
 
 def leave_three(logits: Tensor, drawn: Drawn) -> None:
-    """Leave the three logits of each drawn token."""
+    """Leave three logits of each drawn token."""
     chosen, vocabulary = drawn.tokens[:, None], logits.shape[-1]
     logits.fill_(-torch.inf)
     for distance, told in ((1, drawn.sampled_logprobs), (2, drawn.logprobs)):

@@ -58,7 +58,7 @@ def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
 
 
 def leave_two(logits: Tensor, drawn: Drawn) -> None:
-    """Leave the two logits of each drawn token."""
+    """Leave two logits of each drawn token."""
     chosen = drawn.tokens[:, None]
     neighbour = (chosen + 1) % logits.shape[-1]
     logits.fill_(-torch.inf)

@@ -174,7 +174,7 @@ class VllmGenerator(EngineGenerator):
         return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Load all tensors of a model or of its adapter, layer by layer, as vLLM copies incomplete layers.
+        """Load all tensors of a model or of its adapter. Bring them by layer: vLLM copies incomplete layers.
 
         Completions under way are read again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
         """

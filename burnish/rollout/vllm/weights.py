@@ -1,4 +1,7 @@
-"""Give vLLM new weights, and read back those that it computes with."""
+"""Give vLLM new weights, and read back those that it computes with.
+
+Functions with a worker run in vLLM's.
+"""
 
 from __future__ import annotations
 
