@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +36,6 @@ from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
 from killed_runs import KINDS, RUNS, killed
 from power_loss import SCENES, check, named_moments
-from ranks import forkserver
 from training_files import done, make_files, outcome
 
 from burnish.tracking.progress import Progress
@@ -173,7 +173,7 @@ def limit_memory() -> None:
 
 
 def _workers(chosen: argparse.Namespace) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(chosen.jobs, mp_context=forkserver())
+    return ProcessPoolExecutor(chosen.jobs, mp_context=get_context("forkserver"))
 
 
 def _split(count: int, most: int) -> Iterator[tuple[int, int]]:

@@ -193,7 +193,7 @@ class FaultyFile:
         self.file.__exit__(*error)
 
 
-def save_forever(root, first, fail_at, pipe):
+def save_forever(pipe, root, first, fail_at):
     """Commit step after step, each with the state of its own seed; tell the step after each."""
     torch.set_num_threads(1)
     storage = DeadlyStorage(fail_at)
@@ -258,7 +258,7 @@ class SlowFile:
         self.file.__exit__(*error)
 
 
-def save_in_background_forever(root, pipe):
+def save_in_background_forever(pipe, root):
     """Tell the writer's process id, then begin one save after the other."""
     torch.set_num_threads(1)
     with Checkpoints(

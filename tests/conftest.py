@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import fork_server
 import pytest
 from gcs_server import GcsServer, running_gcs
 from hdfs_server import HdfsServer, running_hdfs
@@ -23,6 +24,12 @@ os.environ.setdefault(
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says only what else the machine does
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start what forks the processes of all workers, which find it by the environment."""
+    if config.getoption("numprocesses", None):
+        fork_server.address()
 
 
 @pytest.hookimpl(optionalhook=True)

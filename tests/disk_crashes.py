@@ -8,15 +8,15 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import mirror_crashes
 from aftermath import Verdict
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state
+from fork_server import Forked
 from mirror_crashes import FaultyRemote, mirror_at
-from ranks import forkserver, run_ranks
+from ranks import run_ranks
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
@@ -137,12 +137,12 @@ class Dying(Sync):
         super()._remove(step)
 
 
-def bring(url: str, directory: str, disk: int, moment: str) -> None:
+def bring(pipe: Connection, url: str, directory: Path, disk: int, moment: str) -> None:
     """Be the process of a disk until the mirror has all; with a moment, be killed then."""
     remote = FaultyRemote(url)
     if moment:
         remote.trouble.matches = MOMENTS[disk, moment]
-    mirror = Mirror(Path(directory), remote, None, "this", disk)
+    mirror = Mirror(directory, remote, None, "this", disk)
     Dying(mirror).run(pause=look)
 
 
@@ -152,17 +152,16 @@ def try_moment(
     """Kill the machine of a disk at a moment, and then the other's; look from an empty machine, and go on with two if `goes_on`."""
     shutil.copytree(prepared, directory, dirs_exist_ok=True)
     disks = Disks(directory, f"file://{directory}/far", (0, 1))
-    processes: list[BaseProcess] = []
-    for each in range(2):
-        at = moment if each == disk else ""
-        args = (disks.url, str(disks.run(each)), each, at)
-        processes.append(forkserver().Process(target=bring, args=args, daemon=True))
-        processes[-1].start()
-    wait([processes[disk].sentinel], 250)
-    struck = processes[disk].exitcode == -signal.SIGKILL
+    processes = [
+        Forked(bring, disks.url, disks.run(each), each, moment if each == disk else "")
+        for each in range(2)
+    ]
+    try:
+        struck = processes[disk].wait(250) == -signal.SIGKILL
+    except TimeoutError:
+        struck = False
     for process in processes:
         process.kill()
-        process.join()
     acked = 2 if moment in SEALED else 1
     newest = 2 if acked == 2 or moment == "COMMIT not read back" else 1
     found = mirror_crashes.aftermath(disks.url, directory / "empty", acked, newest)

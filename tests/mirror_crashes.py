@@ -10,14 +10,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 
 from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state
-from ranks import forkserver
+from fork_server import Forked
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
@@ -112,10 +111,10 @@ def save(mirror: Mirror, step: int, shapes=None) -> None:
         checkpoints.save(step, contents_of(*make_state(step, shapes)))
 
 
-def meet_trouble(url: str, directory: str, moment: str, fault: str) -> None:
+def meet_trouble(pipe: Connection, url: str, directory: Path, moment: str, fault: str) -> None:
     """Steps 1 and 2, the first of them on the mirror; then the second goes up. Leaves how that ended, where it ended."""
     remote = FaultyRemote(url, PATIENCE)
-    mirror = mirror_at(Path(directory), remote)
+    mirror = mirror_at(directory, remote)
     save(mirror, 1, BIG_SHAPES)
     sync(mirror)
     save(mirror, 2, BIG_SHAPES)
@@ -128,9 +127,9 @@ def meet_trouble(url: str, directory: str, moment: str, fault: str) -> None:
     (mirror.directory / "ended").write_text(ended if remote.trouble.came else "")
 
 
-def copy_forever(url: str, directory: str) -> None:
+def copy_forever(pipe: Connection, url: str, directory: Path) -> None:
     """Save a step, copy it, write down that it is on the mirror, and so on."""
-    mirror = mirror_at(Path(directory), Remote(url), keep=2)
+    mirror = mirror_at(directory, Remote(url), keep=2)
     begun = max((step.step for step in committed(mirror.root)), default=0)
     for step in range(begun + 1, 10_000):
         save(mirror, step)
@@ -168,21 +167,18 @@ def aftermath(url: str, empty: Path, acked: int, newest: int, shapes=None) -> Ve
     return Verdict()
 
 
-def started(function: Callable[[str, str], None], url: str, directory: Path) -> BaseProcess:
-    """A function of this module in a process of its own, forked from one that has torch."""
-    process = forkserver().Process(target=function, args=(url, str(directory)), daemon=True)
-    process.start()
-    return process
-
-
 def try_moment(url: str, moment: str, directory: Path, fault: str = "kill") -> Verdict:
     """Let a fault come at a moment; then look from an empty machine, and from the one that tries again."""
-    process = started(partial(meet_trouble, moment=moment, fault=fault), url, directory / "one")
-    process.join(120)
-    killed = process.exitcode == -signal.SIGKILL
+    process = Forked(meet_trouble, url, directory / "one", moment, fault)
+    try:
+        code = process.wait(120)
+    except TimeoutError as error:
+        process.kill()
+        return Verdict(struck=False, wrong=str(error))
+    killed = code == -signal.SIGKILL
     ended = "killed" if killed else _read(directory / "one/ended")
     if killed != (fault == "kill") or not ended:
-        return Verdict(struck=False, wrong=f"ended with {process.exitcode}: {ended}")
+        return Verdict(struck=False, wrong=f"ended with {code}: {ended}")
     if fault != "kill" and (ended == "done") == (fault == "ENOSPC"):
         return Verdict(wrong=f"{fault} is not waited out, or not told: {ended}")
     found = aftermath(url, directory / "empty", 2 if ended == "done" else 1, 2, BIG_SHAPES)
@@ -200,13 +196,12 @@ def try_kills(url: str, directory: Path, rng: random.Random, kills: int) -> Iter
     run = directory / "run"
     for number in range(kills):
         before = _acked(run)
-        process = started(copy_forever, url, run)
+        process = Forked(copy_forever, url, run)
         deadline = time.monotonic() + 60
-        while _acked(run) == before and process.is_alive() and time.monotonic() < deadline:
+        while _acked(run) == before and process.is_running() and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.3))
         process.kill()
-        process.join()
         newest = max(step.step for step in committed(run / "checkpoints"))
         yield aftermath(url, directory / f"empty-{number}", _acked(run), newest)
 

@@ -1,31 +1,23 @@
 """What a training run of seconds needs: a tokenizer, sums to learn, rewards, two configurations; and running it.
 
-A command runs `burnish` in a process of its own, forked from a server that has torch and the
-library imported already: tenths of a second instead of five for `python -m burnish`.
+A command runs `burnish` in a process of its own, forked from a server that has torch and the library
+imported already: tenths of a second instead of five for `python -m burnish`.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
-import os
 import re
-import select
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import command_server
+from commands_for_tests import run
+from fork_server import Forked
 from ports import free_port
 from ranks import PATIENCE_SECONDS
 from safetensors.torch import load_file
@@ -143,19 +135,13 @@ class Command:
     ) -> None:
         self._log = root / f"output-{next(self._numbers)}.txt"
         self._log.touch()
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(_server())
-        self._answers = self._socket.makefile("r")
-        request = {
-            "argv": list(argv),
-            "root": str(root),
-            "log": str(self._log),
-            "environ": dict(environ or {}),
-            "at": None if at is None else [at.place, at.nth, at.number],
-            "audit": audit,
-        }
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-        self.pid = int(self._answers.readline())
+        given = dict(environ or {})
+        own = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", **given}
+        told = None if at is None else (at.place, at.nth, at.number)
+        self._process = Forked(
+            run, list(argv), str(root), str(self._log), given, told, audit, environ=own
+        )
+        self.pid = self._process.pid
 
     @property
     def output(self) -> str:
@@ -164,7 +150,7 @@ class Command:
 
     def is_running(self) -> bool:
         """Whether its end has not been told yet."""
-        return not select.select([self._socket], [], [], 0)[0]
+        return self._process.is_running()
 
     def reached(self, step: int) -> bool:
         """Whether it gets to a step: returns once it has told of it or a later one, or has ended."""
@@ -179,22 +165,16 @@ class Command:
             time.sleep(0.01)
 
     def send(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended by itself
-            os.kill(self.pid, number)
+        self._process.send(number)
 
     def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
         """Its exit code, minus the signal's number if one killed it."""
-        self._socket.settimeout(seconds)
         try:
-            code = int(self._answers.readline())
+            return self._process.wait(seconds)
         except TimeoutError:
-            self.send(signal.SIGABRT)  # the server's processes print their stacks
+            self.send(signal.SIGABRT)  # it prints its stacks
             time.sleep(0.5)
             raise AssertionError(f"still running after {seconds} s:\n{self.output}") from None
-        finally:
-            self._answers.close()
-            self._socket.close()
-        return code
 
 
 def burnish(
@@ -286,26 +266,3 @@ def weights(run: Path) -> dict[str, Any]:
         for path in sorted(newest.rglob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
-
-
-@cache
-def _server() -> str:
-    """The address of the server, which ends with this process."""
-    address = str(Path(tempfile.mkdtemp(prefix="burnish-test-")) / "socket")
-    repository = Path(__file__).parent.parent
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen()
-        server = subprocess.Popen(
-            [sys.executable, command_server.__file__, str(listening.fileno())],
-            stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
-            pass_fds=(listening.fileno(),),
-        )
-    atexit.register(_end, server)
-    return address
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.stdin.close()
-    server.wait()

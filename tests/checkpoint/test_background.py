@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -28,7 +27,8 @@ from checkpoints_for_tests import (
     save_once,
     writer_pid,
 )
-from ranks import forkserver, run_ranks
+from fork_server import Forked
+from ranks import run_ranks
 
 from burnish.checkpoint.background import Memory, stage, staged_in
 from burnish.checkpoint.load import CheckpointSource
@@ -258,16 +258,12 @@ def is_alive(pid):
 
 
 def test_a_writer_ends_with_its_run_and_the_directory_is_free_again(tmp_path):
-    pipe, theirs = multiprocessing.Pipe(duplex=False)
-    process = forkserver().Process(target=save_in_background_forever, args=(tmp_path, theirs))
-    process.start()
-    theirs.close()
-    pid, step = pipe.recv(), pipe.recv()
+    process = Forked(save_in_background_forever, tmp_path)
+    pid, step = process.recv(), process.recv()
     while step < 3:
-        step = pipe.recv()
+        step = process.recv()
     assert is_alive(pid)
     process.kill()
-    process.join()
     with opened(tmp_path) as checkpoints:  # waits for the writer, should that still be there
         assert not is_alive(pid)
         resumed = checkpoints.resume(lambda step, source: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -16,7 +15,8 @@ from checkpoints_for_tests import (
     make_state,
     save_forever,
 )
-from ranks import RankFailed, forkserver, run_ranks
+from fork_server import Forked
+from ranks import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
@@ -41,22 +41,17 @@ def operations(tmp_path_factory):
 
 def killed_run(root, first, fail_at=None, seconds=None):
     """Let a process commit steps from `first` on until it dies; the last step it told of."""
-    pipe, theirs = multiprocessing.Pipe(duplex=False)
-    arguments = (root, first, fail_at, theirs)
-    process = forkserver().Process(target=save_forever, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
+    process = Forked(save_forever, root, first, fail_at)
     told = None
     try:
         while True:
-            told = pipe.recv()
+            told = process.recv()
             if seconds is not None:
                 time.sleep(seconds)
                 process.kill()
                 seconds = None
     except EOFError:
-        process.join()
-    assert process.exitcode == -9
+        assert process.wait() == -9
     return told
 
 

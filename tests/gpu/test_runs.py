@@ -37,7 +37,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PROGRAM = """\
 import sys
-from command_server import signal_at
+from commands_for_tests import signal_at
 from burnish.cli.main import main
 signal_at(*{at})
 sys.exit(main(sys.argv[1:]))

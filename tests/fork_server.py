@@ -1,0 +1,300 @@
+"""A process that has imported what takes seconds, and forks one for every connection: those of the tests.
+
+One serves a test run and all its workers. A client sends its standard output and error and a `Request`.
+It receives the id of the process, what that sends, and its `Ended`. A process whose client is gone is killed.
+The server is given a socket that listens already, so who connects while it imports is served afterwards.
+It ends when its standard input is closed, which the end of the test run does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+_ADDRESS = "BURNISH_TESTS_FORK_SERVER"
+# The variable by which the workers of a test run find the server of its controller.
+
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "datasets.io.json",
+    "hypothesis",
+    "peft",
+    "pytest",
+    "transformers.models.qwen3.modeling_qwen3",
+    "burnish.checkpoint.destinations.run_mirror",
+    "burnish.checkpoint.subprocess",
+    "burnish.cli.main",
+    "burnish.cli.run",
+    "burnish.engines.megatron.megatron_engine",
+    "burnish.models.lora.experts",
+    "burnish.train.rl",
+    "burnish.train.sft",
+    "burnish.train.evaluate",
+    "burnish.tracking.console",
+    "burnish.view.report",
+    "burnish.tracking.rollouts",
+    "ranks",
+    "training_files",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function at the top level of a module, and its last arguments.
+
+    Only the process that calls has to find the module, by its file: pytest's importlib mode makes names that
+    cannot be imported.
+    """
+
+    module: str
+    file: str
+    function: str
+    arguments: bytes
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], *arguments: Any) -> Call:
+        file = sys.modules[fn.__module__].__file__
+        return cls(fn.__module__, file, fn.__qualname__, pickle.dumps(arguments))
+
+    def __call__(self, *first: Any) -> Any:
+        if self.module not in sys.modules:
+            spec = importlib.util.spec_from_file_location(self.module, self.file)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[self.module] = module
+            spec.loader.exec_module(module)
+        arguments = pickle.loads(self.arguments)  # noqa: S301 - written by a test
+        return getattr(sys.modules[self.module], self.function)(*first, *arguments)
+
+
+@dataclass(frozen=True)
+class Request:
+    call: Call
+    environ: Mapping[str, str]
+    path: Sequence[str]
+    """Where modules are found."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last thing that a client receives."""
+
+    code: int
+    """As multiprocessing has it: minus the number of the signal that ended the process."""
+
+
+@cache
+def address() -> str:
+    """The socket of the server, which is started unless there is one, and ends with the process that started it."""
+    if _ADDRESS not in os.environ:
+        os.environ[_ADDRESS] = _start()
+    return os.environ[_ADDRESS]
+
+
+def _start() -> str:
+    directory = tempfile.mkdtemp(prefix="burnish-forks-")
+    path = f"{TESTS}{os.pathsep}{TESTS.parent}"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{directory}/socket")
+        listening.listen(1000)
+        server = subprocess.Popen(
+            [sys.executable, "-c", f"import fork_server; fork_server.Server({listening.fileno()})"],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            pass_fds=(listening.fileno(),),
+        )
+    atexit.register(_end, server, directory)
+    return f"{directory}/socket"
+
+
+def _end(server: subprocess.Popen[bytes], directory: str) -> None:
+    server.stdin.close()
+    server.wait()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+class Server:
+    """Import, and serve until standard input is closed."""
+
+    def __init__(self, descriptor: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's, which ends what it started
+        self._listening = socket.socket(fileno=descriptor)
+        self._children: dict[int, tuple[ForkProcess, Connection]] = {}
+        for name in PRELOAD:
+            importlib.import_module(name)
+        _compute_what_all_need()
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
+            self._selector.register(self._listening, selectors.EVENT_READ, self._fork)
+            while True:
+                for key, _ in self._selector.select():
+                    if self._selector.get_map().get(key.fd) is key:  # what came before closed it
+                        key.data()
+
+    def _fork(self) -> None:
+        client, _ = self._listening.accept()
+        with client:
+            _, outputs, _, _ = socket.recv_fds(client, 1, 2)
+            connection = Connection(client.detach())
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):  # a client that is gone already
+            connection.close()
+            return
+        process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(connection, outputs, request)
+        )
+        process.start()
+        for each in outputs:
+            os.close(each)
+        descriptor = os.pidfd_open(process.pid)
+        self._children[descriptor] = process, connection
+        self._selector.register(descriptor, selectors.EVENT_READ, partial(self._reap, descriptor))
+        self._selector.register(
+            connection, selectors.EVENT_READ, partial(self._abandon, descriptor)
+        )
+
+    def _reap(self, descriptor: int) -> None:
+        process, connection = self._children.pop(descriptor)
+        process.join()
+        with suppress(OSError):  # its client is gone
+            connection.send(Ended(process.exitcode))
+        process.close()
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        if not connection.closed:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _abandon(self, descriptor: int) -> None:
+        process, connection = self._children[descriptor]
+        process.kill()
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _end(self) -> None:
+        for process, _ in self._children.values():
+            process.kill()
+        os._exit(0)
+
+    def _run(self, connection: Connection, outputs: Sequence[int], request: Request) -> None:
+        """Be the process."""
+        for number, each in enumerate(outputs, 1):
+            os.dup2(each, number)
+            os.close(each)
+        for descriptor, (_, other) in self._children.items():
+            os.close(descriptor)
+            other.close()
+        self._listening.close()
+        self._selector.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(request.environ)
+        sys.path[:] = request.path
+        tempfile.tempdir = None
+        connection.send(os.getpid())
+        request.call(connection)
+
+
+def _compute_what_all_need() -> None:
+    """What every process would compute anew."""
+    import codecs
+    import gc
+
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from burnish.view import report
+
+    get_checkpoint_conversion_mapping("qwen3")  # compiles 600 regular expressions, once
+    codecs.lookup("idna")  # which every name of a host asks for
+    report._page()  # reads it, once
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that it looks at
+
+
+class Forked:
+    """A function called in a process of its own, with its connection to this process before the arguments.
+
+    The function is at the top level of its module. `environ` is added to the variables of this process.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *arguments: Any, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._code: int | None = None
+        self._received: deque[Any] = deque()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address())
+            socket.send_fds(client, [b" "], [1, 2])
+            self._connection = Connection(client.detach())
+        own = {**os.environ, **(environ or {})}
+        self._connection.send(Request(Call.of(fn, *arguments), own, sys.path))
+        self.pid: int = self._connection.recv()
+
+    def fileno(self) -> int:
+        """Something to wait for: readable when it has sent something or ended."""
+        return self._connection.fileno()
+
+    def recv(self) -> Any:
+        """What it sends next. Raises `EOFError` once it has ended."""
+        while not self._received:
+            if self._code is not None:
+                raise EOFError
+            self._receive()
+        return self._received.popleft()
+
+    def is_running(self) -> bool:
+        """Whether its end has not been told yet."""
+        while self._code is None and self._connection.poll():
+            self._receive()
+        return self._code is None
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Its exit code, minus the signal's number if one killed it. Raises `TimeoutError`."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while self._code is None:
+            if not self._connection.poll(until and max(0.0, until - time.monotonic())):
+                raise TimeoutError(f"process {self.pid} still runs")
+            self._receive()
+        return self._code
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.is_running():
+            with suppress(ProcessLookupError):  # it has ended by now
+                os.kill(self.pid, number)
+
+    def kill(self) -> int:
+        """End it at once; its exit code."""
+        self.send(signal.SIGKILL)
+        return self.wait()
+
+    def _receive(self) -> None:
+        match self._connection.recv():
+            case Ended(code):
+                self._code = code
+                self._connection.close()
+            case message:
+                self._received.append(message)
