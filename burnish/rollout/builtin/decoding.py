@@ -220,21 +220,21 @@ class Decoding:
         self._state[:, rows_to] = self._state[:, rows_from]
 
     def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
-        by_chunk: dict[_Chunk, list[int]] = {}
-        for number, sequence in enumerate(sequences):
-            by_chunk.setdefault(self._chunk_of(sequence.prompt), []).append(number)
-            self._slots[rows[number]] = sequence
-        for chunk, numbers in by_chunk.items():
-            for number in numbers if chunk.experts else ():
-                sequences[number].experts.append(chunk.experts[sequences[number].prompt.index])
-            mine = [rows[number] for number in numbers]
-            which = [sequences[number].prompt.index for number in numbers]
-            index = self._index(mine)
+        by_chunk: dict[_Chunk, dict[int, _Sequence]] = {}
+        for row, sequence in zip(rows, sequences, strict=True):
+            by_chunk.setdefault(self._chunk_of(sequence.prompt), {})[row] = sequence
+            self._slots[row] = sequence
+        for chunk, by_row in by_chunk.items():
+            mine = list(by_row.values())
+            which = [sequence.prompt.index for sequence in mine]
+            for sequence in mine if chunk.experts else ():
+                sequence.experts.append(chunk.experts[sequence.prompt.index])
+            index = self._index(list(by_row))
             self._cache.place(index, chunk.cache, which)
-            keys = self._index([sequences[number].key for number in numbers])
-            counts = self._index([sequences[number].drawn for number in numbers])
+            keys = self._index([sequence.key for sequence in mine])
+            counts = self._index([sequence.drawn for sequence in mine])
             drawn = self._draw(chunk.last[self._index(which)], keys, counts)
-            self._receive([sequences[number] for number in numbers], drawn)
+            self._receive(mine, drawn)
             lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
             self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, counts + 1))
         self._forget(sequences)

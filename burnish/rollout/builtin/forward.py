@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -309,5 +310,4 @@ def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
 
 
 def _ranges(sizes: Sequence[int]) -> list[slice]:
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]

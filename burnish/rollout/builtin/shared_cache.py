@@ -8,7 +8,6 @@ They read the prompt's Kp and Vp in one product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -123,32 +122,24 @@ class SharedCache(SlotCache):
         for row, number in enumerate(self._prompt_of[:running]):
             if number is not None:
                 rows[places[number]].append(row)
-        return _Groups.of(rows, running, int(self._lengths[:running].max()))
+        return _Groups(rows, running, int(self._lengths[:running].max()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
     """Running completions by prompt: P prompts, at most m completions each."""
 
-    running: int
-    """Number of completions."""
-    prompts: int
-    """P."""
-    rows: Tensor
-    """Row of each completion [P · m], padded with the prompt's first row."""
-    places: Tensor
-    """Index into `rows` of each running row [running]."""
-    longest: int
-    """Tokens of the longest prompt."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], running: int, longest: int) -> _Groups:
+    def __init__(self, rows: Sequence[Sequence[int]], running: int, longest: int) -> None:
         most = max(map(len, rows))
+        self.running, self.longest = running, longest
+        """Number of completions, and tokens of the longest prompt."""
+        self.prompts = len(rows)
         padded = [[*each, *[each[0]] * (most - len(each))] for each in rows]
-        places = torch.empty(running, dtype=torch.int64)
+        self.rows = torch.tensor(padded).flatten()
+        """Row of each completion [P · m], padded with the prompt's first row."""
+        self.places = torch.empty(running, dtype=torch.int64)
+        """Index into `rows` of each running row [running]."""
         for prompt, each in enumerate(rows):
-            places[list(each)] = torch.arange(len(each)) + prompt * most
-        return cls(running, len(rows), torch.tensor(padded).flatten(), places, longest)
+            self.places[list(each)] = torch.arange(len(each)) + prompt * most
 
     def together(self, by_row: Tensor) -> Tensor:
         """Reshape [running, kv_heads, g, n] to [P · kv_heads, m · g, n]."""
