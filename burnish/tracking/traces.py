@@ -1,7 +1,7 @@
 """Trace rollouts, to files and by OTLP.
 
 A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each
-call of a reward; turns and tools belong there as well. A file has one OTLP request in JSON a line, which is one trace.
+call of a reward; turns and tools belong there as well. A file has one trace a line, in JSON with the names of OTLP.
 """
 
 from __future__ import annotations
@@ -196,42 +196,20 @@ def _line(trace: _Trace, resource: Attributes) -> bytes:
         {
             "traceId": name.hex(),
             "spanId": _digest((name, number)).hex(),
-            **({"parentSpanId": _digest((name, 0)).hex()} if number else {}),
+            "parentSpanId": _digest((name, 0)).hex() if number else None,
             "name": span.name,
-            "kind": _INTERNAL,
-            "startTimeUnixNano": str(_nanoseconds(span.begin)),
-            "endTimeUnixNano": str(_nanoseconds(span.end)),
-            "attributes": _key_values(span.attributes),
-            "status": {} if span.error is None else {"code": _ERROR, "message": span.error},
+            "startTimeUnixNano": _nanoseconds(span.begin),
+            "endTimeUnixNano": _nanoseconds(span.end),
+            "attributes": span.attributes,
+            "error": span.error,
         }
         for number, span in enumerate(made)
     ]
-    scopes = [{"scope": {"name": "burnish"}, "spans": spans}]
-    request = [{"resource": {"attributes": _key_values(resource)}, "scopeSpans": scopes}]
-    return _ENCODER.encode({"resourceSpans": request}).encode() + b"\n"
+    return _ENCODER.encode({"resource": resource, "spans": spans}).encode() + b"\n"
 
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def _key_values(attributes: Attributes) -> list[Attributes]:
-    return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
-
-
-def _value(value: Any) -> Attributes:
-    if isinstance(value, list):
-        return {"arrayValue": {"values": [_value(each) for each in value]}}
-    if isinstance(value, str):
-        return {"stringValue": value}
-    return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
-
-
-def _known(value: Attributes) -> Any:
-    ((kind, held),) = value.items()
-    if kind == "arrayValue":
-        return [_known(each) for each in held["values"]]
-    return int(held) if kind == "intValue" else held
 
 
 def _text(value: Any) -> str:
@@ -247,7 +225,7 @@ def _digest(name: object) -> bytes:
 
 
 def read_traces(path: Path) -> Iterator[Attributes]:
-    """Return a file's requests. Raises `CorruptError`."""
+    """Return a file's traces. Raises `CorruptError`."""
     for _, text in files.blocks(path):
         with refusing(f"{path} is not a file of traces", CorruptError, do="remove it"):
             found = [json.loads(line) for line in text.splitlines()]
@@ -256,28 +234,20 @@ def read_traces(path: Path) -> Iterator[Attributes]:
 
 def spans_of(path: Path, prompt_index: int, sample: int) -> list[Attributes]:
     """Return a rollout's spans, the root first, in seconds from its begin; none if it has no trace. Raises `CorruptError`."""
-    for request in read_traces(path):
+    for trace in read_traces(path):
         with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
-            found = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
-            first = int(found[0]["startTimeUnixNano"])
-            spans = [_shown(each, first) for each in found]
-            root = spans[0]["attributes"]
-        place = (root.get("burnish.prompt_index"), root.get("burnish.sample"))
-        if place == (prompt_index, sample):
-            return spans
+            root = trace["spans"][0]
+            place = [root["attributes"].get(f"burnish.{n}") for n in ("prompt_index", "sample")]
+            if place == [prompt_index, sample]:
+                return [_shown(each, root["startTimeUnixNano"]) for each in trace["spans"]]
     return []
 
 
 def _shown(span: Attributes, first: int) -> Attributes:
-    begin, end = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
-    return {
-        "name": str(span["name"]),
-        "start": (begin - first) / 1e9,
-        "seconds": (end - begin) / 1e9,
-        "depth": int("parentSpanId" in span),
-        "attributes": {pair["key"]: _known(pair["value"]) for pair in span["attributes"]},
-        "error": span["status"].get("message"),
-    }
+    begin, end = span["startTimeUnixNano"], span["endTimeUnixNano"]
+    shown = {name: span[name] for name in ("name", "attributes", "error")}
+    times = {"start": (begin - first) / 1e9, "seconds": (end - begin) / 1e9}
+    return shown | times | {"depth": int(span["parentSpanId"] is not None)}
 
 
 class OtlpExporter:

@@ -25,7 +25,7 @@ from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage
 from burnish.files.urls import Url
-from burnish.tracking.rollouts import Kind, Row, rollouts_path
+from burnish.tracking.rollouts import Kind, rollouts_path
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
@@ -165,21 +165,19 @@ class Answers:
         return {"rows": rows, "next": page.next, "total": page.total}
 
     def rollout(self, query: Query) -> Answer:
-        """Return a whole rollout."""
-        identity, run = query.id, self._one(query)
-        row = self._index(run).row(identity)
-        kind = cast(Kind, identity.split("-")[0])
-        trace = self._trace(rollouts_path(run.traces, row["step"], kind), row)
-        return {"tokens": None, **row, "id": identity, "kind": kind, "trace": trace}
-
-    def _trace(self, path: Path, row: Row) -> Answer | None:
+        """Return a whole rollout, with the spans of its trace if it has one."""
+        run = self._one(query)
+        row, kind = self._index(run).row(query.id), cast(Kind, query.id.split("-")[0])
+        path = self._within(rollouts_path(run.traces, row["step"], kind))
+        trace: Answer | None = None
         try:
-            spans = spans_of(self._within(path), row["prompt_index"], row.get("sample", 0))
+            if spans := spans_of(path, row["prompt_index"], row.get("sample", 0)):
+                trace = {"spans": spans}
         except FileNotFoundError:
-            return None
+            pass
         except CorruptError as error:
-            return {"spans": [], "problem": error.problem}
-        return {"spans": spans, "problem": None} if spans else None
+            trace = {"problem": error.problem}
+        return {"tokens": None, **row, "id": query.id, "kind": kind, "trace": trace}
 
     def facets(self, query: Query) -> Answer:
         """Return what rollouts can be filtered by."""

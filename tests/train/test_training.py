@@ -71,14 +71,14 @@ def test_every_rollout_of_two_ranks_has_a_trace_and_a_resumed_run_has_each_once(
         run = done(work, *argv, f"steps={steps}", world=2)
     ids = set()
     for step in (1, 2):
-        requests = list(read_traces(rollouts_path(run / "traces", step)))
-        assert len(requests) == len(rollouts(run, step)) == 16
-        for request in requests:
-            root, generation, reward = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        traces = list(read_traces(rollouts_path(run / "traces", step)))
+        assert len(traces) == len(rollouts(run, step)) == 16
+        for trace in traces:
+            root, generation, reward = trace["spans"]
             ids.add(root["traceId"])
             assert [each["name"] for each in (root, reward)] == ["rollout", "reward letters"]
-            times = [int(generation[f"{end}TimeUnixNano"]) / 1e9 for end in ("start", "end")]
-            times += [int(reward[f"{end}TimeUnixNano"]) / 1e9 for end in ("start", "end")]
+            times = [generation[f"{end}TimeUnixNano"] / 1e9 for end in ("start", "end")]
+            times += [reward[f"{end}TimeUnixNano"] / 1e9 for end in ("start", "end")]
             assert started < times[0] < times[1] <= times[2] <= times[3] < time.time()
             assert root["startTimeUnixNano"] == generation["startTimeUnixNano"]
             assert root["endTimeUnixNano"] == reward["endTimeUnixNano"]
