@@ -101,10 +101,6 @@ class Server:
             answer = self._ask(self._asking, "POST", "/completions", b"".join(asked))
             while "ended" in (message := self.next(answer)).fields:
                 told.put(int(message.fields["ended"]))
-            if "holds" in message.fields:
-                raise ValueError(
-                    f"it holds weights of version {message.fields['holds']} instead of {version}"
-                )
             return messages.read_completions(
                 message, requests, sampling, version, in_flight=in_flight
             )

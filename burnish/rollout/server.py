@@ -135,13 +135,13 @@ class GeneratorServer:
     def complete(
         self, asked: messages.Message, say: Callable[[messages.Parts], None]
     ) -> messages.Parts:
-        """Return completions, or the version held if it is another; `say` sends progress."""
+        """Return completions; `say` sends progress. Raises `ValueError` for weights of another version."""
         requests, sampling, version = messages.read_requests(asked)
         held, in_flight = self._version, bool(asked.fields["in_flight"])
         if asked.fields["owner"] != self._owner:
-            return messages.encode({"holds": "of another process"})
+            raise ValueError(f"it holds another process's weights instead of version {version}")
         if held is None or not (held == version or (in_flight and held > version)):
-            return messages.encode({"holds": held})
+            raise ValueError(f"it holds weights of version {held} instead of {version}")
         told, ended, self._asker = time.monotonic(), 0, self._owner
 
         def watch(count: int) -> None:

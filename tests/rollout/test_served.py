@@ -227,7 +227,6 @@ LIES: dict[str, Callable[[socket.socket], None]] = {
     "says an odd error": line(b'{"arrays": {}, "error": {"sorry": 1}}'),
     "says that it failed": line(b'{"arrays": {}, "failed": "out of memory"}'),
     "says an odd count": line(b'{"arrays": {}, "ended": null}'),
-    "holds another version": says(response(messages.encode({"holds": 7}))),
     "answers with another version": each(weights_version=lambda one: 2),
     "too few": answers(lambda groups: groups[1:]),
     "too few of a prompt": answers(lambda groups: [group[1:] for group in groups]),
