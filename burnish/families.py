@@ -283,8 +283,7 @@ def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
     return [index for index in layers if index not in dense and (index + 1) % every == 0]
 
 
-def window_of(family: Family, fields: Mapping[str, Any], index: int) -> int | None:
-    """Return how many tokens a layer's queries see, themselves included; None: all."""
+def _window(family: Family, fields: Mapping[str, Any], index: int) -> int | None:
     window: int | None = fields.get("sliding_window")
     if window is None or family.windows == "never":
         return None
@@ -364,5 +363,5 @@ def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: 
         parameters[f"{name}.weight"] = (rows, columns)
         if has_bias:
             parameters[f"{name}.bias"] = (rows,)
-    window = window_of(family, fields, index)
+    window = _window(family, fields, index)
     return LayerShape(width, experts, chosen, window, tuple(parameters.items()))

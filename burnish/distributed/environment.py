@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's rank, and the address where the run's processes meet."""
+    """This process's rank, and where the run's processes meet."""
 
     layout: Layout
     """Rank and sizes."""

@@ -109,7 +109,7 @@ def process_group(
 
 
 def connect_lazily(layout: Layout) -> None:
-    """In a large run, have gloo connect only ranks that talk to each other."""
+    """Have gloo connect only ranks of a large run that talk to each other."""
     if layout.world > _MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
@@ -138,7 +138,7 @@ def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int =
 
 
 def by_machine(layout: Layout, timeout: timedelta) -> Layout:
-    """Return the layout with its `machines`, of which gloo knows nothing. Collective."""
+    """Return the layout with its `machines`, unknown to gloo. Collective."""
     if layout.world == layout.local_world:
         return layout
     places = gather_objects((layout.local_rank, layout.local_world), layout)
@@ -211,6 +211,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
     try:
         server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
         start = f"burnish/{place.attempt if place.same_attempt else 0}"
+        # All ranks have opened equally many groups.
         opening = server.add(f"{start}/openings/{layout.rank}", 1)
     except (RuntimeError, OSError) as error:
         raise BurnishError(
@@ -223,7 +224,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
 
 
 def is_first(text: str) -> bool:
-    """Return whether no rank has asked for this text before; True without a store to ask."""
+    """Return whether no rank has asked for this text; True without a store."""
     place = place_of(os.environ)
     if place.agent_store:
         with suppress(RuntimeError, OSError):
@@ -254,7 +255,6 @@ def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: st
 
 
 def _absent(store: Store, world: int, point: str) -> str:
-    """Name the ranks that have not come. The first rank that asks looks for all."""
     try:
         if store.add(f"{point}/asked", 1) == 1:
             absent = [rank for rank in range(world) if not store.check([f"{point}/{rank}"])]

@@ -238,7 +238,7 @@ def end_silent(*processes: Process) -> None:
 
 
 class Judge:
-    """Asks all ranks where they are once one has stood still for long. Runs in the relay."""
+    """Asks all ranks where they are once one has stood still for long."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ def report(
     silent: Mapping[int, str],
     processes: Mapping[int, Process],
 ) -> str:
-    """Return the summary, then every group of ranks with the same stack, small groups first."""
+    """Return the summary, then each group of ranks with one stack, small groups first."""
     lines = [f"burnish: {summary}"]
     for rank, state in sorted(silent.items())[:_MOST_GROUPS]:
         where = f"host {processes[rank][0]}, pid {processes[rank][1]}"
@@ -374,7 +374,7 @@ def publish(text: str, *, aloud: bool = True) -> None:
 
 @contextmanager
 def watching_alone(stall_seconds: float) -> Iterator[None]:
-    """Report and end a run of one process if it does not move inside the block."""
+    """End a run of one process, with a report, if it does not move."""
 
     def end(still: float) -> None:
         answers = {0: pulse.answer()}

@@ -18,7 +18,7 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.collectives import reduce_stats
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, IncompatibleError
 from burnish.models.flops import Passed
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -78,12 +78,30 @@ class ShardedEngine(ABC):
     def _router_sizes(self) -> tuple[int, int, int]:
         """Return the number of routers, of each one's experts, and of a token's experts; zeros for a dense model."""
 
+    def _require_routers(self, batch: Batch, *, record: bool = False) -> None:
+        """Raise `IncompatibleError` for experts of another model, or if there are none to `record`."""
+        recorded = [
+            (len(m.input_ids), m.experts) for m in batch.microbatches if m.experts is not None
+        ]
+        if not (record or recorded):
+            return
+        routers, experts, chosen = self._router_sizes()
+        if routers == 0:
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has no known routers",
+                want="a mixture of experts",
+                do="set algorithm.router_replay=none",
+            )
+        for tokens, each in recorded:
+            import_module(_ROUTING).require_recorded(each, (tokens, routers, chosen), experts)
+
     def _balanced(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
 
         Imbalance is the load of a router's busiest expert over the mean load, averaged over routers.
         """
         is_routed = batch.is_routed  # raises if it is routed in part
+        self._require_routers(batch)
         if self._config.router_aux_loss == 0:
             return batch, None, Stats()
         if not is_routed:

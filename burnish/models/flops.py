@@ -55,7 +55,7 @@ class ModelFlops:
     """Elements of all parameters."""
 
     def each(self, lengths: Iterable[int]) -> list[float]:
-        """Return the operations over each sequence, given lengths in tokens."""
+        """Return the operations over each sequence of these lengths."""
         every = [int(length) for length in lengths]
         cost = {n: self.per_token * n + self._attention(n) for n in set(every)}
         return [cost[length] for length in every]
@@ -72,7 +72,7 @@ class ModelFlops:
         return products + sum(costs._attention(length) for length in passed.attended)
 
     def of_training(self, *, frozen: bool = False) -> Self:
-        """Return the coefficients of forward and backward together; see `training`."""
+        """Return the coefficients of `training`."""
         products = 2.0 if frozen else 3.0
         attention = {window: 3 * cost for window, cost in self.attention.items()}
         return replace(

@@ -149,10 +149,7 @@ def save_model_assets(
     directory: str | os.PathLike[str],
     dtype: torch.dtype,
 ) -> None:
-    """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`.
-
-    A model with a value head gets no generation_config.json.
-    """
+    """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_config)

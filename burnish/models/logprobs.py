@@ -217,7 +217,7 @@ def _transformed(
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield pieces of a chunk: their rows in the chunk, and among all rows."""
+    """Yield pieces of a chunk, by rows in the chunk and among all rows."""
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])

@@ -127,10 +127,7 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
 def _by_group(
     parameter: str, shape: Shape, name: str, sizes: ModelSizes, seat: Seat
 ) -> tuple[Region, ...]:
-    """Return q, k and v of a rank's equal run of rows, which may begin and end within a group.
-
-    A group has the queries of its heads, then its keys, then its values.
-    """
+    """Return q, k and v of a rank's equal run of rows, which may begin and end within a group."""
     dim, own = sizes.head_dim, Box((seat.rank * shape[0],), (shape[0],))
     queries = sizes.heads // sizes.key_heads * dim
     group = queries + 2 * dim

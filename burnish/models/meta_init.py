@@ -42,7 +42,7 @@ OF_SEQUENCES = "ForSequenceClassification"
 
 
 def has_own_code(config: PretrainedConfig) -> bool:
-    """Return whether the configuration's class comes from the model's directory (`trust_remote_code`)."""
+    """Return whether the configuration's class comes from the model's directory."""
     return type(config).__module__.startswith("transformers_modules.")
 
 
@@ -116,7 +116,7 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
-    """Return the weights that transformers always keeps in fp32, such as DeepSeek-V3's router biases."""
+    """Return the weights that transformers always keeps in fp32, as DeepSeek-V3's router biases."""
     kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
     return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
@@ -179,7 +179,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
-    """Return every module with its name and the innermost `PreTrainedModel` around it."""
+    """Return every module, its name and the innermost `PreTrainedModel` around it."""
     found: list[tuple[str, nn.Module, PreTrainedModel]] = []
 
     def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:

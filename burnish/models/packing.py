@@ -35,7 +35,7 @@ def on_device(values: Indices, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
-    """The C of T packed tokens that are computed, and the computed one that each token equals."""
+    """The C of T packed tokens that are computed, and the one that each token equals."""
 
     computed: Indices
     """[C], the packed tokens that are computed, ascending."""

@@ -140,16 +140,12 @@ class Routers:
         """k."""
 
     def listen(self) -> None:
-        """Do what the `routing` of a forward pass says, from now on."""
+        """Do what the `routing` of a forward pass says."""
         for number, layer in enumerate(self._layers if not self._listening else ()):
             router = _Router(number, self._normalizes)
             layer.register_forward_pre_hook(router.take, with_kwargs=True)
             layer.mlp.gate.register_forward_hook(router.route)
         self._listening = True
-
-    def require_fitting(self, experts: Tensor, tokens: int) -> None:
-        """Raise `IncompatibleError` if `experts` [T, L, k] cannot be those of so many tokens."""
-        require_recorded(experts, (tokens, self.count, self.chosen), self.experts)
 
 
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
@@ -223,7 +219,7 @@ class TokenRows:
 
     @cached_property
     def _sources(self) -> Indices:
-        """Return a token of each computed row [C], not the last of a sequence, which generators do not compute."""
+        """Return a token of each computed row [C], never a sequence's last, which generators do not compute."""
         tree = self.plan.tree
         last = np.cumsum(self.plan.lengths) - 1
         others = np.delete(np.arange(len(tree.rows)), last)

@@ -100,7 +100,7 @@ class Scorer(nn.Module):
 class ScoringPlan:
     """One forward pass over packed sequences on this rank, with tensors on the model's device.
 
-    Of T tokens this rank computes C (`burnish.models.packing`). Of the predictions it scores N.
+    Of T tokens this rank computes C (`burnish.models.packing`), of predictions it scores N.
     """
 
     input_ids: Tensor

@@ -27,6 +27,7 @@ from burnish.models.routing import (
     _Router,
     balance_factors,
     index_dtype,
+    require_recorded,
     require_routers,
 )
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -187,12 +188,12 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
 def test_experts_of_another_model_are_refused() -> None:
     routers = Routers(build_on_meta(tiny_config("qwen3_moe")))  # of three layers one is dense
     assert (routers.count, routers.experts, routers.chosen) == (2, 4, 2)
-    routers.require_fitting(torch.zeros(5, 2, 2, dtype=torch.uint8), 5)
+    require_recorded(torch.zeros(5, 2, 2, dtype=torch.uint8), (5, 2, 2), routers.experts)
     no_token, other_shapes = torch.zeros(4, 2, 2), (torch.zeros(5, 3, 2), torch.zeros(5, 2, 1))
     for wrong in (no_token, *other_shapes, *(torch.full((5, 2, 2), expert) for expert in (4, -1))):
         wanted = r"(?s)want: 5 tokens × 2 routers × 2 of the experts 0 to 3"
         with pytest.raises(IncompatibleError, match=wanted):
-            routers.require_fitting(wrong, 5)
+            require_recorded(wrong, (5, 2, 2), routers.experts)
 
 
 def test_models_without_known_routers_are_refused() -> None:

@@ -151,7 +151,6 @@ def _unless_equal(
 
 
 def _gathered(rows: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """Gather all ranks' rows by a sum of zero-padded ones."""
     whole = rows.new_zeros(sum(sizes), *rows.shape[1:])
     torch.split(whole, sizes)[group.rank()].copy_(rows)
     dist.all_reduce(whole, group=group)

@@ -34,9 +34,8 @@ from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages
 from burnish.engines.offload import parked
 from burnish.engines.sharded_engine import ShardedEngine, trained
-from burnish.errors import IncompatibleError
 from burnish.models.meta_init import has_value_head
-from burnish.models.routing import Routing, TokenRows, index_dtype, require_recorded
+from burnish.models.routing import Routing, TokenRows, index_dtype
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
@@ -105,7 +104,6 @@ class MegatronEngine(ShardedEngine):
         """See `Engine.forward_backward`."""
         trained(self._optimizer)
         batch, factors, of_experts = self._balanced(batch)
-        self._require_routers(batch.microbatches)
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         routings: list[Routing] = []
 
@@ -136,7 +134,7 @@ class MegatronEngine(ShardedEngine):
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
         """See `Engine.forward`."""
-        self._require_routers(batch.microbatches, record=experts)
+        self._require_routers(batch, record=experts)
         found: list[TokenOutputs] = []
         recorded: list[tuple[Mapping[int, Tensor], ScoringPlan]] = []
 
@@ -258,20 +256,6 @@ class MegatronEngine(ShardedEngine):
         ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
         plan = ScoringPlan.of(ids, ends, None, self._device, *self._sharing)
         return _Planned(plan, 1.0, None, None)
-
-    def _require_routers(self, micros: Iterable[MicroBatch], *, record: bool = False) -> None:
-        """Raise `IncompatibleError` for experts of another model, or if there are none to `record`."""
-        routers, experts, chosen = self._routers
-        prescribed = [(len(m.input_ids), m.experts) for m in micros if m.experts is not None]
-        if routers == 0 and (record or prescribed):
-            raise IncompatibleError(
-                "the experts of a model were asked for, which has none",
-                have="a dense model",
-                want="a mixture of experts",
-                do="set algorithm.router_replay=none",
-            )
-        for tokens, recorded in prescribed:
-            require_recorded(recorded, (tokens, routers, chosen), experts)
 
     def _record(self, chosen: Mapping[int, Tensor], plan: ScoringPlan) -> Tensor:
         """Return the experts [T, L, k] of all tokens. Collective among the ranks that share the micro-batch."""

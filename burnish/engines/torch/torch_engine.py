@@ -124,6 +124,7 @@ class TorchEngine(ShardedEngine):
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
         """See `Engine.forward`."""
+        self._require_routers(batch, record=experts)
         self._scorer.eval()
         with nullcontext() if adapter or self._adapter is None else self._adapter.off():
             return [
@@ -203,8 +204,6 @@ class TorchEngine(ShardedEngine):
         record: bool = False,
         factors: Tensor | None = None,
     ) -> TokenOutputs:
-        if micro.experts is not None:
-            self._scorer.routers.require_fitting(micro.experts, len(micro.input_ids))
         routing = self._routing(micro, plan, factors, record=record)
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
         if record:

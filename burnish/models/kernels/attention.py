@@ -210,7 +210,7 @@ class BlockPlan:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> BlockPlan:
-        """Group sequences by length, longest first. Each gets at most an eighth, or 15 rows, of padding."""
+        """Group sequences by length, longest first, with at most an eighth, or 15 rows, of padding each."""
         numbers = np.asarray(lengths, np.int64)
         starts, kinds = numbers.cumsum() - numbers, _rounded_up(numbers)
         blocks, rows, real = [], [np.empty(0, np.int64)], [np.empty(0, np.bool)]

@@ -124,7 +124,7 @@ class Adapter:
         self._gathering: Transfer | None = None
 
     def cut(self, cuts: Mapping[str, Cut]) -> None:
-        """Describe parameters that have been cut."""
+        """Make `base` and `weights` describe cut parameters."""
         self.base = cut_regions(self.base, cuts)
         self.weights = cut_regions(self.weights, cuts)
 

@@ -184,7 +184,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
-    """Return the settings of the adapter at `model.lora.path`, whose adapter_config.json is `content`.
+    """Return `model` with the settings of the adapter at its `lora.path`, whose adapter_config.json is `content`.
 
     Raises `CorruptError` if it is not JSON, and `IncompatibleError` for another kind of adapter.
     """
