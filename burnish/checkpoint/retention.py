@@ -163,14 +163,14 @@ class Retention:
     def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
         """Return the steps that may go: outlived, and on any mirror."""
         awaited = self._awaited(root, storage)
-        gone = self.outlived(self.facts(root, storage), pins)
+        gone = self.outlived(self._all_facts(root, storage), pins)
         return [step for step in gone if step not in awaited]
 
     def waiting(self, root: Path, storage: LocalStorage) -> list[int]:
         """Return the steps that wait only for the mirror."""
         if self.mirror is None:
             return []
-        outlived = set(self.outlived(self.facts(root, storage)))
+        outlived = set(self.outlived(self._all_facts(root, storage)))
         waiting = outlived & self._awaited(root, storage)
         return sorted({*portion_paths(root, storage).values(), *waiting})
 
@@ -208,13 +208,15 @@ class Retention:
                     found.add(step)
         return found
 
-    def facts(self, root: PurePath, storage: Source) -> list[Facts]:
-        """Return the facts of the readable steps; log the others."""
-        found = [self.fact(path, storage) for path in step_paths(root, storage).values()]
-        return completed([each for each in found if each is not None])
+    def _all_facts(self, root: Path, storage: LocalStorage) -> list[Facts]:
+        return completed(self.facts(step_paths(root, storage).values(), storage))
 
-    def fact(self, path: PurePath, storage: Source) -> Facts | None:
-        """Return a step's facts; log and return None if it is unreadable."""
+    def facts(self, paths: Iterable[PurePath], storage: Source) -> list[Facts]:
+        """Return the facts of the readable steps; log the others."""
+        found = (self._fact(path, storage) for path in paths)
+        return [each for each in found if each is not None]
+
+    def _fact(self, path: PurePath, storage: Source) -> Facts | None:
         try:
             commit = read_commit(path, storage)
         except (CorruptError, IncompatibleError) as error:

@@ -32,7 +32,7 @@ from burnish.errors import BurnishError, CorruptError, IncompatibleError, few
 from burnish.files.durable import Removals, discard, read_whole
 from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
 from burnish.files.storage import LOCAL, LocalStorage, ReadableFile, Source
-from burnish.files.strict_json import parse_json
+from burnish.files.strict_json import parse_object
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
 """Start the names of directories that are being written, and of what one of several disks has of a step."""
@@ -265,12 +265,7 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
     record = manifest.files.get(STATE)
     if record is None or record != record_of(data, record.block_bytes):
         raise CorruptError(f"{path / STATE} is not what was committed", do=ANOTHER_STEP)
-    state = parse_json(data, f"{path / STATE}")
-    if not isinstance(state, dict):
-        raise CorruptError(
-            f"{path / STATE} is not a JSON object", have=type(state).__name__, do=ANOTHER_STEP
-        )
-    return state
+    return parse_object(data, f"{path / STATE}")
 
 
 def leftovers(root: Path, storage: LocalStorage) -> list[Path]:

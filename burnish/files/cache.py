@@ -316,7 +316,6 @@ def _check_names(selection: Selected) -> None:
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Make a file of this length; keep earlier content."""
     if _size(path) == size:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ cache is huggingface_hub's (`HF_HOME`). The network is asked only for what is mi
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few, neighbours
-from burnish.files.remote import RetryPolicy, retry
+from burnish.files.remote import RetryPolicy, reason, retry
 from burnish.files.urls import is_url, redacted
 
 T = TypeVar("T")
@@ -48,7 +49,6 @@ _SMALL = ("README.md", "config.json", "adapter_config.json")
 """Files that come first, with the list of the others."""
 _POLICY = RetryPolicy(tries=4, seconds=20, silence=1e6)
 """huggingface_hub tries downloads again by itself and has deadlines of its own, but it asks for a list of files only once."""
-_REASON = 300
 
 log = logging.getLogger("burnish")
 
@@ -147,7 +147,7 @@ class HubPlace:
         if missing:
             if shown:
                 log.info("downloading %s: %s", self, few(missing))
-            self._snapshot([_literal(name) for name in missing], shown=shown)
+            self._snapshot([glob.escape(name) for name in missing], shown=shown)
             for name in missing:
                 _require_its_hash(root / name, self)
         return root
@@ -206,8 +206,15 @@ class HubPlace:
         return Path(found)
 
     def _call(self, call: Callable[[], T], *, shown: bool = False) -> T:
-        with _explained(self), _quiet(bars=shown and sys.stderr.isatty()):
-            return retry(lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY)
+        from huggingface_hub import errors
+
+        try:
+            with _quiet(bars=shown and sys.stderr.isatty()):
+                return retry(
+                    lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY
+                )
+        except (OSError, _transport(), errors.RevisionResolutionError) as error:
+            raise _explanation(self, error) from error
 
 
 def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | None = None) -> str:
@@ -242,7 +249,7 @@ def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | 
                 do="run hf auth login, or set HF_TOKEN",
             ) from error
         raise BurnishError(
-            f"{folder} could not be sent to {repo}", have=_reason(error), do="start again"
+            f"{folder} could not be sent to {repo}", have=reason(error), do="start again"
         ) from error
     return str(sent.commit_url)
 
@@ -250,10 +257,6 @@ def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | 
 def is_elsewhere(value: object, kind: Kind = "model") -> bool:
     """Return whether a setting names a URL, or an id of the hub."""
     return isinstance(value, str) and (is_url(value) or HubPlace.of(value, kind) is not None)
-
-
-def _literal(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def _require_its_hash(path: Path, place: HubPlace) -> None:
@@ -328,16 +331,6 @@ def _quiet(*, bars: bool) -> Iterator[None]:
             enable_progress_bars()
 
 
-@contextmanager
-def _explained(place: HubPlace) -> Iterator[None]:
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except (OSError, _transport(), errors.RevisionResolutionError) as error:
-        raise _explanation(place, error) from error
-
-
 def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     from huggingface_hub import constants, errors
 
@@ -350,7 +343,7 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     if isinstance(error, errors.GatedRepoError):
         return UsageError(
             f"{place} is only for those who have accepted its terms",
-            have=_reason(error),
+            have=reason(error),
             want="an account that has, and its token",
             do=f"accept the terms at {page}, then hf auth login or set HF_TOKEN",
         )
@@ -377,16 +370,12 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         return MissingError(
             f"{here}the cache has not all of the {what} {place}, and {constants.ENDPOINT} does not answer",
-            have=f"{_reason(error.__cause__ or error)}{beside}",
+            have=f"{reason(error.__cause__ or error)}{beside}",
             want=want,
             do="see that the hub can be reached from here, then start again",
         )
     return BurnishError(
         f"{place} could not be downloaded",
-        have=_reason(error),
+        have=reason(error),
         do="start again: whole files that have come are kept in the cache",
     )
-
-
-def _reason(error: BaseException) -> str:
-    return redacted(" ".join(f"{type(error).__name__}: {error}".split()))[:_REASON]

@@ -223,7 +223,7 @@ class Remote:
                 self._connection.may_change_late = True
             transient = isinstance(error, faults) and backend.verdict(error) == "transient"
             if transient and failures == _WARN_AFTER:
-                log.warning("%s could not be %s so far (%s); retrying", url, done, _reason(error))
+                log.warning("%s could not be %s so far (%s); retrying", url, done, reason(error))
             return transient
 
         try:
@@ -269,13 +269,14 @@ def _open(url: Url) -> Backend:
     except (OSError, RuntimeError, ValueError) as error:  # hdfs-native reads its configuration
         raise UsageError(
             f"{url} cannot be opened",
-            have=_reason(error),
+            have=reason(error),
             want=SCHEMES[url.scheme],
             do="correct the URL, or the files in HADOOP_CONF_DIR",
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
+    """Return an error in one line, without credentials."""
     text = (
         str(error).replace("\\n", "\n").replace("\\t", "\t").partition("\n\tat ")[0]
     )  # no Java trace
@@ -283,7 +284,7 @@ def _reason(error: Exception) -> str:
 
 
 def _explained(url: Url, done: str, verdict: Verdict, error: Exception) -> BurnishError:
-    have = _reason(error)
+    have = reason(error)
     if verdict == "denied":
         return UsageError(
             f"{url} may not be {done} with the credentials given",

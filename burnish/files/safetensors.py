@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
-from burnish.files.strict_json import clipped, parse_json, shortened
+from burnish.files.strict_json import clipped, parse_json, parse_object, shortened
 
 ALIGN = 8
 """Tensors' bytes begin at a multiple of this at least."""
@@ -168,9 +168,7 @@ def _parse(path: PurePath, data: bytes, start: int) -> list[TensorEntry]:
         if (count := data.count(mark)) > most:
             have = f"{count} times {mark.decode()}"
             raise _corrupt(path, "has a header with too many parts", have, f"{most} at most")
-    table = parse_json(data, f"the header of {path}")
-    if not isinstance(table, dict):
-        raise _corrupt(path, "has a header that is no object", table)
+    table = parse_object(data, f"the header of {path}")
     metadata = table.pop(_METADATA, {})
     texts = metadata.values() if isinstance(metadata, dict) else [None]
     if not all(isinstance(text, str) for text in texts):

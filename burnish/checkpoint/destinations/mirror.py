@@ -255,10 +255,9 @@ class Sync:
         if retention is None:
             return
         facts = [self._facts[step] for step in known if step in self._facts]
-        facts += _facts(retention, [self._path(step) for step in self._local], self._storage)
-        facts += _facts(
-            retention, _without(paths, self._local.keys() | known).values(), self._there
-        )
+        facts += retention.facts(map(self._path, self._local), self._storage)
+        others = _without(paths, self._local.keys() | known)
+        facts += retention.facts(others.values(), self._there)
         self._facts = {each.step: each for each in completed(facts)}
         try:
             self._pins = read_pins(self._mirror.root, self._storage)
@@ -546,11 +545,6 @@ def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]
         except (CorruptError, IncompatibleError) as error:
             _log.warning("not mirrored, for it cannot be read: %s", error)
     return found
-
-
-def _facts(retention: Retention, paths: Iterable[PurePath], source: Source) -> list[Facts]:
-    found = [retention.fact(path, source) for path in paths]
-    return [fact for fact in found if fact is not None]
 
 
 def _without(paths: Mapping[int, P], steps: Container[int]) -> dict[int, P]:
