@@ -1,7 +1,4 @@
-"""Print one line per step on the terminal or in a log file.
-
-Names are short. If a line is too long, the least watched numbers go first. `metrics.jsonl` has everything.
-"""
+"""Print one line per step. If a line is too long, the least watched numbers go first; `metrics.jsonl` has all."""
 
 from __future__ import annotations
 
@@ -59,7 +56,6 @@ _FIELDS = (
     ("", ("timing_s/step",), _seconds, 6),
 )
 _DROPPED_FIRST = ("ent", "ppo_kl", "kl", "len", "lr", "tok/s", "eta", "grad")
-# Labels in the order in which they go if the line is too long.
 
 
 def duration(seconds: float) -> str:
@@ -75,10 +71,7 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Print a line for every `every`-th step, the first and the last, and for validations; in colour on a terminal.
-
-    `width` is that of the terminal by default, or 120.
-    """
+    """Print a line for every `every`-th step, the first, the last, and validations. `width` is that of the terminal, or 120."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""One log file per rank, `logs/rank-N.log`: what Burnish and libraries log and warn, each phase, and the error that ends the run.
-
-Each line names rank, step and phase. A file of 10 MB is renamed to `rank-N.log.1`, at most four times.
-"""
+"""One log per rank, `logs/rank-N.log`, of what Burnish and libraries log; each line names rank, step and phase. It is rotated at 10 MB."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from burnish.tracking.spans import Spans
 
 _BYTES, _FILES = 10_000_000, 4
 _LAST_LINES, _LAST_BYTES = 8, 1 << 14
-_CRASH, _CRASH_LINES = "Fatal Python error", 12
-# How faulthandler's stacks begin, and how many lines of them are shown.
+_CRASH, _CRASH_LINES = "Fatal Python error", 12  # how stacks of faulthandler begin
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
 # Control characters, which would move a terminal's cursor or begin a line of their own.
 
@@ -49,8 +45,7 @@ class RankLog(RotatingFileHandler):
         self.addFilter(lambda record: record.levelno >= logging.INFO or _is_ours(record))
         self._rank, self._form, self.spans = rank, form, spans
         self._is_lost, self._catches_faults = False, not faulthandler.is_enabled()
-        self.last: Sequence[str] = ()
-        """The last lines before the error that ended the run."""
+        self.last: Sequence[str] = ()  # lines before the error that ended the run
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line; further lines of its message are indented."""

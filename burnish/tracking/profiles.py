@@ -70,8 +70,7 @@ class _Profile:
             if self._events:
                 named = {"name": "process_name", "ph": "M", "pid": self._rank}
                 events = [named | {"args": {"name": f"rank {self._rank}"}}, *self._events]
-                about = {"step": self._step, "rank": self._rank}
-                text = json.dumps({"traceEvents": events, "otherData": about})
+                text = json.dumps({"traceEvents": events})
                 write_atomically(Path(f"{path}.json.gz"), gzip.compress(text.encode(), mtime=0))
         except OSError as error:
             log.warning("%s is not written: %s", path, error)

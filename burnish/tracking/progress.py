@@ -97,8 +97,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        self.moved = moved
-        self._clock, self._begun = clock, set[str]()
+        self.moved, self._clock, self._begun = moved, clock, set[str]()
         self._console = Console(file=cast(TextIO, Screen(stream or sys.stderr)), quiet=not enabled)
         self._bars = RichProgress(
             TextColumn("{task.description:<8}", markup=False),
@@ -119,10 +118,7 @@ class Progress:
     def phase(
         self, name: str, total: float | None = None, *, done: float = 0, lines: bool = True
     ) -> Iterator[Bar]:
-        """Show a bar from `done` up to `total` (None: unknown) while the block runs; without `lines`, on a terminal only.
-
-        Call `bar.advance(k)` from the block's thread only.
-        """
+        """Show a bar from `done` up to `total` (None: unknown) in the block and its thread; without `lines`, on a terminal only."""
         if not self._console.is_terminal or self._console.quiet:
             of_total = "" if total is None else f"/{total:g}"
             due = _LINE_SECONDS if name in self._begun else _FIRST_SECONDS

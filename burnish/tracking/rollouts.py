@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts 
     from burnish.records.samples import Floats, Rollout
 
 Kind = Literal["step", "validation"]
-"""What rollouts are of: a training step, or the validation after it."""
 Row = dict[str, Any]
 TokenTexts = Callable[[list[int]], list[str]]
 
@@ -35,8 +34,7 @@ EXTREMES, RANDOMS = 4, 8
 _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # whoever wrote the row
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
-_SPARE = 20
-# The share of the most bytes that is freed at once, so that few steps need a look at all files.
+_SPARE = 20  # the share that is freed at once, so that few steps need a look at all files
 _LEVEL = 4  # of compression; 6 takes twice the time for files that are 4 % smaller
 
 
@@ -198,14 +196,12 @@ class Thinning:
 
 
 def thin_rollouts(directory: Path, keep: int) -> int:
-    """Remove the oldest files if all take more than `keep` bytes, and a share more: first those with the rest.
-
-    The first step's chosen rollouts and the newest files stay. Return the bytes of all that stay.
-    """
+    """Remove the oldest files, first those with the rest, if all take more than `keep` bytes. Return the bytes of all that stay."""
     found = named_rollouts(directory)
     files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)
     steps, total = [step for _, step, *_ in files], sum(size for *_, size in files)
     first, newest = min(steps, default=0), max(steps, default=0)
+    # A share more goes, but neither the newest files nor the first step's chosen rollouts.
     most = keep if total <= keep else keep - keep // _SPARE
     for is_chosen, step, path, size in files:
         if total <= most:

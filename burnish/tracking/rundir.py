@@ -94,10 +94,7 @@ def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:
-    """Return this process's surroundings for `environment.json`: no environment variables, which may hold secrets.
-
-    The commit ends in `-dirty` if files differ from it.
-    """
+    """Return this process's surroundings; no environment variables, which may hold secrets. A commit with changes ends in `-dirty`."""
     commit = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

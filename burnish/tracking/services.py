@@ -1,7 +1,4 @@
-"""Log to services: W&B, MLflow, Trackio and SwanLab, each by its own client and its own environment variables.
-
-Each has the run's configuration, environment and uncommitted changes, and goes on with the run of the same id after a resume.
-"""
+"""Log to W&B, MLflow, Trackio and SwanLab, each by its own client and environment variables; a resumed run goes on."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from burnish.tracking.rundir import RUN, RunDirectory, dotted
 from burnish.tracking.trackers import FileKind, State, Tracker, sample_table
 
 _PROJECT = "burnish"  # where the service's own variable names none
-_QUIET_SECONDS = 30.0
-# How long W&B may take at the end of the process, beside the time that a run gives its trackers.
 
 
 class _Service(Tracker):
@@ -100,7 +95,7 @@ class WandbTracker(_WithArtifacts):
             name=self._name,
             dir=str(directory),
             # Its output would break progress bars, and what it captures is in the log files.
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=_QUIET_SECONDS),
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=30.0),
         )
         self.last_step = self._run.starting_step - 1  # it ignores those up to it
 
@@ -127,10 +122,7 @@ class WandbTracker(_WithArtifacts):
 
 
 class MlflowTracker(_Service):
-    """Log to MLflow, to the server of MLFLOW_TRACKING_URI and the experiment of MLFLOW_EXPERIMENT_NAME.
-
-    An infinity is stored as ±1.8e308, and characters that MLflow refuses in a name as _.
-    """
+    """Log to MLflow, to MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. An infinity is stored as ±1.8e308."""
 
     _TAG, _STEP = "burnish.run", "burnish.step"
 

@@ -1,7 +1,4 @@
-"""Merge numbers correctly over ranks and micro-batches.
-
-Values may be 0-d tensors until `Stats.values_by_name`, so collecting never waits for the device.
-"""
+"""Merge numbers over ranks and micro-batches. Values may be 0-d tensors, so collecting never waits for the device."""
 
 from __future__ import annotations
 

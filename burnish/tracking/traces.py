@@ -32,11 +32,8 @@ if TYPE_CHECKING:  # the records' module loads torch
     from burnish.records.samples import Rollout
 
 Attributes = dict[str, Any]
-"""Attributes of a span: texts, numbers, lists of texts. And an object of JSON."""
-_AT_ONCE, _ROOM = 64, 16
-# Traces in one request to a collector, and steps whose traces may wait for it.
-_INTERNAL, _ERROR = 1, 2
-# Codes of OTLP: the kind of a span within one process, and the status of one that failed.
+_AT_ONCE, _ROOM = 64, 16  # traces in one request, and steps whose traces may wait for it
+_INTERNAL, _ERROR = 1, 2  # codes of OTLP: a span within one process, and a failure
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 _MAY_PASS = (429, 502, 503, 504)  # a collector that answers so may soon take more
 
@@ -49,8 +46,7 @@ class _Span(NamedTuple):
     error: str | None = None
 
 
-_Trace = tuple[bytes, Sequence[_Span]]
-# Its id, and its spans: the first is the root.
+_Trace = tuple[bytes, Sequence[_Span]]  # its id, and its spans, the first of which is the root
 
 
 def sampled(kind: files.Kind, step: int, rate: float, count: int) -> set[int]:
@@ -181,7 +177,6 @@ class Traces:
 def _span(
     name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
 ) -> _Span:
-    # Without what is not known, and with texts that UTF-8 can hold.
     found = {
         plain(key): json_number(value) if isinstance(value, float) else plain(value)
         for key, value in attributes.items()

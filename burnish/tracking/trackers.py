@@ -1,8 +1,7 @@
-"""Record each step's numbers in trackers; `Observers` feed them, the rollout files and the report.
+"""Record each step's numbers in trackers; `Observers` of the main rank feed them, the rollout files and the report.
 
-`metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings
-"NaN", "Infinity" and "-Infinity", as in protobuf's JSON; `float()` reads them. Only the main rank
-has observers; their numbers are reduced over ranks.
+`metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings "NaN", "Infinity" and
+"-Infinity", as in protobuf's JSON; `float()` reads them.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
 _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, and most of all time
-_END_SECONDS, _STOP_SECONDS = 60.0, 10.0
-# How long trackers may take to send the rest at the end of a run, and of a run that is told to stop.
+_END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of one told to stop
 _BURST_SECONDS = 10.0  # until a tracker in the background takes what waits for it
 _OF_STEPS = ("log", "log_rollouts", "log_traces")
 _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
@@ -51,7 +49,6 @@ TRACKERS: Registry = MappingProxyType(
         "swanlab": "burnish.tracking.services:SwanlabTracker",
     }
 )
-"""The built-in trackers of `tracking.trackers`."""
 
 State = Literal["running", "finished", "stopped", "failed"]
 FileKind = Literal["report", "checkpoint"]
@@ -72,10 +69,7 @@ class Tracker(Protocol):
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included. Steps ascend. Raises `OSError`."""
 
     def sync(self) -> None:
-        """Write what is held, so that it survives a kill, and a power loss if others depend on it. Raises `OSError`.
-
-        Called after the steps of some seconds, and at every checkpoint.
-        """
+        """Write what is held, every few seconds and at checkpoints, so that it survives a kill, or a power loss. Raises `OSError`."""
 
     def close(self) -> None:
         """Write out held numbers and free resources. A second call does nothing."""
@@ -158,10 +152,7 @@ class Observers:
         arriving: Iterable[tuple[int, Any]] = (),
         whole: Container[int] = (),
     ) -> None:
-        """Write a step's rollouts if due; without `advantages`, a validation's.
-
-        `by_token` has arrays by rollout. `arriving` has `wanted_rollouts` with what this rank's `rollouts` lack.
-        """
+        """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields what this rank's lack, by index."""
         known = list(rollouts)
 
         def passing() -> Iterator[tuple[int, Any]]:
@@ -208,8 +199,7 @@ class Observers:
             self._directory.write_status(self._total_steps, state)
         if self._settings.report:
             begun = time.monotonic()
-            write_report = import_module("burnish.view.report").write_report
-            write_report(self._directory.root, state)
+            import_module("burnish.view.report").write_report(self._directory.root, state)
             took = time.monotonic() - begun
             self._next_report = begun + max(_REPORT_SECONDS, took / _REPORT_SHARE)
 
@@ -311,8 +301,7 @@ class BackgroundTracker(Tracker):
     def _warn(self, problem: object) -> None:
         if not self._warned:
             self._warned = True
-            kind = f"{type(problem).__name__}: " if isinstance(problem, Exception) else ""
-            said = f"{kind}{problem}"[:_CHARACTERS]
+            said = (repr(problem) if isinstance(problem, Exception) else str(problem))[:_CHARACTERS]
             log.warning("tracker %s: %s. Training goes on without it", self._name, said)
 
     def _serve(self) -> None:

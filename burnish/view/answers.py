@@ -81,10 +81,7 @@ class Query(RolloutFilter):
 
 
 class Answers:
-    """The runs at and below `root`, whose indices and curves are kept. Threads may share it.
-
-    `url` is that which `root` is a copy of.
-    """
+    """The runs at and below `root`, a copy of `url` if that is given. Threads may share it."""
 
     def __init__(self, root: Path, url: str | None = None) -> None:
         self.root, self._url = root.resolve(), url
@@ -136,10 +133,9 @@ class Answers:
         for run, directory in self._named(query).items():
             curves = self._read(directory)
             known, problem = curves.by_name, curves.problem and curves.problem.problem
-            found[run] = {name: known[name].points(*span) for name in names if name in known}
-            if not names:
-                about = {"last_step": curves.last_step, "problem": problem}
-                found[run] = {"names": list(known), **about}
+            about = {"names": list(known), "last_step": curves.last_step, "problem": problem}
+            shown = {name: known[name].points(*span) for name in names if name in known}
+            found[run] = shown if names else about
         return found
 
     def rollouts(self, query: Query) -> Answer:
@@ -281,7 +277,6 @@ class Answers:
         return next(iter(self._named(query).values()))
 
     def _named(self, query: Query) -> dict[str, RunDirectory]:
-        """Return the runs that a request names, by id. Raises `MissingError`."""
         for run in query.run:
             path = self.root / run
             is_real = "\0" not in run and os.path.realpath(path) == str(path)

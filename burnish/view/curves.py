@@ -14,8 +14,7 @@ from typing import Any, Self
 from burnish.errors import CorruptError
 from burnish.tracking.trackers import json_number, parse_metrics
 
-_TAIL = 200
-# Bytes at the end of what was read that tell whether the file was written anew.
+_TAIL = 200  # bytes at the end of what was read that tell whether the file was written anew
 
 
 class Curve:

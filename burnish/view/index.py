@@ -13,7 +13,7 @@ import re
 import sqlite3
 import threading
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from functools import lru_cache, partial
@@ -42,8 +42,7 @@ _SEQUENCES = (1 << _SEQUENCE_BITS) - 1
 LAST_STEP = (1 << _STEP_BITS) - 1
 """The last step that an index can have."""
 _LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # number
-_NAN = math.nextafter(-math.inf, 0.0)
-# In place of a reward that is NaN, which SQLite cannot hold.
+_NAN = math.nextafter(-math.inf, 0.0)  # in place of NaN, which SQLite cannot hold
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.3, 1.0, 0.15
 # How long a page may index, a search may read, and rows may be counted.
 _SORTED_AT_ONCE, _BLOCKS_HELD, _BUSY_SECONDS = 50_000, 16, 30.0
@@ -84,7 +83,6 @@ class RolloutFilter(BaseModel, frozen=True):
     prompt: Integer | None = None
     source: str | None = None
     text: str = ""
-    """Is in the prompt or the completion, in either case."""
     min_reward: Number | None = None
     max_reward: Number | None = None
     """With either, rewards that are NaN are left out."""
@@ -136,10 +134,7 @@ class RolloutPage(NamedTuple):
 
 
 class RolloutIndex:
-    """The index at `path` of a directory of rollouts. Threads may share it.
-
-    Raises `BurnishError` when the index can neither be used nor made again.
-    """
+    """The index at `path` of a directory of rollouts, for all threads. Raises `BurnishError` if it cannot be used nor made again."""
 
     def __init__(self, directory: Path, path: Path) -> None:
         self._directory, self._path = directory, path
@@ -242,9 +237,8 @@ class RolloutIndex:
                     self._drop(first)
                     self._insert(first, files, rows, problem)
             with self._lock:
-                place = bisect_left(self._pending, first)
-                if self._pending[place : place + 1] == [first] and self._listed.get(first) == files:
-                    del self._pending[place]
+                if first in self._pending and self._listed.get(first) == files:
+                    self._pending.remove(first)
 
     def _drop(self, first: int) -> None:
         ids = (first, first + _SEQUENCES)
@@ -267,7 +261,6 @@ class RolloutIndex:
         self._database.execute("INSERT INTO groups VALUES (?, ?, ?, ?)", group)
 
     def _read(self, files: str) -> tuple[list[_Facts], str | None]:
-        """Return a step's rollouts, and what is wrong with one of its files."""
         found: list[_Facts] = []
         problem = None
         for is_rest, file in enumerate(json.loads(files)):
@@ -420,7 +413,6 @@ class RolloutIndex:
             }
 
     def _asked(self, call: Callable[[], T]) -> T:
-        """Call. A broken index is made again, once."""
         try:
             try:
                 return call()
@@ -432,11 +424,9 @@ class RolloutIndex:
                     self._open_again()
                 return call()
         except (sqlite3.Error, OSError) as error:
-            raise BurnishError(
-                f"the index {self._path} cannot be used",
-                have=error,
-                do="make room there, or let BURNISH_CACHE name a directory that can be written",
-            ) from error
+            do = "make room there, or let BURNISH_CACHE name a directory that can be written"
+            problem = f"the index {self._path} cannot be used"
+            raise BurnishError(problem, have=error, do=do) from error
 
     def _open_again(self) -> None:
         with self._lock:

@@ -29,10 +29,7 @@ _log = logging.getLogger("burnish")
 
 
 class RunCopies:
-    """What is shown of the runs below a URL, copied to `root` inside the block.
-
-    Entering copies all but rollouts and traces. A thread copies these, newest first, and looks for changes every 15 seconds.
-    """
+    """What is shown of the runs below a URL, copied to `root` in the block: first all but rollouts and traces, then all by a thread."""
 
     def __init__(self, url: str) -> None:
         self.root = (cache_root() / "view" / sha256(url.encode()).hexdigest()[:24]).absolute()
@@ -78,7 +75,6 @@ class RunCopies:
                 _log.warning("%s", error)
 
     def _copy(self, *, rollouts: bool) -> None:
-        """Copy the files that changed, first the small ones, and remove those that are gone."""
         found = {
             name: version
             for name, version in self._versions().items()

@@ -18,7 +18,7 @@ from typing import Any
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.tracking.trackers import State
-from burnish.view.curves import Curve, Curves
+from burnish.view.curves import Curves
 from burnish.view.runs import model_of
 
 MAX_POINTS, READ_BYTES = 400, 32_000_000
@@ -48,7 +48,12 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     facts |= {"state": state, "step": curves.last_step, "of": steps}
     answers = {
         "runs": {"runs": [facts]},
-        "metrics": {name: {key: _points(curve) for key, curve in curves.by_name.items()}},
+        "metrics": {
+            name: {
+                key: each.points(MAX_POINTS, 0, each.steps[-1])
+                for key, each in curves.by_name.items()
+            }
+        },
         "rollouts": choose_examples(run.rollouts) or {"rows": []},
         "config": {"text": {name: config}, "settings": [], "different": []},
         "environment": {"environment": environment},
@@ -57,13 +62,6 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     write_atomically(run.report, _page().replace(_ANSWERS, held))
     return run.report
-
-
-def _points(curve: Curve) -> dict[str, list[Any]]:
-    found = curve.points(MAX_POINTS, 0, curve.steps[-1])
-    if len(curve.steps) <= MAX_POINTS:  # each bucket holds one value
-        del found["low"], found["high"]
-    return found
 
 
 @cache
@@ -105,8 +103,7 @@ def _modules(name: str, seen: set[str]) -> Iterator[str]:
 def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] | None:
     """Return up to `count` rollouts of each kind from a directory of rollouts, if any. Raises `CorruptError`.
 
-    `best` and `worst` name rows of the newest `step`, one per prompt. `changed` has the prompts whose mean reward changed most: an
-    early and a late rollout, and both means.
+    `best` and `worst` name rows of the newest `step`, one per prompt. `changed` has an early row, a late row and both mean rewards.
     """
     groups: dict[int, dict[int, list[Row]]] = {}
     for path in _within_budget([path for _, path in rollout_files(directory)]):
@@ -135,7 +132,6 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
 
 
 def _within_budget(paths: list[Path]) -> list[Path]:
-    """Return the newest, oldest, second newest, ... up to `READ_BYTES`."""
     alternating = [path for pair in zip(reversed(paths), paths, strict=True) for path in pair]
     alternating = alternating[: len(paths)]
     spent = list(accumulate(path.stat().st_size for path in alternating))

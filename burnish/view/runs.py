@@ -23,8 +23,7 @@ from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirec
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
-_HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}
-# Directories of a run that hold no other run.
+_HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # of a run; they hold no other run
 _MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 
 
