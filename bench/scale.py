@@ -60,9 +60,8 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
 from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.overview import rollout_stats
-from burnish.train.owners import heard as hear
-from burnish.train.owners import tell
 from burnish.train.policy_update import PolicyUpdate
 
 T = TypeVar("T")
@@ -410,7 +409,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
             Rollout(task, n, completion(size), "", reward, {"exact_match": reward})
             for n, (size, reward) in enumerate(zip(row, rng.random(SAMPLES).tolist(), strict=True))
         ]
-        told = None, tell([group]), {"generate": 1.5, "score": 0.5}
+        told = None, RolloutTable.of([group]).told(), {"generate": 1.5, "score": 0.5}
         messages.append(pickle.dumps(told))
     config, seconds = RunConfig.model_validate(CONFIG), dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
@@ -425,23 +424,16 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return made
 
     def divided() -> tuple[npt.NDArray[np.int64], Shares]:
-        outlines = [update._outline(each, {"sampled_logprobs": ()}) for each in known]
-        lengths = np.array([each.length for each in outlines])
-        batching._columns(outlines)
-        return lengths, batching._assign(outlines, lengths, ranks, 16 * limit, flops)
+        outlines, _ = update.outlines(table, np.arange(len(table.rows)), logprobs=True)
+        return outlines["length"], batching._assign(outlines, ranks, 16 * limit, flops)
 
-    groups = clock(
+    table = clock(
         "hearing of all",
-        lambda: [
-            group
-            for rank, message in enumerate(messages)
-            for group in hear(pickle.loads(message)[1], rank)  # noqa: S301 - our own
-        ],
+        lambda: RolloutTable.heard([pickle.loads(message)[1] for message in messages]),  # noqa: S301 - our own
     )
-    known = [each for group in groups for each in group]
-    credit = clock("advantages", lambda: update.assign_credit(groups))
+    credit = clock("advantages", lambda: update.assign_credit(table))
     lengths, shares = clock("dividing", divided)
-    clock("statistics", lambda: rollout_stats(known))
+    clock("statistics", lambda: rollout_stats(table))
     memory, tokens = peak_memory(CPU) - before, 0
     for each in shares.microbatches[0]:
         mask = [np.arange(length) >= begin for length in lengths[each].tolist()]
@@ -450,9 +442,9 @@ def exchange(pipe: Connection, ranks: int) -> None:
             for m in mask
         ]
         every = list(range(len(mine)))
-        packet = every, batching._packet(mine, every, ["sampled_logprobs"])
+        packet = every, batching._packet(dict(enumerate(mine)), every, ["sampled_logprobs"])
         tokens += len(pickle.dumps(packet))
-    assert len(credit.advantages) == len(known)
+    assert len(credit.advantages) == len(table.rows)
     sizes = {"numbers of all": sum(map(len, messages)), "tokens of its own": tokens}
     pipe.send((sizes, seconds, memory, int(lengths.sum())))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.distributed.layout import Layout
+from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.progress import Progress
 from burnish.train.signals import Stopper
 
@@ -23,6 +24,7 @@ class Collected:
     stragglers: Any = None
     groups: Any = ()
     """What it collects, whatever it is asked for."""
+    judge: Any = RolloutTable.of
     parked = nullcontext
 
     @property
@@ -31,6 +33,3 @@ class Collected:
 
     def collect(self, *asked: Any) -> Any:
         return self.groups
-
-    def judged(self, groups: Any) -> Any:
-        return groups

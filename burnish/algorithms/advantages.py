@@ -9,6 +9,7 @@ rollouts of one prompt unless said otherwise. std has Bessel's correction, as in
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from burnish.algorithms.base import Array, ScoredRollouts
 from burnish.errors import BurnishError
@@ -19,12 +20,12 @@ EPSILON = 1e-6
 
 def grpo(scored: ScoredRollouts) -> Array:
     """A_i = (r_i - mean) / (std + ε) (GRPO, arXiv 2402.03300, section 4.1.2)."""
-    return scored.within_groups(standardised, scored.rewards)
+    return scored.in_rows(standardised, scored.rewards)
 
 
 def dr_grpo(scored: ScoredRollouts) -> Array:
     """A_i = r_i - mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return scored.within_groups(_centred, scored.rewards)
+    return scored.in_rows(_centred, scored.rewards)
 
 
 def grpo_batch_std(scored: ScoredRollouts) -> Array:
@@ -37,11 +38,13 @@ def grpo_batch_std(scored: ScoredRollouts) -> Array:
 def rloo(scored: ScoredRollouts) -> Array:
     """A_i = r_i - mean of the group's other rewards (RLOO, arXiv 2402.14740, equation 7)."""
 
-    def leave_one_out(group: Array) -> Array:
+    def leave_one_out(rows: Array) -> Array:
         # r_i - (Σ r - r_i) / (n - 1) = (r_i - mean) · n / (n - 1)
-        return _centred(group) * len(group) / max(len(group) - 1, 1)
+        size = rows.shape[-1]
+        scaled: Array = _centred(rows) * size / max(size - 1, 1)
+        return scaled
 
-    return scored.within_groups(leave_one_out, scored.rewards)
+    return scored.in_rows(leave_one_out, scored.rewards)
 
 
 def opo(scored: ScoredRollouts) -> Array:
@@ -49,8 +52,9 @@ def opo(scored: ScoredRollouts) -> Array:
     result = np.zeros_like(scored.rewards)
     for members in scored.members():
         rewards, lengths = scored.rewards[members], scored.lengths[members]
-        if lengths.any() and rewards.min() < rewards.max():
-            result[members] = rewards - np.average(rewards, weights=lengths)
+        tokens = lengths.sum(axis=-1, keepdims=True)
+        baselines = (rewards * lengths).sum(axis=-1, keepdims=True) / np.maximum(tokens, 1)
+        result[members] = np.where(_alike(rewards) | (tokens == 0), 0.0, rewards - baselines)
     return result
 
 
@@ -60,8 +64,8 @@ def gpg(scored: ScoredRollouts) -> Array:
     α = rollouts / rollouts of groups with unequal rewards.
     """
     centred: Array = dr_grpo(scored)
-    informative = scored.within_groups(
-        lambda group: np.full(len(group), float(group.any())), centred
+    informative = scored.in_rows(
+        lambda rows: np.ones_like(rows) * rows.any(axis=-1, keepdims=True), centred
     ).sum()
     scaled: Array = centred * (len(centred) / max(informative, 1.0))
     return scaled
@@ -74,14 +78,15 @@ def pass_at_k(scored: ScoredRollouts) -> Array:
     = 0.
     """
 
-    def best_alone(group: Array) -> Array:
-        result = np.zeros_like(group)
-        if len(group) > 1:
-            second, best = np.argsort(group, kind="stable")[-2:]
-            result[best] = group[best] - group[second]
+    def best_alone(rows: Array) -> Array:
+        result = np.zeros_like(rows)
+        if rows.shape[-1] > 1:
+            best = np.argsort(rows, axis=-1, kind="stable")[:, -1:]
+            ranked = np.sort(rows, axis=-1)
+            np.put_along_axis(result, best, ranked[:, -1:] - ranked[:, -2:-1], axis=-1)
         return result
 
-    return scored.within_groups(best_alone, scored.rewards)
+    return scored.in_rows(best_alone, scored.rewards)
 
 
 def gdpo(scored: ScoredRollouts) -> Array:
@@ -93,9 +98,9 @@ def gdpo(scored: ScoredRollouts) -> Array:
     weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
     remainder[np.abs(remainder) < 1e-9 * (1 + np.abs(scored.rewards))] = 0.0
-    total = scored.within_groups(standardised, remainder)
+    total = scored.in_rows(standardised, remainder)
     for name, values in scored.parts.items():
-        total = total + scored.weights[name] * scored.within_groups(standardised, values)
+        total = total + scored.weights[name] * scored.in_rows(standardised, values)
     return standardised(total)
 
 
@@ -129,18 +134,23 @@ def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> list[Array]:
     return np.split(flat, scored.lengths.cumsum()[:-1])
 
 
+def _alike(values: Array) -> npt.NDArray[np.bool_]:
+    """Return whether all of each row are equal, [..., 1]."""
+    alike: npt.NDArray[np.bool_] = (values == values[..., :1]).all(axis=-1, keepdims=True)
+    return alike
+
+
 def _centred(values: Array) -> Array:
-    """Subtract the mean; exactly 0 where all are equal, despite rounding."""
-    if values.size == 0 or values.min() == values.max():
-        return np.zeros_like(values)
-    centred: Array = values - values.mean()
-    return centred
+    """Subtract the mean of each row; exactly 0 where all are equal, despite rounding."""
+    if values.size == 0:
+        return values
+    return np.where(_alike(values), 0.0, values - values.mean(axis=-1, keepdims=True))
 
 
 def standardised(values: Array) -> Array:
-    """Subtract the mean and divide by the standard deviation; 0 where all are equal."""
+    """Subtract the mean of each row and divide by its standard deviation; 0 where all are equal."""
     centred = _centred(values)
     if not centred.any():
         return centred
-    scaled: Array = centred / (values.std(ddof=1) + EPSILON)
+    scaled: Array = centred / (values.std(axis=-1, ddof=1, keepdims=True) + EPSILON)
     return scaled

@@ -77,26 +77,36 @@ class ScoredRollouts:
         """Subtract `token_penalties` from rewards. Raises `BurnishError` for a reward that is not finite."""
         sizes = np.asarray(lengths, dtype=np.int64)
         totals = np.asarray(rewards, dtype=np.float64)
-        zeros = np.broadcast_to(0.0, sizes.max(initial=0))  # takes no memory
-        given = token_penalties or [zeros[:size] for size in sizes.tolist()]
-        penalties = tuple(np.asarray(penalty, dtype=np.float64) for penalty in given)
         if token_penalties:
+            penalties = tuple(np.asarray(penalty, np.float64) for penalty in token_penalties)
             totals = totals - np.array([penalty.sum() for penalty in penalties])
+        else:
+            zeros = {size: np.broadcast_to(0.0, size) for size in np.unique(sizes).tolist()}
+            penalties = tuple(zeros[size] for size in sizes.tolist())
         check_finite(totals)
         return cls(totals, np.asarray(groups, dtype=np.int64), sizes, penalties, **more)
 
     def within_groups(self, formula: Callable[[Array], Array], values: Array) -> Array:
         """Apply `formula` to the `values` [N] of each group by itself."""
         result = np.zeros_like(values)
-        for members in self.members():
-            result[members] = formula(values[members])
+        for rows in self.members():
+            for members in rows:
+                result[members] = formula(values[members])
+        return result
+
+    def in_rows(self, formula: Callable[[Array], Array], values: Array) -> Array:
+        """Apply `formula` to the `values` [N] of all groups of one size together: one in each row."""
+        result = np.zeros_like(values)
+        for rows in self.members():
+            result[rows] = formula(values[rows])
         return result
 
     def members(self) -> list[npt.NDArray[np.int64]]:
-        """Return the indices of the rollouts of each group."""
-        _, membership = np.unique(self.groups, return_inverse=True)
-        order = np.argsort(membership, kind="stable")
-        return np.split(order, np.bincount(membership).cumsum()[:-1])
+        """Return the indices of the rollouts of each group: for each size of groups, one [groups, size]."""
+        _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
+        order = np.argsort(group, kind="stable")
+        size_of = sizes[group[order]]
+        return [order[size_of == size].reshape(-1, size) for size in np.unique(sizes)]
 
 
 Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"]
@@ -141,22 +151,23 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
     if not len(lengths):
         return []
     found: Any = function(scored)
-    checked: list[Floats] = []
-    if len(found) == len(lengths) and all(np.ndim(each) == 0 for each in found):
+    is_plain = isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype != object
+    shapes: Any = [()] * len(found) if is_plain else [np.shape(each) for each in found]
+    if shapes == [()] * len(lengths):
         numbers = np.asarray(found, dtype=np.float32)
         rows = np.broadcast_to(numbers[:, None], (len(numbers), lengths.max()))  # no memory
-        found = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+        tokens = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
         checked = [numbers[lengths > 0]]
-    shapes = [np.shape(each) for each in found]
-    if shapes != [(length,) for length in lengths]:
+    elif shapes == [(length,) for length in lengths.tolist()]:
+        tokens = checked = [np.asarray(each, dtype=np.float32) for each in found]
+    else:
         raise BurnishError(
             "the advantage function returned other shapes than it should",
             have=f"{len(shapes)} entries, the first of shape {shapes[0] if shapes else ()}",
             want=f"{len(lengths)} numbers, or {len(lengths)} arrays of as many numbers as tokens",
             do="correct the function of algorithm.advantage",
         )
-    tokens = [np.asarray(each, dtype=np.float32) for each in found]
-    if not all(np.isfinite(each).all() for each in checked or tokens):
+    if not all(np.isfinite(each).all() for each in checked):
         raise BurnishError(
             "the advantage function returned numbers that are not finite",
             have="NaN or infinity",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,8 @@ class Shares:
 
     microbatches: list[list[Integers]]
     """For each rank equally many micro-batches, in the order they are run, each the indices of its sequences, ascending."""
+    ranks: Integers
+    """[N] the rank of each sequence."""
     imbalance: float
     """The sum over rounds of the costliest micro-batch, over the mean of the ranks' costs: how much longer a step
     takes than if nobody waited. 1 is perfect; with one round it is max / mean over ranks."""
@@ -156,17 +159,18 @@ def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
         each[idlest] = each.copy()
         totals += loads[each]
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
-    contents = _sequences(bins, group)
-    shares = [[contents[index] for index in ordered[:, rank]] for rank in range(ranks)]
-    return Shares(shares, ranks * float(loads[rounds].max(axis=1).sum() / loads.sum()))
-
-
-def _sequences(bins: Bins, group: Integers) -> list[Integers]:
     home = np.empty(int(group.max()) + 1, dtype=np.int64)
-    for index, held in enumerate(bins):
-        home[held] = index
-    counts = np.bincount(home[group], minlength=len(bins))
-    return np.split(np.argsort(home[group], kind="stable"), np.cumsum(counts)[:-1])
+    home[np.fromiter(chain.from_iterable(bins), np.int64)] = np.repeat(
+        np.arange(len(bins)), [*map(len, bins)]
+    )
+    bin_of = home[group]
+    ends = np.bincount(bin_of, minlength=len(bins)).cumsum()
+    contents = np.split(np.argsort(bin_of, kind="stable"), ends[:-1])
+    shares = [[contents[index] for index in each] for each in ordered.T.tolist()]
+    rank_of = np.empty(len(bins), dtype=np.int64)
+    rank_of[ordered] = np.arange(ranks)
+    imbalance = ranks * float(loads[rounds].max(axis=1).sum() / loads.sum())
+    return Shares(shares, rank_of[bin_of], imbalance)
 
 
 class Items:

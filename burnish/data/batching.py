@@ -7,6 +7,7 @@ Token and sequence counts are global, so the cut does not change a loss.
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from burnish.distributed.collectives import Parcel, deliver
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
-from burnish.records import Batch, Example, ExampleOutline, MicroBatch
+from burnish.records import OUTLINE, Batch, Example, MicroBatch
 from burnish.records.samples import digest_of
 
+Outlines = tuple[npt.NDArray[Any], Mapping[str, tuple[int, ...]]]
+"""[N] `OUTLINE` of examples, and the per-token arrays that all of them have, with the shape of a token's entry."""
 _OPTIONAL: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "old_logprobs": np.float32,
@@ -39,12 +42,14 @@ _UNITS_PER_RANK = 8
 
 
 def make_batch(
-    examples: Sequence[Example | ExampleOutline],
+    examples: Sequence[Example] | Mapping[int, Example],
     layout: Layout,
     tokens_per_device: int,
     flops: ModelFlops,
     temperature: float = 1.0,
-    owners: Sequence[int] | None = None,
+    *,
+    outlines: Outlines | None = None,
+    owners: Integers | None = None,
 ) -> Batch:
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's.
 
@@ -53,29 +58,28 @@ def make_batch(
     engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
     are on the CPU.
 
-    With `owners`, the rank that has each example, other ranks give its outline. They get what they
-    train on: collective.
+    With `outlines` of all N examples, `examples` may be only some, by number. `owners` [N] is the rank that has each, or -1
+    if all have it; owners send the others what they train on: collective.
 
     Raises `UsageError` for no examples and for one over the budget. Also for arrays of another
     length than the tokens, and for advantages or log-probs on some examples only.
     """
-    if not examples:
+    given = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
+    own = outlines_of(given)
+    table, columns = outlines or own
+    if not len(table):
         raise UsageError("a batch of no examples", want="at least one example")
-    outlines = [
-        each if isinstance(each, ExampleOutline) else outline_of(each, f"example {number}")
-        for number, each in enumerate(examples)
-    ]
-    lengths = np.array([each.length for each in outlines])
+    lengths, trained = table["length"], table["trained"]
     _check_lengths(lengths, tokens_per_device)
-    columns = _columns(outlines)
-    trained = np.array([each.trained for each in outlines])
-    shares = _assign(outlines, lengths, layout.data_size, tokens_per_device, flops)
+    shares = _assign(table, layout.data_size, tokens_per_device, flops)
     mine = shares.microbatches[layout.data_rank]
     whole: dict[str, Any] = {
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),
     }
-    here = _brought(examples, lengths, columns, shares, layout, owners)
+    here = given
+    if owners is not None and not (owners < 0).any():
+        here = _brought(given, lengths, columns, shares, layout)
     filler = _filler(columns)
     packed = (_pack([here[i] for i in items.tolist()] or [filler], columns) for items in mine)
     return Batch(
@@ -87,59 +91,60 @@ def make_batch(
     )
 
 
-def outline_of(example: Example, name: str = "an example") -> ExampleOutline:
-    """Return what other ranks know of an example.
+def outlines_of(examples: Mapping[int, Example]) -> Outlines:
+    """Return what other ranks know of examples, and the arrays that all of them have.
 
-    Raises `UsageError` for arrays of another length than the tokens, and if the first token is trained on.
+    Raises `UsageError` for arrays of another length than the tokens, if a first token is trained on, and if only some have an array.
     """
-    mask, length = example.loss_mask, len(example.token_ids)
-    found = {column: getattr(example, column) for column in _OPTIONAL}
-    arrays = {column: array for column, array in found.items() if array is not None}
-    for column, array in {"loss_mask": mask, **arrays}.items():
-        if len(array) != length:
+    rows, known = [], dict[int, Mapping[str, tuple[int, ...]]]()
+    for number, example in examples.items():
+        mask, length = example.loss_mask, len(example.token_ids)
+        found = {column: getattr(example, column) for column in _OPTIONAL}
+        arrays = {column: array for column, array in found.items() if array is not None}
+        for column, array in {"loss_mask": mask, **arrays}.items():
+            if len(array) != length:
+                raise UsageError(
+                    f"example {number}: {column} does not fit its tokens",
+                    have=f"{len(array)} entries for {length} tokens",
+                    want="one entry per token",
+                )
+        if mask[:1].any():
             raise UsageError(
-                f"{name}: {column} does not fit its tokens",
-                have=f"{len(array)} entries for {length} tokens",
-                want="one entry per token",
+                f"example {number} trains on its first token",
+                want="loss_mask[0] = False: nothing predicts the first token",
             )
-    if mask[:1].any():
-        raise UsageError(
-            f"{name} trains on its first token",
-            want="loss_mask[0] = False: nothing predicts the first token",
-        )
-    trained = int(mask.sum())
-    start = int(mask.argmax()) if trained else 0
-    columns = {column: array.shape[1:] for column, array in arrays.items()}
-    return ExampleOutline(length, start, trained, digest_of(example.token_ids[:start]), columns)
+        trained = int(mask.sum())
+        start = int(mask.argmax()) if trained else 0
+        rows.append((length, start, trained, digest_of(example.token_ids[:start])))
+        known[number] = {column: array.shape[1:] for column, array in arrays.items()}
+    return np.array(rows, OUTLINE), _common(known)
 
 
 def _brought(
-    examples: Sequence[Example | ExampleOutline],
+    examples: Mapping[int, Example],
     lengths: Integers,
     columns: Iterable[str],
     shares: Shares,
     layout: Layout,
-    owners: Sequence[int] | None,
 ) -> dict[int, Any]:
-    """Return the examples of this rank's micro-batches; owners send them to the ranks that train on them."""
-    wanted = [np.concatenate(each).tolist() for each in shares.microbatches]
-    own = wanted[layout.data_rank]
-    if owners is None:
-        return {i: examples[i] for i in own}
-    here = set(np.flatnonzero(np.asarray(owners) == layout.rank).tolist())
+    """Return the examples of this rank's micro-batches; owners, who give `examples`, send them to the ranks that train on them."""
+    leaving: defaultdict[int, list[int]] = defaultdict(list)
+    for number in examples:
+        leaving[int(shares.ranks[number])].append(number)
     parcels: list[Parcel] = []
-    for data_rank, numbers in enumerate(wanted):
-        leaving = [i for i in numbers if i in here]
+    for data_rank, numbers in leaving.items():
         others = [rank for rank in layout.peers(data_rank) if rank != layout.rank]
-        if leaving and others:
-            parcels.append((others, pickle.dumps((leaving, _packet(examples, leaving, columns)))))
-    found = {i: examples[i] for i in own if i in here}
+        if others:
+            parcels.append((others, pickle.dumps((numbers, _packet(examples, numbers, columns)))))
+    found = {number: examples[number] for number in leaving[layout.data_rank]}
     for data in deliver(parcels, layout):
         found |= _unpacked(lengths, *pickle.loads(data))  # noqa: S301 - of this run
     return found
 
 
-def _packet(examples: Sequence[Any], numbers: list[int], columns: Iterable[str]) -> dict[str, Any]:
+def _packet(
+    examples: Mapping[int, Any], numbers: list[int], columns: Iterable[str]
+) -> dict[str, Any]:
     """Return examples' arrays end to end, in few bytes."""
     some, names = [examples[i] for i in numbers], ("token_ids", "loss_mask", *columns)
     joined = {name: np.concatenate([getattr(each, name) for each in some]) for name in names}
@@ -160,34 +165,30 @@ def _unpacked(
         yield number, Example(**dict(zip(parts, arrays, strict=True)))
 
 
-def _assign(
-    outlines: Sequence[ExampleOutline],
-    lengths: Integers,
-    ranks: int,
-    budget: int,
-    flops: ModelFlops,
-) -> Shares:
+def _assign(outlines: npt.NDArray[Any], ranks: int, budget: int, flops: ModelFlops) -> Shares:
     """Assign examples to ranks. One that follows others with its prompt costs only its own tokens."""
-    prompts = np.array([each.start for each in outlines])
+    lengths = outlines["length"]
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     groups = _groups(outlines, min(fair, budget))
     follows = np.diff(groups, prepend=-1) == 0
-    costs = np.array(flops.each(lengths)) - flops.per_token * np.where(follows, prompts, 0)
+    sizes, place = np.unique(lengths, return_inverse=True)
+    costs = np.array(flops.each(sizes.tolist()))[place]
+    costs -= flops.per_token * np.where(follows, outlines["start"], 0)
     return share_out(lengths, costs, ranks, budget, groups=groups)
 
 
-def _groups(outlines: Sequence[ExampleOutline], limit: int) -> Integers:
+def _groups(outlines: npt.NDArray[Any], limit: int) -> Integers:
     """Number runs of neighbours with one prompt, each of at most `limit` tokens."""
-    groups = np.zeros(len(outlines), dtype=np.int64)
-    number = total = 0
-    first = outlines[0]
-    for index, each in enumerate(outlines):
-        total += each.length
-        alike = each.start == first.start and each.beginning == first.beginning
-        if index and not (alike and total <= limit):
-            number, first, total = number + 1, each, each.length
-        groups[index] = number
-    return groups
+    count, starts, names = len(outlines), outlines["start"], outlines["beginning"]
+    apart = np.flatnonzero((starts[1:] != starts[:-1]) | (names[1:] != names[:-1])) + 1
+    ends = np.concatenate(([0], outlines["length"].cumsum()))
+    longest = np.searchsorted(ends, ends[:-1] + limit, side="right") - 1
+    runs = np.concatenate((apart, [count]))[np.searchsorted(apart, np.arange(count), side="right")]
+    following = np.maximum(np.minimum(longest, runs), np.arange(count) + 1).tolist()
+    begins, index = np.zeros(count, np.int64), 0
+    while index < count:
+        begins[index], index = 1, following[index]
+    return begins.cumsum() - 1
 
 
 def _check_lengths(lengths: Integers, budget: int) -> None:
@@ -205,16 +206,17 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
         raise UsageError(f"example {int(np.argmin(lengths))} has no tokens", want="at least one")
 
 
-def _columns(outlines: Sequence[ExampleOutline]) -> Mapping[str, tuple[int, ...]]:
+def _common(columns: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Mapping[str, tuple[int, ...]]:
     """Return the arrays that all examples have, or raise if only some do."""
-    for index, each in enumerate(outlines):
-        if odd := each.columns.keys() ^ outlines[0].columns.keys():
+    first = next(iter(columns.values()), {})
+    for index, each in columns.items():
+        if odd := each.keys() ^ first.keys():
             raise UsageError(
                 f"{', '.join(sorted(odd))} on some examples only",
-                have=f"{', '.join(each.columns) or 'none'} of example {index}, {', '.join(outlines[0].columns) or 'none'} of the first",
+                have=f"{', '.join(each) or 'none'} of example {index}, {', '.join(first) or 'none'} of the first",
                 want="all or none",
             )
-    return outlines[0].columns
+    return first
 
 
 def _pack(packed: Sequence[Example], columns: Mapping[str, Any]) -> dict[str, Any]:

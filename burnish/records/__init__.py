@@ -2,9 +2,9 @@
 
 from burnish.records.batches import Batch, MicroBatch, TokenOutputs
 from burnish.records.samples import (
+    OUTLINE,
     Completion,
     Example,
-    ExampleOutline,
     Experts,
     Floats,
     Mask,
@@ -17,10 +17,10 @@ from burnish.records.samples import (
 )
 
 __all__ = [
+    "OUTLINE",
     "Batch",
     "Completion",
     "Example",
-    "ExampleOutline",
     "Experts",
     "Floats",
     "Mask",

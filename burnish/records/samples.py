@@ -164,20 +164,9 @@ class Example:
     """RL: the experts that each token goes to; those that its routers choose where None."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleOutline:
-    """What every rank knows of an example that one rank has: enough to divide a batch."""
-
-    length: int
-    """Tokens."""
-    start: int
-    """The first token that is trained on; 0 if none is."""
-    trained: int
-    """Tokens that are trained on."""
-    beginning: bytes
-    """Names the tokens before `start`."""
-    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The per-token arrays that it has, with the shape of a token's entry."""
+OUTLINE = np.dtype([("length", "i8"), ("start", "i8"), ("trained", "i8"), ("beginning", "V16")])
+"""What every rank knows of an example, enough to divide a batch: its tokens, the first that is trained on (0 if none is), how many
+are, and a name of those before the first."""
 
 
 def digest_of(token_ids: TokenIds) -> bytes:

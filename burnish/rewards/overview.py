@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 
 from burnish.errors import BurnishError
 from burnish.records import Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.stats import Max, Mean, Stats, Sum
 
 log = logging.getLogger("burnish")
@@ -25,12 +24,12 @@ class Complaints:
         self._is_answered = False
         self._last: Rollout | None = None
 
-    def hear(self, rollouts: Sequence[Rollout]) -> None:
+    def hear(self, table: RolloutTable) -> None:
         """Warn of new kinds of failures in this round.
 
         Raises `BurnishError` if all rollouts failed in `most_rounds` in a row, or in one way in the first.
         """
-        failed = [rollout for rollout in rollouts if rollout.reward_error is not None]
+        failed, count = [table.rollout(number) for number in table.failed], len(table.rows)
         kinds: dict[str, str] = {}
         for rollout in failed:
             error = str(rollout.reward_error)
@@ -40,11 +39,11 @@ class Complaints:
             log.warning(
                 "reward functions failed for %d of %d completions, which count as reward.on_error: %s",
                 len(failed),
-                len(rollouts),
+                count,
                 kinds[kind],
             )
         is_first = self._last is None and not self._is_answered
-        if len(failed) < len(rollouts):
+        if len(failed) < count:
             self._lost_in_a_row, self._is_answered = 0, True
         elif failed:
             self._lost_in_a_row, self._last = self._lost_in_a_row + 1, failed[-1]
@@ -79,38 +78,33 @@ def message_hint(rollout: Rollout) -> str:
     )
 
 
-def rollout_stats(rollouts: Sequence[Rollout]) -> Stats:
+def rollout_stats(table: RolloutTable) -> Stats:
     """Return `reward/...` and `response_length/...` of scored rollouts.
 
     `reward/std` is the mean over groups of the (population) standard deviation.
     """
-    if not rollouts:
+    count = len(table.rows)
+    if not count:
         return Stats()
-    count = len(rollouts)
-    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
-    met: Counter[tuple[int, int]] = Counter()
-    parts: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        sample = (rollout.prompt.index, rollout.sample)
-        groups[rollout.prompt.index, met[sample]].append(rollout.reward)
-        met[sample] += 1
-        for name, value in rollout.reward_parts.items():
-            parts[name].append(value)
-    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
-    flat = sum(len(set(group)) == 1 for group in groups.values())
-    cut = sum(rollout.completion.stop_reason == "length" for rollout in rollouts)
-    failed = sum(rollout.reward_error is not None for rollout in rollouts)
+    rewards, lengths, sizes = table.rewards, table.lengths, table.sizes
+    starts = sizes.cumsum() - sizes
+    means = np.add.reduceat(rewards, starts) / sizes
+    squares = np.add.reduceat(np.square(rewards - means[table.groups]), starts)
+    flat = np.minimum.reduceat(rewards, starts) == np.maximum.reduceat(rewards, starts)
     stats = Stats(
         {
-            "reward/mean": Mean(sum(rollout.reward for rollout in rollouts), count),
-            "reward/std": Mean(sum(float(np.std(g)) for g in groups.values()), len(groups)),
-            "reward/zero_std_frac": Mean(flat, len(groups)),
-            "reward/errors": Sum(failed),
-            "response_length/mean": Mean(sum(lengths), count),
-            "response_length/max": Max(max(lengths)),
-            "response_length/clip_ratio": Mean(cut, count),
+            "reward/mean": Mean(float(rewards.sum()), count),
+            "reward/std": Mean(float(np.sqrt(squares / sizes).sum()), len(table)),
+            "reward/zero_std_frac": Mean(int(flat.sum()), len(table)),
+            "reward/errors": Sum(len(table.failed)),
+            "response_length/mean": Mean(int(lengths.sum()), count),
+            "response_length/max": Max(int(lengths.max())),
+            "response_length/clip_ratio": Mean(
+                int(table.by_kind(lambda kind: kind.stop_reason == "length").sum()), count
+            ),
         }
     )
-    for name, values in parts.items():
-        stats[f"reward/parts/{name}"] = Mean(sum(values), len(values))
+    for name in table.part_names:
+        values, there = table.part(name)
+        stats[f"reward/parts/{name}"] = Mean(float(values.sum()), int(there.sum()))
     return stats

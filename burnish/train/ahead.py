@@ -166,7 +166,7 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
     completions = _completions(rollouts, arrays)
     ends = np.cumsum([group["prompt_tokens"] for group in groups])[:-1]
     prompts = iter(np.split(arrays.get("prompt_ids", np.zeros(0, np.int32)), ends))
-    batch = DrawnBatch(number, [], [])
+    kept, left_out = list[list[Rollout]](), list[list[Rollout]]()
     for group in groups:
         ids, answer = next(prompts).astype(np.int64), group["answer"]
         prompt = Prompt(
@@ -192,8 +192,8 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
                     reward_error=None if error is None else str(error),
                 )
             )
-        (batch.groups if group["kept"] else batch.left_out).append(rollouts)
-    return batch
+        (kept if group["kept"] else left_out).append(rollouts)
+    return DrawnBatch(number, kept, left_out)
 
 
 def _partial(

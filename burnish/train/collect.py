@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from typing import Any, TypeVar, cast
@@ -28,18 +28,19 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.records.rollout_table import Groups, RolloutTable, Told
 from burnish.rewards.overview import Complaints, rollout_stats
 from burnish.rollout.base import Continuable, Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
-from burnish.train.owners import Groups, Told, heard, on_main, owned, tell
+from burnish.train.owners import on_main
 from burnish.train.signals import Stopper, StopRequested
 
 T = TypeVar("T")
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 """Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
-Judge = Callable[[Sequence[Rollout]], list[Rollout]]
+Judge = Callable[[RolloutTable], RolloutTable]
 """Adds to the rewards of rollouts, which all ranks have alike. Collective."""
 _POLL_SECONDS, _BEAT_SECONDS = 0.1, 1.0
 
@@ -58,7 +59,7 @@ class Collector:
     progress: Progress
     complaints: Complaints
     """Hears of what reward functions fail at."""
-    judge: Judge = list
+    judge: Judge = RolloutTable.of
     """Adds what reward models say."""
     stragglers: Any = None
     """Hears how long each rank generates and scores: a `burnish.train.stragglers.Stragglers`; None with one rank."""
@@ -77,23 +78,23 @@ class Collector:
 
     def collect(
         self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
-    ) -> Groups:
+    ) -> RolloutTable:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
-        Every rank knows the numbers of all, and has the tokens and texts of those that it generated (`burnish.train.owners`).
+        Every rank knows the numbers of all, and has the tokens and texts of those that it generated.
         Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
         if reward functions fail for all rollouts, round after round.
         """
         if self.generator.central and self.layout.world > 1:
-            own: Groups = []
+            own: list[RolloutTable] = []
 
             def made(beat: Callable[[], None]) -> Told:
                 main = replace(self.on_main, stopper=_BeatingStopper(self.stopper.check, beat))
-                own.extend(owned(main.collect(prompts, first_key, samples, sampling), 0))
-                return tell(own)
+                own.append(main.collect(prompts, first_key, samples, sampling))
+                return own[0].told()
 
             told = _from_main(made, self.layout)
-            return self.judged(own if self.layout.is_main else heard(told, 0))
+            return self.judge(own[0] if own else RolloutTable.heard([told]))
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
         )
@@ -111,30 +112,23 @@ class Collector:
         except StopRequested as request:
             stopped = request.signal_number
         took = {"generate": generated - began, "score": time.monotonic() - generated}
-        shares = gather_objects((stopped, tell(groups), took), self.layout)
+        mine_alone = RolloutTable.of(groups, self.layout.rank)
+        shares = gather_objects((stopped, mine_alone.told(), took), self.layout)
         for signal_number, _, _ in shares:
             if signal_number is not None:
                 raise StopRequested(signal_number)
-        by_prompt: dict[int, list[Rollout]] = {}
-        for rank, (numbers, (_, told, _)) in enumerate(zip(shared, shares, strict=True)):
-            is_own = rank == self.layout.rank
-            theirs = owned(groups, rank) if is_own else heard(told, rank)
-            by_prompt |= zip(numbers, theirs, strict=True)
-        ordered = [rollout for number in range(len(prompts)) for rollout in by_prompt[number]]
-        self.complaints.hear(ordered)
+        everything = RolloutTable.heard([told for _, told, _ in shares], mine_alone)
+        numbers = np.array([number for theirs in shared for number in theirs], np.int64)
+        table = everything.take(np.argsort(numbers))
+        self.complaints.hear(table)
         if self.stragglers is not None:
             self.stragglers.hear([each for _, _, each in shares])
-        return self.judged([by_prompt[number] for number in range(len(prompts))])
+        return self.judge(table)
 
     @property
     def on_main(self) -> Collector:
         """Return the collector of rank 0 alone, which calls for no other rank and no reward model."""
-        return replace(self, layout=Layout(), judge=list, parks=())
-
-    def judged(self, groups: Groups) -> Groups:
-        """Add what reward models say. Collective."""
-        judged = iter(self.judge([rollout for group in groups for rollout in group]))
-        return [[next(judged) for _ in group] for group in groups]
+        return replace(self, layout=Layout(), judge=RolloutTable.of, parks=())
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         total = sum(request.samples for request in requests)
@@ -172,41 +166,33 @@ class DrawnBatch:
     step: int
     """The step that trains on it, 0-based."""
     groups: Groups
-    left_out: Groups = field(default_factory=list)
+    left_out: Groups = ()
     """Groups that dynamic sampling replaced."""
 
     @property
-    def rollouts(self) -> list[Rollout]:
-        """Return the rollouts to train on, groups end to end."""
-        return [rollout for group in self.groups for rollout in group]
-
-    @property
-    def generated(self) -> list[Rollout]:
-        """Return all rollouts, those left out first."""
-        return [rollout for group in self.left_out for rollout in group] + self.rollouts
+    def tables(self) -> tuple[RolloutTable, RolloutTable]:
+        """Return the groups to train on, and those left out."""
+        return RolloutTable.of(self.groups), RolloutTable.of(self.left_out)
 
     def on_main(self, layout: Layout) -> DrawnBatch:
         """Return it whole on rank 0. Collective."""
-        rollouts = iter(on_main([each for group in self._all for each in group], layout))
-        whole = [[next(rollouts) for _ in group] for group in self._all]
-        kept = len(self.groups)
-        return replace(self, groups=whole[:kept], left_out=whole[kept:])
-
-    @property
-    def _all(self) -> Groups:
-        return self.groups + self.left_out
+        tables = self.tables
+        rollouts = iter(on_main(RolloutTable.joined(tables), layout))
+        whole = ([[next(rollouts) for _ in range(n)] for n in table.sizes] for table in tables)
+        return DrawnBatch(self.step, *whole)
 
     def told(self) -> tuple[int, Told, Told]:
         """Return what all ranks are to know of it."""
-        return self.step, tell(self.groups), tell(self.left_out)
+        groups, left_out = (table.told() for table in self.tables)
+        return self.step, groups, left_out
 
     @classmethod
     def from_main(cls, mine: DrawnBatch | None, told: tuple[int, Told, Told]) -> DrawnBatch:
         """Return a batch that rank 0 has: there `mine`, elsewhere what it told."""
+        step, *both = told
         if mine is not None:
-            return replace(mine, groups=owned(mine.groups, 0), left_out=owned(mine.left_out, 0))
-        step, groups, left_out = told
-        return cls(step, heard(groups, 0), heard(left_out, 0))
+            return cls(step, *(RolloutTable.of(table, 0) for table in mine.tables))
+        return cls(step, *(RolloutTable.heard([table]) for table in both))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,30 +218,28 @@ class GroupSampler:
         dynamic = config.algorithm.dynamic_sampling
         limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
         shaped = partial(_shaped, limit=limit, overlong=overlong)
-        groups: Groups = []
+        groups = RolloutTable.of([])
         wanted, refills = config.batch.prompts, 0
         while True:
             first_key = self.loader.cursor
             with agree(self.collector.layout if config.data.streaming else Layout()):
                 taken = self.loader.take(wanted)
                 prompts = [self.dataset[index] for index in taken]
-            collected = collect(prompts, first_key, config.rollout.n, how)
+            collected = RolloutTable.of(collect(prompts, first_key, config.rollout.n, how))
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
-                baselines = [shaped(rollout).reward for (rollout,) in greedy]
-                collected = _with_greedy_rewards(collected, baselines)
-            groups += collected
+                baselines = shaped(RolloutTable.of(greedy)).rewards[collected.groups]
+                collected = collected.with_rewards(collected.rewards, baselines)
+            groups = RolloutTable.joined([groups, collected])
             rewards = compared(groups, dynamic.part, config.reward.part_names)
             self.loader.hear(taken, [not has_variance(each) for each in rewards[-len(taken) :]])
             selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
             if selection.refill == 0:
                 break
             wanted, refills = selection.refill, refills + 1
-        if overlong.buffer:
-            groups = [[shaped(rollout) for rollout in group] for group in groups]
-        kept = set(selection.keep)
-        left_out = [group for i, group in enumerate(groups) if i not in kept]
-        return DrawnBatch(step, [groups[index] for index in selection.keep], left_out)
+        groups = shaped(groups)
+        left_out = np.setdiff1d(np.arange(len(groups)), selection.keep)
+        return DrawnBatch(step, groups.take(selection.keep), groups.take(left_out))
 
 
 class RolloutQueue:
@@ -342,8 +326,7 @@ class RolloutQueue:
         self._waited += time.monotonic() - began
         for number, (told, self._sampler.loader.state) in enumerate(drawn):
             batch = DrawnBatch.from_main(mine[number] if mine else None, told)
-            groups, left_out = (collector.judged(each) for each in (batch.groups, batch.left_out))
-            self._pending.append(DrawnBatch(batch.step, groups, left_out))
+            self._pending.append(DrawnBatch(batch.step, *map(collector.judge, batch.tables)))
 
     def idle(self) -> None:
         """Wait until nothing is drawn."""
@@ -384,20 +367,21 @@ class RolloutQueue:
 
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
-        made = [each.completion for each in batch.rollouts if len(each.completion.token_ids)]
-        ages = self._age(batch.step, np.array([each.weights_version for each in made]))
+        kept, left_out = batch.tables
+        made = np.flatnonzero(kept.lengths)
+        ages = self._age(batch.step, kept.by_kind(lambda kind: kind.weights_version)[made])
         lags = ages.astype(np.float64)
-        for number, each in enumerate(made):
-            if each.later_versions:
-                lags[number] = self._age(batch.step, each.versions).mean()
-        stats = rollout_stats(batch.generated)
+        for place in np.flatnonzero(kept.by_kind(lambda kind: len(kind.later_versions))[made]):
+            versions = kept.rollout(made[place]).completion.versions
+            lags[place] = self._age(batch.step, versions).mean()
+        stats = rollout_stats(RolloutTable.joined([left_out, kept]))
         stragglers = self._sampler.collector.stragglers
         if stragglers is not None:
             stats |= stragglers.stats()
         if self._sampler.collector.generator.central:
             stats["perf/wait_seconds"] = Max(self._waited)
             self._waited = 0.0
-        if made and (self._ahead or lags.any()):
+        if len(made) and (self._ahead or lags.any()):
             stats["rollout/staleness/mean"] = Mean(float(lags.sum()), len(lags))
             stats["rollout/staleness/max"] = Max(int(ages.max()))
         return stats
@@ -506,44 +490,32 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
     return cast(T, made)
 
 
-def _with_greedy_rewards(
-    groups: Sequence[Sequence[Rollout]], baselines: Sequence[float]
-) -> list[list[Rollout]]:
-    """Note in every rollout the reward of its prompt's greedy completion."""
-    return [
-        [replace(rollout, greedy_reward=baseline) for rollout in group]
-        for group, baseline in zip(groups, baselines, strict=True)
-    ]
-
-
-def compared(
-    groups: Sequence[Sequence[Rollout]], part: str | None, names: Sequence[str]
-) -> list[list[float]]:
+def compared(groups: Groups, part: str | None, names: Sequence[str]) -> list[list[float]]:
     """Return the numbers that dynamic sampling compares: the reward, or its part `algorithm.dynamic_sampling.part`.
 
     `names` are the parts of all rewards. Raises `UsageError` if this part is neither there nor in any completion.
     """
+    table = RolloutTable.of(groups)
     if part is None:
-        return [[rollout.reward for rollout in group] for group in groups]
-    parts = [
-        rollout.reward_parts for group in groups for rollout in group if not rollout.reward_error
-    ]
-    known = {name for each in parts for name in each}
-    if parts and part not in known | {*names}:
+        return table.by_group(table.rewards)
+    answered = [set(kind.parts) for kind in table.kinds if kind.error is None]
+    known = set[str]().union(*answered)
+    if answered and part not in known | {*names}:
         raise UsageError(
             "algorithm.dynamic_sampling.part is no part of any reward",
             have=f"algorithm.dynamic_sampling.part: {part}",
             want=f"one of {', '.join(sorted(known))}",
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
         )
-    found = [[rollout.reward_parts.get(part) for rollout in group] for group in groups]
-    return [[value for value in group if value is not None] for group in found]
+    values, there = table.part(part)
+    return table.by_group(values, there)
 
 
-def _shaped(rollout: Rollout, *, limit: int, overlong: OverlongConfig) -> Rollout:
-    """Return the rollout with the penalty for its length in its reward."""
-    penalty = overlong_penalty(len(rollout.completion.token_ids), limit, overlong)
-    return replace(rollout, reward=rollout.reward + penalty) if penalty else rollout
+def _shaped(table: RolloutTable, *, limit: int, overlong: OverlongConfig) -> RolloutTable:
+    """Return the rollouts with the penalty for their lengths in their rewards."""
+    lengths, place = np.unique(table.lengths, return_inverse=True)
+    penalties = [overlong_penalty(length, limit, overlong) for length in lengths.tolist()]
+    return table.with_rewards(table.rewards + np.array(penalties, np.float64)[place])
 
 
 def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:

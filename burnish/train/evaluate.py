@@ -33,7 +33,7 @@ from burnish.distributed.collectives import (
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import MissingError, StoppedError
-from burnish.records import Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
@@ -77,13 +77,12 @@ def prompt_validation(
     seed = derive_seed(config.seed, "validation")
     how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
 
-    def validate() -> tuple[dict[str, float], Sequence[Rollout]]:
+    def validate() -> tuple[dict[str, float], RolloutTable]:
         before()
         with collector.parked():
-            groups = collector.collect(prompts, 0, config.evaluation.n, how)
-        answers = _answers(groups, collector.layout)
-        numbers = _by_source(groups, answers, judged_by, config.evaluation.solved)
-        return numbers, [rollout for group in groups for rollout in group]
+            table = RolloutTable.of(collector.collect(prompts, 0, config.evaluation.n, how))
+        answers = _answers(table, collector.layout)
+        return _by_source(table, answers, judged_by, config.evaluation.solved), table
 
     return validate
 
@@ -92,41 +91,40 @@ Answers = Sequence[Sequence[Any]]
 """What completions answer, by prompt."""
 
 
-def _answers(groups: Sequence[Sequence[Rollout]], layout: Layout) -> Answers:
+def _answers(table: RolloutTable, layout: Layout) -> Answers:
     """Return a digest of each answer; None where no votes are counted. Collective."""
-    rollouts = [rollout for group in groups for rollout in group]
-    if len(rollouts) == len(groups):
-        return [[None] for _ in groups]
-    texts = (each.text for each in rollouts if each.owner in (None, layout.rank))
+    if len(table.rows) == len(table):
+        return [[None] for _ in table.sizes]
+    texts = (table.rollout(n).text for n in table.of_rank(layout.rank))
     answers = (extract_answer(text) for text in texts)
     mine = [a and xxhash.xxh3_128_digest(a.encode("utf-8", "surrogatepass")) for a in answers]
     shares = [iter(theirs) for theirs in gather_objects(mine, layout)]
-    found = iter([next(shares[each.owner or 0]) for each in rollouts])
-    return [[next(found) for _ in group] for group in groups]
+    found = iter([next(shares[max(owner, 0)]) for owner in table.owners.tolist()])
+    return [[next(found) for _ in range(size)] for size in table.sizes]
 
 
 def _by_source(
-    groups: Sequence[Sequence[Rollout]], answers: Answers, judged_by: str, solved: float
+    table: RolloutTable, answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
     sources: defaultdict[str, list[int]] = defaultdict(list)
-    for number, group in enumerate(groups):
-        sources[group[0].prompt.source].append(number)
+    for number, source in enumerate(table.sources):
+        sources[source].append(number)
     sources.pop("", None)
-    found = {f"val/{name}": x for name, x in _numbers(groups, answers, judged_by, solved).items()}
+    found = {f"val/{name}": x for name, x in _numbers(table, answers, judged_by, solved).items()}
     for source, theirs in sorted(sources.items()):
-        some = [groups[i] for i in theirs], [answers[i] for i in theirs]
+        some = table.take(theirs), [answers[i] for i in theirs]
         numbers = _numbers(*some, judged_by, solved)
         found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
     return found
 
 
 def _numbers(
-    groups: Sequence[Sequence[Rollout]], answers: Answers, judged_by: str, solved: float
+    table: RolloutTable, answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
     # Where the first function says by None that it does not apply, no other one stands in for it.
-    scores = [[r.reward_parts.get(judged_by, 0.0) for r in group] for group in groups]
+    scores = table.by_group(table.part(judged_by)[0])
     worth = evaluation_stats(scores, answers, solved).values_by_name()
-    all_of_it = rollout_stats([r for group in groups for r in group]).values_by_name()
+    all_of_it = rollout_stats(table).values_by_name()
     parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
     return {
         **{name.removeprefix("val/"): x for name, x in worth.items()},
@@ -205,7 +203,7 @@ def _measured(foundation: TextFoundation, stopper: Stopper, progress: Progress) 
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
             pool.require_answer(held_out[0], held_out.first_row)
             model: Engine | None = None
-            judge: Judge = list
+            judge: Judge = RolloutTable.of
             if isinstance(foundation, Foundation):
                 model = load_frozen(foundation)
                 judge = load_judge(foundation, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -19,19 +19,17 @@ from burnish.algorithms.base import (
 )
 from burnish.algorithms.kl import kl_penalty
 from burnish.config.schema import RewardConfig, RunConfig
-from burnish.data.batching import make_batch
+from burnish.data.batching import Outlines, make_batch
 from burnish.data.loader import order
 from burnish.distributed.collectives import gather_objects
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
-from burnish.records import Batch, Example, ExampleOutline, Experts, Floats, Rollout, TokenOutputs
+from burnish.records import OUTLINE, Batch, Example, Experts, Floats, Rollout, TokenOutputs
+from burnish.records.rollout_table import Column, Groups, RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
-from burnish.train.owners import owners_of
 
-Groups = Sequence[Sequence[Rollout]]
-"""The rollouts of a step, by prompt."""
 Forward = Callable[[Batch], list[TokenOutputs]]
 """Scores a batch, as `Engine.forward` does."""
 CRITIC = "critic"
@@ -86,30 +84,30 @@ class PolicyUpdate:
 
         `kl_coef` is the weight of KL in the reward where it adapts; else `algorithm.kl.coef`.
         """
-        rollouts = [rollout for group in groups for rollout in group]
-        rewards = [rollout.reward for rollout in rollouts]
+        table = RolloutTable.of(groups)
         kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
         penalties = logprobs = None
         measured = 0.0
         if kl.coef > 0 and kl.place == "reward":
             weight = kl.coef if kl_coef is None else kl_coef
-            estimates, logprobs = self._kl_estimates(rollouts)
+            estimates, logprobs = self._kl_estimates(table)
             penalties = [np.float32(weight) * each for each in estimates]
             measured = float(np.concatenate([np.zeros(0), *estimates]).sum())
             measured /= max(sum(map(len, estimates)), 1)
         if kind == "gae":
-            values = self._values(rollouts)
+            values = self._values(table)
             critic = self.config.critic
             gae = import_module(_CRITIC).gae
-            found = gae(rewards, values, penalties, critic.gamma, critic.lam)
+            found = gae(table.rewards, values, penalties, critic.gamma, critic.lam)
             return Credit(found.advantages, found.returns, values, logprobs, measured)
         scored = ScoredRollouts.of(
-            rewards,
-            [number for number, group in enumerate(groups) for _ in group],
-            [len(rollout.completion.token_ids) for rollout in rollouts],
+            table.rewards,
+            table.groups,
+            table.lengths,
             penalties,
-            **_reward_parts(rollouts, self.config.reward),
-            greedy_rewards=_greedy_rewards(rollouts),
+            parts={name: table.part(name)[0] for name in self.config.reward.part_names},
+            weights=_part_weights(self.config.reward),
+            greedy_rewards=None if np.isnan(table.greedy_rewards).any() else table.greedy_rewards,
         )
         found_advantages = advantages(load_advantage(kind), scored)
         return Credit(found_advantages, logprobs=logprobs, kl=measured)
@@ -124,15 +122,15 @@ class PolicyUpdate:
         recomputed = self.config.algorithm.old_logprobs == "recompute"
         if recomputed and credit.logprobs is not None and updates > 1:
             columns["old_logprobs"] = credit.logprobs
-        rollouts = [rollout for group in groups for rollout in group]
-        ends = np.cumsum([0, *map(len, groups)])
-        batches = []
-        for part in np.array_split(np.arange(len(groups)), self.config.batch.minibatches):
-            numbers = [n for i in part for n in range(ends[i], ends[i + 1])]
-            numbers = [n for n in numbers if self._is_trained(rollouts[n])]
-            if numbers:
-                batch = self._batch([rollouts[n] for n in numbers], logprobs=True)
-                own = {name: [each[n] for n in numbers] for name, each in columns.items()}
+        table, batches = RolloutTable.of(groups), []
+        trained = table.lengths > 0
+        if self.config.algorithm.mask_truncated:
+            trained &= table.by_kind(lambda kind: kind.stop_reason != "length") > 0
+        for part in np.array_split(np.arange(len(table)), self.config.batch.minibatches):
+            numbers = np.flatnonzero(np.isin(table.groups, part) & trained)
+            if len(numbers):
+                batch = self._batch(table, numbers, logprobs=True)
+                own = {name: [each[n] for n in numbers.tolist()] for name, each in columns.items()}
                 batches.append(batch.with_columns(own))
         return batches
 
@@ -204,10 +202,6 @@ class PolicyUpdate:
             microbatches.append(replace(micro, selected=selected))
         return replace(batch, microbatches=tuple(microbatches))
 
-    def _is_trained(self, rollout: Rollout) -> bool:
-        made, masked = rollout.completion, self.config.algorithm.mask_truncated
-        return len(made.token_ids) > 0 and not (masked and made.stop_reason == "length")
-
     def _example(self, rollout: Rollout, logprobs: bool) -> Example:
         """Return a rollout's sequence, whose completion is trained on; with `logprobs` those that the generator gave."""
         prompt, made = rollout.prompt.token_ids, rollout.completion
@@ -218,24 +212,16 @@ class PolicyUpdate:
         return Example(
             token_ids=np.concatenate([prompt, made.token_ids]),
             loss_mask=np.arange(len(prompt) + len(made.token_ids)) >= len(prompt),
-            experts=_to_the_end(_experts(rollout)) if self._replayed else None,
+            experts=_to_the_end(made.experts) if self._replayed else None,
             **(arrays if logprobs else {}),
         )
-
-    def _outline(self, rollout: Rollout, columns: Mapping[str, tuple[int, ...]]) -> ExampleOutline:
-        """Return what is known of another rank's `_example`, which has `columns` beside its experts."""
-        prompt, trained = rollout.prompt, len(rollout.completion.token_ids)
-        start = len(prompt.token_ids)
-        if self._replayed:
-            columns = {**columns, "experts": _experts(rollout).shape[1:]}
-        return ExampleOutline(start + trained, start, trained, prompt.digest or b"", columns)
 
     @property
     def _replayed(self) -> bool:
         """Return whether routers send tokens where the generator sent them."""
         return self.config.algorithm.router_replay == "rollout"
 
-    def _kl_estimates(self, rollouts: Sequence[Rollout]) -> tuple[list[Floats], list[Floats]]:
+    def _kl_estimates(self, table: RolloutTable) -> tuple[list[Floats], list[Floats]]:
         """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
         if self.reference is None:
             raise ValueError("KL in the reward needs a reference model")
@@ -248,7 +234,7 @@ class PolicyUpdate:
                 for own, other in zip(mine, theirs, strict=True)
             ]
 
-        found = [pair.reshape(-1, 2) for pair in self._of_completions(rollouts, both)]
+        found = [pair.reshape(-1, 2) for pair in self._of_completions(table, both)]
         logprobs = [np.ascontiguousarray(pair[:, 0]) for pair in found]
         estimates = [
             kl_penalty(kl.estimator, 1.0, own, np.ascontiguousarray(pair[:, 1]))
@@ -264,9 +250,9 @@ class PolicyUpdate:
             outputs = self.engine.forward(replace(batch, microbatches=plain))
             return [_numbers(output.logprobs) for output in outputs]
 
-        return self._of_completions(rollouts, compute)
+        return self._of_completions(RolloutTable.of([[each] for each in rollouts]), compute)
 
-    def _values(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+    def _values(self, table: RolloutTable) -> list[Floats]:
         if self.critic is None:
             raise ValueError("generalized advantage estimation needs a critic")
         engine: Engine = self.critic.learner.engine
@@ -274,62 +260,60 @@ class PolicyUpdate:
         def values(batch: Batch) -> list[Floats]:
             return [_numbers(output.values) for output in engine.forward(batch.without_experts())]
 
-        return self._of_completions(rollouts, values)
+        return self._of_completions(table, values)
 
     def _of_completions(
-        self, rollouts: Sequence[Rollout], compute: Callable[[Batch], list[Floats]]
+        self, table: RolloutTable, compute: Callable[[Batch], list[Floats]]
     ) -> list[Floats]:
         """Return one row per completion token, by rollout, the same on every rank. Collective.
 
         `compute` returns the rows of all tokens of this rank's micro-batches.
         """
-        answered = [i for i, rollout in enumerate(rollouts) if len(rollout.completion.token_ids)]
-        found: list[Floats] = [np.zeros(0, dtype=np.float32) for _ in rollouts]
-        if not answered:
+        answered, starts = np.flatnonzero(table.lengths), table.prompt_lengths
+        found: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(starts)
+        if not len(answered):
             return found
-        batch = self._batch([rollouts[i] for i in answered])
+        batch = self._batch(table, answered)
         mine = batch.by_example(compute(batch))
         for share in gather_objects(mine, self.engine.layout):
             for number, values in share.items():
-                rollout = rollouts[answered[number]]
-                found[answered[number]] = values[len(rollout.prompt.token_ids) :]
+                found[answered[number]] = values[starts[answered[number]] :]
         return found
 
-    def _batch(self, rollouts: Sequence[Rollout], *, logprobs: bool = False) -> Batch:
-        """Return this rank's part of a batch of rollouts that have completions. Collective."""
-        layout, kept = self.engine.layout, self.config.algorithm.old_logprobs == "rollout"
+    def outlines(self, table: RolloutTable, numbers: Column, *, logprobs: bool) -> Outlines:
+        """Return what all ranks know of the `_example`s of some rollouts."""
+        found = np.zeros(len(numbers), OUTLINE)
+        found["start"], found["trained"] = table.prompt_lengths[numbers], table.lengths[numbers]
+        found["length"], found["beginning"] = (
+            found["start"] + found["trained"],
+            table.digests[numbers],
+        )
+        kept = self.config.algorithm.old_logprobs == "rollout"
         name = "old_logprobs" if kept else "sampled_logprobs"
         columns: dict[str, tuple[int, ...]] = {name: ()} if logprobs else {}
-        sequences = [
-            self._example(each, logprobs)
-            if each.owner in (None, layout.rank)
-            else self._outline(each, columns)
-            for each in rollouts
-        ]
+        if self._replayed:
+            columns["experts"] = _experts_of_a_token(table, numbers)
+        return found, columns
+
+    def _batch(self, table: RolloutTable, numbers: Column, *, logprobs: bool = False) -> Batch:
+        """Return this rank's part of a batch of rollouts that have completions. Collective."""
+        layout, owners = self.engine.layout, table.owners[numbers]
+        own = np.flatnonzero((owners < 0) | (owners == layout.rank)).tolist()
+        outlines = self.outlines(table, numbers, logprobs=logprobs)
         return make_batch(
-            sequences,
+            {i: self._example(table.rollout(numbers[i]), logprobs) for i in own},
             layout,
             self.config.microbatch_tokens,
             self.costs,
             temperature=self.config.rollout.temperature,
-            owners=owners_of(rollouts),
+            outlines=outlines,
+            owners=owners,
         )
 
 
-def _reward_parts(rollouts: Sequence[Rollout], config: RewardConfig) -> dict[str, Any]:
-    """Return `parts` and `weights` of `ScoredRollouts`."""
+def _part_weights(config: RewardConfig) -> dict[str, float]:
     weights = [each.weight for each in config.functions] + [each.weight for each in config.models]
-    names = config.part_names
-    parts = {
-        name: np.array([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])
-        for name in names
-    }
-    return {"parts": parts, "weights": dict(zip(names, weights, strict=True))}
-
-
-def _greedy_rewards(rollouts: Sequence[Rollout]) -> Any:
-    found = [rollout.greedy_reward for rollout in rollouts]
-    return None if None in found else np.array(found, dtype=np.float64)
+    return dict(zip(config.part_names, weights, strict=True))
 
 
 def policy_stats(learned: Stats) -> Stats:
@@ -338,21 +322,23 @@ def policy_stats(learned: Stats) -> Stats:
     return Stats({names[name] + name: metric for name, metric in learned.items()})
 
 
-def _experts(rollout: Rollout) -> Experts:
-    """Return the experts of all tokens but the last. Raises `BurnishError` if the generator has not said them."""
-    experts = rollout.completion.experts
-    tokens = len(rollout.prompt.token_ids) + len(rollout.completion.token_ids)
-    if experts is None or len(experts) != tokens - 1:
+def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]:
+    """Return the shape of a token's experts. Raises `BurnishError` if the generator has not said those of all tokens but the last."""
+    shapes = [kind.experts and kind.experts[0] for kind in table.kinds]
+    told = table.by_kind(lambda kind: -1 if kind.experts is None else kind.experts[0][0])[numbers]
+    tokens = (table.prompt_lengths + table.lengths)[numbers]
+    for place in np.flatnonzero(told != tokens - 1)[:1]:
+        index = table.rollout(numbers[place]).prompt.index
         raise BurnishError(
-            f"the generator has not said which experts the tokens of prompt {rollout.prompt.index} went to",
-            have="none" if experts is None else f"those of {len(experts)} tokens",
-            want=f"those of all {tokens} tokens but the last",
+            f"the generator has not said which experts the tokens of prompt {index} went to",
+            have="none" if told[place] < 0 else f"those of {told[place]} tokens",
+            want=f"those of all {tokens[place]} tokens but the last",
             do="set algorithm.router_replay=recompute, which asks the engine for them, or none",
         )
-    return experts
+    return next(shape[1:] for shape in shapes if shape)
 
 
-def _to_the_end(experts: Experts) -> Experts:
+def _to_the_end(experts: Any) -> Experts:
     """Return the experts of all tokens; the last token, which predicts nothing, repeats those before it."""
     whole: Experts = np.concatenate([experts, experts[-1:]])
     return whole

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.config.schema import ModelConfig, RewardModelConfig
-from burnish.data.batching import make_batch, outline_of
+from burnish.data.batching import make_batch, outlines_of
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects
@@ -31,9 +31,9 @@ from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops, has_value_head
-from burnish.records import Example, ExampleOutline, RewardCall, Rollout, TokenIds
+from burnish.records import OUTLINE, Example, RewardCall, Rollout, TokenIds
+from burnish.records.rollout_table import RolloutTable
 from burnish.train.collect import Judge
-from burnish.train.owners import owners_of
 from burnish.train.setup import Foundation, prove
 
 
@@ -50,27 +50,27 @@ class RewardModel:
     positions: int
     """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
 
-    def values(self, rollouts: Sequence[Rollout], tokens_per_device: int) -> list[float | None]:
+    def values(self, table: RolloutTable, tokens_per_device: int) -> list[float | None]:
         """Return its value of each rollout on every rank, None for a text longer than its positions. Collective."""
         layout = self.engine.layout
-        owners = owners_of(rollouts)
-        own = [i for i, each in enumerate(rollouts) if each.owner in (None, layout.rank)]
-        texts = [rollouts[i] for i in own]
+        own = table.of_rank(layout.rank)
+        texts = [table.rollout(i) for i in own]
         mine = dict(zip(own, _examples(_read(self.encoder, texts), texts), strict=True))
-        outlines: dict[int, ExampleOutline] = {}
-        for told in gather_objects({i: outline_of(each) for i, each in mine.items()}, layout):
-            outlines |= told
-        found: list[float | None] = [None] * len(rollouts)
-        sizes = [outlines[i].length for i in range(len(rollouts))]
-        short = [i for i, size in enumerate(sizes) if size <= self.positions]
-        if not short:
+        outlines = np.zeros(len(table.rows), OUTLINE)
+        for numbers, theirs in gather_objects((own, outlines_of(mine)[0]), layout):
+            outlines[numbers] = theirs
+        found: list[float | None] = [None] * len(outlines)
+        short = np.flatnonzero(outlines["length"] <= self.positions)
+        if not len(short):
             return found
+        outlines = outlines[short]
         batch = make_batch(
-            [mine.get(i, outlines[i]) for i in short],
+            {place: mine[i] for place, i in enumerate(short.tolist()) if i in mine},
             layout,
-            max(tokens_per_device, *(sizes[i] for i in short)),
+            max(tokens_per_device, int(outlines["length"].max())),
             self.flops,
-            owners=owners and [owners[i] for i in short],
+            outlines=(outlines, {}),
+            owners=table.owners[short],
         )
         said = [output.values.float().cpu().numpy() for output in self.engine.forward(batch)]
         values = {number: float(each[-1]) for number, each in batch.by_example(said).items()}
@@ -121,18 +121,18 @@ def read_judge(
 
 
 def _judged(
-    models: Sequence[RewardModel], budget: int, on_error: float, rollouts: Sequence[Rollout]
-) -> list[Rollout]:
-    found = list(rollouts)
+    models: Sequence[RewardModel], budget: int, on_error: float, table: RolloutTable
+) -> RolloutTable:
     for model in models:
         began = time.time()
-        values = model.values(found, budget)
+        values = iter(model.values(table, budget))
         when = (began, time.time() - began)
-        found = [
-            _with(rollout, model, value, on_error, when)
-            for rollout, value in zip(found, values, strict=True)
+        groups = [
+            [_with(rollout, model, next(values), on_error, when) for rollout in group]
+            for group in table
         ]
-    return found
+        table = RolloutTable.of(groups)
+    return table
 
 
 def _with(

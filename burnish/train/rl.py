@@ -21,6 +21,7 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
+from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.stats import Max, Stats
 from burnish.train.collect import GroupSampler, Judge, RolloutQueue
@@ -116,13 +117,13 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                         queue.publish(policy.published(), step + 1)
                 if kl.target is not None:
                     stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
-                    kl_coef = adapted(kl_coef, credit.kl, len(drawn.rollouts), kl)
+                    kl_coef = adapted(kl_coef, credit.kl, len(credit.advantages), kl)
                 run.finish(
                     stats.merge(queue.stats(drawn)),
                     cursor=loader.state,
                     batches=batches,
                     kl_coef=None if kl.target is None else kl_coef,
-                    rollouts=drawn.rollouts,
+                    rollouts=drawn.groups,
                     by_token=credit.by_name(),
                 )
         with agree(layout):
@@ -141,7 +142,7 @@ def _models(
         critic = made(foundation, total_steps, engine)
         learners[CRITIC] = critic.learner
     run = Run(session, learners, inputs, total_steps)
-    judge: Judge = list
+    judge: Judge = RolloutTable.of
     if config.reward.models:
         reward_models = import_module("burnish.train.reward_models")
         judge = reward_models.load_judge(foundation, engine)

@@ -30,7 +30,8 @@ from burnish.distributed.device import peak_flops
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
-from burnish.records import Batch, Completion, MicroBatch, Rollout, TokenOutputs
+from burnish.records import Batch, Completion, MicroBatch, TokenOutputs
+from burnish.records.rollout_table import Groups, RolloutTable
 from burnish.records.samples import Floats
 from burnish.rollout.partial import SampleKey
 from burnish.tracking.progress import Bar
@@ -59,7 +60,7 @@ _SAVE_SECONDS = 1800.0
 
 log = logging.getLogger("burnish")
 
-Validation = Callable[[], tuple[dict[str, float], Sequence[Rollout] | None]]
+Validation = Callable[[], tuple[dict[str, float], Groups | None]]
 """Validates the current weights: `val/...`, the same numbers on every rank, and the rollouts that they are of, if any. Collective."""
 
 
@@ -181,7 +182,7 @@ class Run:
         cursor: State,
         batches: Sequence[Batch],
         kl_coef: float | None = None,
-        rollouts: Sequence[Rollout] | None = None,
+        rollouts: Groups | None = None,
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
         """Count a step as done; validate, save and log it where due. Collective.
@@ -266,16 +267,18 @@ class Run:
 
     def _write_rollouts(
         self,
-        rollouts: Sequence[Rollout],
+        groups: Groups,
         by_token: Mapping[str, Sequence[Floats]] | None = None,
     ) -> None:
         """Have rank 0 write rollouts if due. A validation has no `by_token`. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
+        table = RolloutTable.of(groups)
+        rollouts = table.rollouts
         wanted = wanted_rollouts(settings, step, total, rollouts, by_token is None)
         if wanted is None:
             return
         order, whole = wanted
-        come = arriving(rollouts, order, whole, self._layout)
+        come = arriving(table, order, whole, self._layout)
         with agree(self._layout), self._writing():
             try:
                 if self._observers is not None:

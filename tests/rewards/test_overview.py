@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from burnish.errors import BurnishError
+from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.overview import Complaints, rollout_stats
 
 
@@ -29,20 +30,26 @@ def test_statistics_of_a_step(make_rollout) -> None:
         "reward/parts/numeric": 0.75,
         "reward/parts/judge": 3,
     }
-    assert rollout_stats(rollouts).values_by_name() == pytest.approx(want)
-    merged = rollout_stats(rollouts[:2]).merge(rollout_stats(rollouts[2:]))
+    groups = [rollouts[:2], rollouts[2:]]
+    assert rollout_stats(RolloutTable.of(groups)).values_by_name() == pytest.approx(want)
+    one, other = (rollout_stats(RolloutTable.of([group])) for group in groups)
+    merged = one.merge(other)
     assert merged.values_by_name() == pytest.approx(want)
 
 
 def test_a_prompt_met_twice_has_two_groups(make_rollout) -> None:
-    rewards = [(0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)]
-    values = rollout_stats([make_rollout(sample=s, reward=r) for s, r in rewards]).values_by_name()
+    groups = [[make_rollout(sample=s, reward=r) for s in (0, 1)] for r in (0.0, 1.0)]
+    values = rollout_stats(RolloutTable.of(groups)).values_by_name()
     assert values["reward/zero_std_frac"] == 1
     assert values["reward/std"] == 0
 
 
 def test_of_nothing() -> None:
-    assert rollout_stats([]) == {}
+    assert rollout_stats(RolloutTable.of([])) == {}
+
+
+def round_of(*rollouts) -> RolloutTable:
+    return RolloutTable.of([[each] for each in rollouts])
 
 
 def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
@@ -52,9 +59,9 @@ def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
     other = replace(broken, reward_error="judge: returned nan")
     complaints = Complaints(most_rounds=2)
     with caplog.at_level(logging.WARNING, "burnish"):
-        complaints.hear([fine, fine])
-        complaints.hear([fine, broken, again])
-        complaints.hear([again, other])
+        complaints.hear(round_of(fine, fine))
+        complaints.hear(round_of(fine, broken, again))
+        complaints.hear(round_of(again, other))
     first, second = (record.getMessage() for record in caplog.records)
     assert "2 of 3 completions" in first
     assert "out for lunch (judge.py:3)" in first
@@ -69,9 +76,9 @@ def test_functions_that_fail_for_all_end_the_run_when_they_do_it_again_and_again
     broken = replace(fine, reward_error="judge: ValueError: out for lunch (judge.py:3)")
     complaints = Complaints(most_rounds=2)
     for heard in ([fine, broken], [broken, broken], [fine, broken], [broken, broken]):
-        complaints.hear(heard)
+        complaints.hear(round_of(*heard))
     with pytest.raises(BurnishError):
-        complaints.hear([broken])
+        complaints.hear(round_of(broken))
     complaints.require_answer()
 
 
@@ -80,7 +87,7 @@ def test_a_first_round_that_fails_in_one_way_ends_the_run(make_rollout) -> None:
     error = "mine: AttributeError: 'list' object has no attribute 'strip' (rewards.py:2)"
     broken = replace(chat, reward_error=error)
     with pytest.raises(BurnishError) as caught:
-        Complaints(most_rounds=9).hear([broken, broken])
+        Complaints(most_rounds=9).hear(round_of(broken, broken))
     assert caught.value.have == error
     assert 'completion[-1]["content"]' in str(caught.value.do)
 
@@ -89,8 +96,8 @@ def test_a_run_without_a_single_answer_ends_with_an_error(make_rollout) -> None:
     one, other = (replace(make_rollout(), reward_error=f"mine: {each}") for each in ("a:", "b:"))
     complaints = Complaints(most_rounds=9)
     complaints.require_answer()
-    complaints.hear([one, other])
+    complaints.hear(round_of(one, other))
     with pytest.raises(BurnishError):
         complaints.require_answer()
-    complaints.hear([make_rollout()])
+    complaints.hear(round_of(make_rollout()))
     complaints.require_answer()

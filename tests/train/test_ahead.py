@@ -175,7 +175,7 @@ def versions(total: int, starts: Sequence[tuple[int, int]], place: str) -> list[
             queue.publish(NOTHING, step)
             for number in range(step, min(step + steps, total)):
                 batch = queue.take(number)
-                (made,) = batch.rollouts
+                (made,) = batch.tables[0].rollouts
                 assert made.completion.later_versions == ()
                 found.append(made.completion.weights_version)
                 queue.publish(NOTHING, number + 1)
@@ -244,7 +244,7 @@ def test_in_flight_no_token_is_staler_than_so_many_steps(
                 batch = queue.take(number)
                 assert batch.step == number
                 time.sleep(learns[number % len(learns)])
-                (made,) = batch.rollouts
+                (made,) = batch.tables[0].rollouts
                 assert made.completion.versions.min() >= number - ahead
                 assert (np.diff(made.completion.versions) >= 0).all()
                 stats = queue.stats(batch).values_by_name()
@@ -359,7 +359,9 @@ def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
     assert partial.keys() == begun.keys()
     assert [plain(partial[key]) for key in begun] == [plain(each) for each in begun.values()]
     torch.from_numpy(
-        np.concatenate([np.zeros(0), *(r.completion.logprobs for b in read for r in b.rollouts)])
+        np.concatenate(
+            [np.zeros(0), *(r.completion.logprobs for b in read for r in b.tables[0].rollouts)]
+        )
     )
 
 

@@ -100,4 +100,4 @@ def test_lengths_are_measured_and_the_rollouts_handed_on() -> None:
     found, kept = validated(groups, n=2)
     assert found["val/response_length/mean"] == 6.5
     assert found["val/response_length/clip_ratio"] == 0.5
-    assert kept == [rollout for group in groups for rollout in group]
+    assert kept.objects == [rollout for group in groups for rollout in group]

@@ -151,7 +151,7 @@ def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
     told = [[(1, 2), (1, LIMIT)], [(0, 5), (1, 6)]]
     chosen, left_out = collected(told, configured(algorithm={"overlong": {"buffer": 4}}))
     assert rewards(chosen) == {0: [1, 0], 1: [-0.25, 0.5]}
-    assert left_out == []
+    assert not len(left_out)
 
 
 def test_the_last_prompts_of_an_epoch_are_a_smaller_step() -> None:

@@ -21,9 +21,10 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import in_groups
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Rollout
+from burnish.records.rollout_table import Groups, RolloutTable
 from burnish.records.samples import StopReason
 from burnish.train.collect import DrawnBatch
-from burnish.train.owners import Groups, arriving, heard, on_main, owned, tell
+from burnish.train.owners import arriving, on_main
 from burnish.train.policy_update import PolicyUpdate
 
 COSTS = ModelFlops(per_token=1.0, attention={})
@@ -38,7 +39,7 @@ SETTINGS = [
 def groups_of(count: int, samples: int = SAMPLES) -> Groups:
     """Of prompts of which some are equal, with completions of all lengths, one of them empty."""
     rng = np.random.default_rng(7)
-    found: Groups = []
+    found = []
     for index in range(count):
         asked = np.arange(40 + index % 3, dtype=np.int64)
         prompt = Prompt(index, asked, f"{index}?", None, index, "here", {"row": index})
@@ -55,13 +56,12 @@ def groups_of(count: int, samples: int = SAMPLES) -> Groups:
     return found
 
 
-def divided(groups: Groups, layout: Layout) -> Groups:
+def divided(groups: Groups, layout: Layout) -> RolloutTable:
     """What a rank knows of groups that ranks made in turns."""
-    owners = [number % layout.world for number in range(len(groups))]
-    return [
-        owned([group], owner)[0] if owner == layout.rank else heard(tell([group]), owner)[0]
-        for owner, group in zip(owners, groups, strict=True)
-    ]
+    tables = [RolloutTable.of(groups[rank :: layout.world], rank) for rank in range(layout.world)]
+    heard = RolloutTable.heard([table.told() for table in tables], tables[layout.rank])
+    numbers = [n for rank in range(layout.world) for n in range(rank, len(groups), layout.world)]
+    return heard.take(np.argsort(numbers))
 
 
 def updates(layout: Layout, settings: Mapping[str, Any], groups: Groups) -> list[Batch]:
@@ -117,8 +117,8 @@ def test_a_rank_receives_what_it_trains_on_and_the_batch_is_the_same(world: int)
 def write_on_main(layout: Layout) -> list[str]:
     """Texts on this rank after rank 0 was to get all, in a batch too."""
     groups = divided(groups_of(6), layout)
-    batch = DrawnBatch(3, groups[:4], groups[4:]).on_main(layout)
-    flat = on_main([each for group in groups for each in group], layout)
+    batch = DrawnBatch(3, groups.take(range(4)), groups.take(range(4, 6))).on_main(layout)
+    flat = on_main(groups, layout)
     assert [each.text for each in flat] == [
         each.text for group in (*batch.groups, *batch.left_out) for each in group
     ]
@@ -136,13 +136,13 @@ def test_rank_0_gets_all_texts_and_nobody_else_does() -> None:
 
 def stream_to_main(layout: Layout) -> tuple[list[tuple[int, str, str, Any, bool]], int]:
     """What arrives in rounds of few tokens, in an order, and the bytes that this rank received."""
-    flat = [each for group in divided(groups_of(6), layout) for each in group]
-    order, whole = range(len(flat) - 1, -1, -1), {2, 9}
+    table = divided(groups_of(6), layout)
+    order, whole = range(len(table.rows) - 1, -1, -1), {2, 9}
     with pytest.MonkeyPatch.context() as patch, Traffic(layout) as traffic:
         patch.setattr("burnish.train.owners._ROUND_TOKENS", 1000)
         found = [
             (n, each.text, each.prompt.text, each.prompt.answer, each.completion.token_ids[0] >= 0)
-            for n, each in arriving(flat, order, whole, layout)
+            for n, each in arriving(table, order, whole, layout)
             if len(each.completion.token_ids)
         ]
     return found, traffic.received
@@ -184,13 +184,56 @@ def test_parcels_reach_their_receivers_over_a_grid() -> None:
     assert run_ranks(send_in_a_grid, 8) == [True] * 8
 
 
+def named(rollout: Rollout) -> dict[str, Any]:
+    """What all ranks know of a rollout."""
+    prompt, made = rollout.prompt, rollout.completion
+    return {
+        **{name: getattr(prompt, name) for name in ("index", "source")},
+        **{name: getattr(made, name) for name in ("stop_reason", "later_versions")},
+        **{name: getattr(rollout, name) for name in SCORES},
+        "asked": len(prompt.token_ids),
+        "is_chat": prompt.messages is not None,
+        "versions": made.versions.tolist(),
+        "experts": made.experts is not None and (made.experts.shape, made.experts.dtype),
+    }
+
+
+SCORES = ("sample", "reward", "reward_parts", "greedy_reward", "reward_error")
+
+
 def test_numbers_of_others_are_those_of_their_rollouts() -> None:
-    groups = groups_of(3)
-    told = heard(tell(groups), 5)
-    assert tell(told) == tell(groups)
-    for mine, theirs in zip(told, groups, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            assert one.owner == 5
-            assert (one.completion.token_ids == -1).all()
-            assert np.isnan(one.completion.logprobs).all()
-            assert (one.completion.versions == other.completion.versions).all()
+    """In tables of ranks that made a different number of rollouts, of different kinds."""
+    groups = groups_of(5)
+    groups[1] = [
+        replace(each, reward_parts={"b": 1.5, "a": float(n)}) for n, each in enumerate(groups[1])
+    ]
+    groups[2] = [replace(each, reward_parts={"a": 0.5}, greedy_reward=0.25) for each in groups[2]]
+    groups[3] = groups[3][:3]
+    groups[3][1] = replace(groups[3][1], reward_error="a: slow", reward_parts={})
+    shares = [groups[:2], [], groups[2:4], groups[4:]]
+    tables = [RolloutTable.of(some, rank) for rank, some in enumerate(shares)]
+    table = RolloutTable.heard([each.told() for each in tables], tables[2])
+    for mine, theirs in zip(table, groups, strict=True):
+        assert [*map(named, mine)] == [*map(named, theirs)]
+    assert table.owners.tolist() == [0] * 8 + [2] * 7 + [3] * 4
+    for number, each in enumerate(table.rollouts):
+        assert (each.owner == 2) == bool(each.text)
+        assert (each.owner == 2) == (8 <= number < 15)
+        assert each.owner == 2 or (each.completion.token_ids == -1).all()
+        assert each.owner == 2 or np.isnan(each.completion.logprobs).all()
+    values, there = table.part("a")
+    assert values[there].tolist() == [0, 1, 2, 3, 0.5, 0.5, 0.5, 0.5]
+    assert table.part_names == ["b", "a"]
+    assert table.failed.tolist() == [13]
+    turned = RolloutTable.joined([table.take([3]), table.take([]), table.take([1, 2])])
+    wanted = [groups[n] for n in (3, 1, 2)]
+    assert [[named(one) for one in each] for each in turned] == [
+        [named(one) for one in each] for each in wanted
+    ]
+    assert turned.by_group(turned.part("a")[0]) == [[0, 0, 0], [0, 1, 2, 3], [0.5] * 4]
+    assert [each.text for each in turned.rollouts] == [
+        one.text if n > 1 else "" for n, each in zip((3, 1, 2), wanted, strict=True) for one in each
+    ]
+    greedy = turned.with_rewards(turned.rewards + 1, turned.rewards)
+    assert [each.reward - 1 for each in greedy.rollouts] == pytest.approx(turned.rewards)
+    assert [each.greedy_reward for each in greedy.rollouts] == turned.rewards.tolist()

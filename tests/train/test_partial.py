@@ -192,7 +192,7 @@ def test_a_killed_run_goes_on_with_what_was_begun(
             first, old = step + len(pending), partial
             for number in range(step, min(step + steps, total)):
                 batch = queue.take(number)
-                for each in batch.rollouts:
+                for each in batch.tables[0].rollouts:
                     versions = each.completion.versions
                     assert (np.diff(versions) >= 0).all()
                     assert number < first or versions.min() >= number - ahead

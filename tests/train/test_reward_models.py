@@ -31,6 +31,7 @@ from burnish.distributed.processes import process_group
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.rollouts import read_rollouts, rollout_files
 from burnish.train.reward_models import load_judge
 
@@ -84,7 +85,8 @@ def judged_rank(
 
         foundation = SimpleNamespace(config=config, layout=layout, device=CPU)
         judge = load_judge(foundation, None)
-        found.append(judge(rollouts()))
+        table = RolloutTable.of([[each] for each in rollouts()])
+        found.append(list(judge(table).rollouts))
     return found
 
 

@@ -1,0 +1,357 @@
+"""Scored rollouts in columns: all that other ranks know of a rollout, whose tokens and texts one rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import isnan, nan
+from typing import Any, NamedTuple, Self, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from burnish.records.samples import Completion, Prompt, Rollout, StopReason, digest_of
+
+Groups = Sequence[Sequence[Rollout]]
+"""Rollouts by prompt: a `RolloutTable`, or lists."""
+Told = tuple[bytes, bytes, bytes, Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]
+"""A table as it travels, without owners and objects."""
+Column = npt.NDArray[Any]
+
+_PROMPT = np.dtype(
+    [("index", "i8"), ("length", "i4"), ("digest", "V16"), ("kind", "i4"), ("count", "i4")]
+)
+_ROLLOUT = np.dtype(
+    [
+        ("group", "i4"),
+        ("sample", "i4"),
+        ("length", "i4"),
+        ("kind", "i4"),
+        ("place", "i4"),  # of the first of its parts
+        ("reward", "f8"),
+        ("greedy", "f8"),  # NaN: none
+    ]
+)
+_MOST_TOKENS = 1 << 40
+
+
+class Kind(NamedTuple):
+    """What many rollouts have alike, noted once."""
+
+    stop_reason: StopReason | None
+    weights_version: int
+    later_versions: tuple[tuple[int, int], ...]
+    experts: tuple[tuple[int, ...], str] | None
+    """Shape and dtype."""
+    error: str | None
+    parts: tuple[str, ...]
+    """The names in `Rollout.reward_parts`."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self:
+        """Return a rollout's kind."""
+        made = rollout.completion
+        experts = None if made.experts is None else (made.experts.shape, made.experts.dtype.str)
+        return cls(
+            made.stop_reason,
+            made.weights_version,
+            tuple(made.later_versions),
+            experts,
+            rollout.reward_error,
+            tuple(rollout.reward_parts),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutTable(Sequence[Sequence[Rollout]]):
+    """Groups of G prompts, N rollouts end to end. Indexing makes objects; columns are cheap for any number of rollouts."""
+
+    prompts: Column
+    """[G] `_PROMPT`."""
+    rows: Column
+    """[N] `_ROLLOUT`."""
+    parts: Column
+    """Parts of all rewards, end to end, fp64."""
+    prompt_kinds: Sequence[tuple[bool, str]]
+    """Whether a prompt is a chat, and its source."""
+    kinds: Sequence[Kind]
+    owners: Column
+    """[N] the rank that has each; -1: all have it."""
+    held: Column
+    """[N] its place in `objects`; -1: this rank has only its numbers."""
+    objects: Sequence[Rollout] = ()
+
+    @classmethod
+    def of(cls, groups: Groups, owner: int | None = None) -> RolloutTable:
+        """Return groups as a table, with another owner if one is given."""
+        if isinstance(groups, RolloutTable):
+            if owner is None:
+                return groups
+            return replace(groups, owners=np.full_like(groups.owners, owner))
+        objects = [each for group in groups for each in group]
+        prompt_kinds, kinds = dict[tuple[bool, str], int](), dict[Kind, int]()
+        prompts, rows, parts = [], [], list[float]()
+        for place, group in enumerate(groups):
+            prompt = group[0].prompt
+            alike = (prompt.messages is not None, prompt.source)
+            number = prompt_kinds.setdefault(alike, len(prompt_kinds))
+            digest = prompt.digest or digest_of(prompt.token_ids)
+            prompts.append((prompt.index, len(prompt.token_ids), digest, number, len(group)))
+            for each in group:
+                number = kinds.setdefault(Kind.of(each), len(kinds))
+                greedy = nan if each.greedy_reward is None else each.greedy_reward
+                length = len(each.completion.token_ids)
+                rows.append((place, each.sample, length, number, len(parts), each.reward, greedy))
+                parts += each.reward_parts.values()
+        owners = [each.owner if owner is None else owner for each in objects]
+        return cls(
+            np.array(prompts, _PROMPT),
+            np.array(rows, _ROLLOUT),
+            np.array(parts, np.float64),
+            [*prompt_kinds],
+            [*kinds],
+            np.array([-1 if each is None else each for each in owners], np.int64),
+            np.arange(len(objects)),
+            objects,
+        )
+
+    @classmethod
+    def heard(cls, told: Sequence[Told], own: RolloutTable | None = None) -> RolloutTable:
+        """Return the groups that ranks 0, 1, ... have told; `own` is what this rank, one of them, told."""
+        columns, counts = _joined(told)
+        owners = np.repeat(np.arange(len(told)), counts)
+        held = np.full(len(owners), -1)
+        if own is not None:
+            held[np.isin(owners, own.owners)] = own.held
+        return cls(*columns, owners, held, own.objects if own else ())
+
+    @classmethod
+    def joined(cls, tables: Sequence[RolloutTable]) -> RolloutTable:
+        """Return tables one after the other."""
+        columns, counts = _joined([each.told() for each in tables])
+        starts = np.cumsum([0, *(len(each.objects) for each in tables)])[:-1]
+        held = np.concatenate([each.held for each in tables])
+        return cls(
+            *columns,
+            np.concatenate([each.owners for each in tables]),
+            np.where(held < 0, -1, held + np.repeat(starts, counts)),
+            [one for each in tables for one in each.objects],
+        )
+
+    def told(self) -> Told:
+        """Return what other ranks are to know."""
+        return (
+            self.prompts.tobytes(),
+            self.rows.tobytes(),
+            self.parts.tobytes(),
+            self.prompt_kinds,
+            [tuple(each) for each in self.kinds],
+        )
+
+    def take(self, groups: Sequence[int] | Column) -> RolloutTable:
+        """Return some groups, in this order."""
+        chosen = np.asarray(groups, np.int64)
+        prompts, ends = self.prompts[chosen], self.prompts["count"].cumsum()
+        sizes = prompts["count"]
+        numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
+        rows = self.rows[numbers]
+        rows["group"] = np.repeat(np.arange(len(chosen)), sizes)
+        owners, held = self.owners[numbers], self.held[numbers]
+        return replace(self, prompts=prompts, rows=rows, owners=owners, held=held)
+
+    def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
+        """Return it with other rewards [N], and with those of greedy completions [N] if given."""
+        rows = self.rows.copy()
+        rows["reward"] = rewards
+        if greedy is not None:
+            rows["greedy"] = greedy
+        return replace(self, rows=rows)
+
+    @property
+    def sizes(self) -> Column:
+        """[G] rollouts of each group."""
+        sizes: Column = self.prompts["count"]
+        return sizes
+
+    @property
+    def sources(self) -> list[str]:
+        """[G] where the prompts come from."""
+        return [self.prompt_kinds[number][1] for number in self.prompts["kind"].tolist()]
+
+    @property
+    def groups(self) -> Column:
+        """[N] number of its group."""
+        groups: Column = self.rows["group"]
+        return groups
+
+    @property
+    def rewards(self) -> Column:
+        """[N] fp64."""
+        rewards: Column = self.rows["reward"]
+        return rewards
+
+    @property
+    def greedy_rewards(self) -> Column:
+        """[N] fp64, NaN where there is none."""
+        greedy: Column = self.rows["greedy"]
+        return greedy
+
+    @property
+    def lengths(self) -> Column:
+        """[N] int64, tokens of each completion."""
+        return self.rows["length"].astype(np.int64)
+
+    @property
+    def prompt_lengths(self) -> Column:
+        """[N] int64, tokens of each rollout's prompt."""
+        return self.prompts["length"].astype(np.int64)[self.groups]
+
+    @property
+    def digests(self) -> Column:
+        """[N] names of the prompts' tokens, 16 bytes each."""
+        digests: Column = self.prompts["digest"][self.groups]
+        return digests
+
+    @property
+    def part_names(self) -> list[str]:
+        """Return the parts of all rewards, in the order of the rollouts."""
+        _, first = np.unique(self.rows["kind"], return_index=True)
+        kinds = [self.kinds[number] for number in self.rows["kind"][np.sort(first)]]
+        return list(dict.fromkeys(name for kind in kinds for name in kind.parts))
+
+    def by_kind(self, value: Callable[[Kind], int]) -> Column:
+        """[N] int64, what `value` returns of each rollout's kind."""
+        values = np.array([value(each) for each in self.kinds], np.int64)
+        found: Column = values[self.rows["kind"]]
+        return found
+
+    @property
+    def failed(self) -> Column:
+        """Numbers of the rollouts that a reward function failed for."""
+        return np.flatnonzero(self.by_kind(lambda kind: kind.error is not None))
+
+    def part(self, name: str) -> tuple[Column, Column]:
+        """Return [N] values of a part of the reward, 0 where it is missing, and [N] whether it is there."""
+        places = self.by_kind(lambda kind: (*kind.parts, name).index(name))
+        there = places < self.by_kind(lambda kind: len(kind.parts))
+        values = np.zeros(len(there))
+        values[there] = self.parts[(self.rows["place"] + places)[there]]
+        return values, there
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the numbers of the rollouts whose tokens and texts this rank has."""
+        return np.flatnonzero((self.owners < 0) | (self.owners == rank)).tolist()
+
+    def by_group(self, values: Column, there: Column | None = None) -> list[list[Any]]:
+        """Return `values` [N] by group, only those where `there` [N] if given."""
+        groups = self.groups if there is None else self.groups[there]
+        ends = np.bincount(groups, minlength=len(self)).cumsum().tolist()
+        numbers = (values if there is None else values[there]).tolist()
+        return [numbers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """The rollouts, each an object once it is asked for."""
+        return _Rollouts(self)
+
+    def rollout(self, number: int) -> Rollout:
+        """Return a rollout; tokens of another rank's are -1 and log-probs NaN, which take no memory."""
+        group, sample, length, kind_number, place, reward, greedy = self.rows[number].item()
+        kind, held, owner = self.kinds[kind_number], self.held[number], self.owners[number]
+        values = self.parts[place : place + len(kind.parts)].tolist()
+        known: dict[str, Any] = {
+            "reward": reward,
+            "reward_parts": dict(zip(kind.parts, values, strict=True)),
+            "greedy_reward": None if isnan(greedy) else greedy,
+            "owner": None if owner < 0 else int(owner),
+        }
+        if held >= 0:
+            own: Rollout = replace(self.objects[held], **known)
+            return own
+        index, asked, digest, prompt_kind, _ = self.prompts[group].item()
+        is_chat, source = self.prompt_kinds[prompt_kind]
+        prompt = Prompt(
+            index, _ids(asked), "", [] if is_chat else None, None, source, {}, bytes(digest)
+        )
+        numbers = np.broadcast_to(np.float32(np.nan), _MOST_TOKENS)[:length]
+        experts = kind.experts and np.broadcast_to(np.zeros((), kind.experts[1]), kind.experts[0])
+        made = Completion(
+            _ids(length),
+            numbers,
+            numbers,
+            kind.stop_reason,
+            kind.weights_version,
+            experts,
+            kind.later_versions,
+        )
+        return Rollout(prompt, sample, made, "", reward_error=kind.error, **known)
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Rollout]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence[Rollout]]: ...
+    def __getitem__(self, index: int | slice) -> list[Any]:
+        """Return the rollouts of a group."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        end = int(self.prompts["count"][: number + 1].sum())
+        return [self.rollout(each) for each in range(end - int(self.sizes[number]), end)]
+
+
+class _Rollouts(Sequence[Rollout]):
+    def __init__(self, table: RolloutTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table.owners)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Rollout]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        found = range(len(self))[index]
+        return (
+            self._table.rollout(found)
+            if isinstance(found, int)
+            else [self._table.rollout(number) for number in found]
+        )
+
+
+def _ids(count: int) -> npt.NDArray[np.int64]:
+    return np.broadcast_to(np.int64(-1), _MOST_TOKENS)[:count]
+
+
+def _joined(told: Sequence[Told]) -> tuple[tuple[Any, Any, Any, Any, Any], list[int]]:
+    """Return the columns of tables one after the other, and the number of rollouts of each."""
+    dtypes = (_PROMPT, _ROLLOUT, np.dtype(np.float64))
+    *data, prompt_kinds, kinds = zip(*told, strict=True) if told else [()] * 5
+    prompts, rows, parts = (
+        np.frombuffer(bytearray().join(each), dtype)
+        for each, dtype in zip(data, dtypes, strict=True)
+    )
+    asked, counts, sizes = (
+        [len(each) // dtype.itemsize for each in some]
+        for some, dtype in zip(data, dtypes, strict=True)
+    )
+    for name, before in (("group", asked), ("place", sizes)):
+        rows[name] += np.repeat(np.cumsum([0, *before])[:-1], counts).astype(np.int32)
+    of_prompts = _merge(prompts["kind"], prompt_kinds, asked)
+    of_rollouts = [Kind(*each) for each in _merge(rows["kind"], kinds, counts)]
+    return (prompts, rows, parts, of_prompts, of_rollouts), counts
+
+
+def _merge(numbers: Column, kinds: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
+    """Return the kinds of all tables, each once; `numbers` become those of this list."""
+    known = dict[Any, int]()
+    new = np.array(
+        [known.setdefault(each, len(known)) for some in kinds for each in some], np.int32
+    )
+    starts = np.cumsum([0, *map(len, kinds)])[:-1]
+    numbers[:] = new[numbers + np.repeat(starts, counts)]
+    return [*known]
