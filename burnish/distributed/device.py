@@ -92,7 +92,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return bytes in use: by tensors on an accelerator, by the process (resident) on the CPU."""
+    """Return bytes in use by tensors on an accelerator, by the process (resident) on the CPU."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     return _process_status("VmRSS") or _peak_from_rusage()
@@ -153,7 +153,7 @@ def _peak_from_rusage() -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products: from the table in 16 bits, else measured."""
+    """Return the FLOP/s of matrix products, in 16 bits from the table, else measured."""
     if dtype.itemsize == 2:
         named = import_module("burnish.distributed.accelerators").accelerator_named
         if known := named(device_name(device)):
@@ -163,7 +163,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure square products for about half a second; return the best FLOP/s."""
+    """Return the best FLOP/s of square products within half a second."""
     deadline = time.perf_counter() + _MEASURE_SECONDS
     best = 0.0
     for size in _MATMUL_SIZES:

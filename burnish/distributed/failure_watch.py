@@ -123,7 +123,7 @@ class FailureWatch:
         return None if first is None or (first.rank == self._rank and not first.still) else first
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, but by a `StoppedError`, which all reach."""
+        """Tell the others that this rank failed, unless by a `StoppedError`, which all reach."""
         if not isinstance(error, StoppedError):
             self._reported = True
             ours = isinstance(error, BurnishError)

@@ -189,7 +189,7 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
 
 
 def raise_descriptors(connections: int) -> None:
-    """Let rank 0 open a file per connection. Raises `UsageError` if the system allows too few."""
+    """Let rank 0 open a file per connection. Raises `UsageError` if it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = connections + _OWN_FILES

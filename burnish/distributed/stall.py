@@ -145,7 +145,7 @@ class Pulse(threading.Thread):
 
     @staticmethod
     def memory() -> Answer:
-        """Say what memory is used, and which collectives torch's recorder has under way. May hang with the device."""
+        """Say what memory is used, and which collectives torch has under way. May hang with the device."""
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         try:
             said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
@@ -180,7 +180,7 @@ def place_of_work(stack: Frames) -> str:
 
 
 def _collective(stack: Frames) -> str:
-    """Return the collective of the innermost frames, with FSDP's layer."""
+    """Return the innermost frames' collective, with FSDP's layer."""
     inner = list(takewhile(lambda each: _is_machinery(each[0]), reversed(stack)))
     of_torch = [each for each, _ in inner if _module(each).startswith("torch.distributed")]
     names = [each.f_code.co_name for each in of_torch if _module(each) != _WRAPPERS]

@@ -112,7 +112,7 @@ def regions_of(
 
 
 def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
-    """Return the tensors in a parameter whose first dim numbers `parts` of `regions_of`."""
+    """Return the tensors in a parameter whose first dim numbers `parts`."""
     return tuple(
         replace(
             region,

@@ -110,7 +110,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Return the most tokens of a generated sequence."""
+    """Return the limit on tokens of a generated sequence."""
     limits = (getattr(config, "max_position_embeddings", None), position_limit(config))
     return min(filter(None, limits), default=None)
 
@@ -152,7 +152,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
-    """Give a meta model (or a sharded one around it) undefined weights and right buffers; keep ties."""
+    """Give a meta model (or a sharded one around it) undefined weights and right buffers, with its ties."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):

@@ -24,7 +24,7 @@ from burnish.errors import IncompatibleError
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a weight is multiplied with; norms per head (Cohere's) and biases per expert have two dims too."""
+    """Return whether a weight is multiplied with; norms per head (Cohere's) and biases per expert are not."""
     owner, _, kind = name.rpartition(".")
     return (
         dims >= 2 and "norm" not in owner.rpartition(".")[2].lower() and not kind.endswith("bias")
@@ -82,7 +82,7 @@ def regions(model: PreTrainedModel) -> tuple[Region, ...]:
 
 
 def tensor_specs(model: PreTrainedModel) -> list[TensorSpec]:
-    """Return all tensors of a model's checkpoint, in the order of `regions`."""
+    """Return the tensors of a model's checkpoint, in the order of `regions`."""
     held = _held(model)
     return [TensorSpec(r.name, r.shape, held[r.parameter].dtype) for r in regions(model)]
 
@@ -144,7 +144,7 @@ def local_box(parameter: Tensor) -> Box:
 
 
 class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes `contiguous` return its input, so that views can be traced."""
+    """Makes `contiguous` return its input, so that views stay traceable."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:

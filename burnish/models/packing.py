@@ -29,7 +29,7 @@ _WORTHWHILE = 8
 
 
 def on_device(values: Indices, device: torch.device) -> Tensor:
-    """Copy numbers from the host to a tensor."""
+    """Copy host numbers to a tensor."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 
@@ -93,7 +93,7 @@ class Deal:
 
     @classmethod
     def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
-        """Divide `count` tokens among the ranks of `group`, in multiples of `multiple`."""
+        """Divide `count` tokens among the ranks of `group`, by multiples of `multiple`."""
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         rows = -(-count // (ranks * multiple)) * multiple
         return cls(rank, ranks, count, rows, group)

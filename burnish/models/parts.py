@@ -101,5 +101,5 @@ class VocabularyPart:
         return gather_rows(rows, self.group)
 
     def all_values(self, values: Tensor) -> Tensor:
-        """Return a number of each of all ranks' tokens, from which every rank computes the same. Collective."""
+        """Return a number of each token of all ranks, which compute the same from them. Collective."""
         return join(values, self.group)

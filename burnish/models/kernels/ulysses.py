@@ -53,7 +53,7 @@ class Ulysses:
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:
-    """Return the fewest repeats that give every rank whole key heads for its queries."""
+    """Return the fewest repeats that give every rank whole key heads."""
     sharing = heads // key_heads
     return next(
         times
