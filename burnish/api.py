@@ -1,7 +1,7 @@
 """The Python API: do what the commands `sft`, `rl` and `eval` do, from a script or a notebook.
 
-A configuration is a path, a mapping or a `RunConfig`; keywords are further settings: `burnish.sft("sft.yaml", steps=10,
-optim={"lr": 1e-5})`. Under torchrun every process calls it alike.
+Keywords are further settings: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process calls it
+alike.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -31,9 +30,8 @@ from burnish.launch.failures import forget_failures, note_failure, refuse_failin
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.train.commits import beginning, hub_entries, pin
-from burnish.train.newest_steps import at_newest_steps, is_model
 from burnish.train.own_directory import make_way, recorded_config, require_own_directory
+from burnish.train.pins import at_newest_steps, beginning, hub_entries, is_model, pin
 from burnish.train.preflight import require_inputs
 from burnish.train.summary import summary
 
@@ -55,7 +53,6 @@ class Result:
     """What a training run has left."""
 
     directory: Path
-    """The run's directory."""
 
     @property
     def model(self) -> Path | None:
@@ -99,7 +96,7 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
 def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
-    `config` may be a run's directory, or a model: a directory or an id of the hub. `reward` is as in `rl`.
+    `config` may be a run's directory, or a model: a directory or an id of the hub.
     """
     run = None
     if isinstance(config, str | os.PathLike):
@@ -155,26 +152,17 @@ def run_command(
             return measured
 
         return launch(measure, config.distributed)
-    with _noting_failures(logs, layout):
-        launch(
-            lambda layout, device: training.train(
-                *local_inputs(config, device, layout), layout, device
-            ),
-            config.distributed,
-        )
-    return {}
 
+    def train(layout: Layout, device: torch.device) -> None:
+        training.train(*local_inputs(config, device, layout), layout, device)
 
-@contextmanager
-def _noting_failures(logs: Path, layout: Layout) -> Iterator[None]:
     try:
-        yield
-    except StoppedError:
-        raise
+        launch(train, config.distributed)
     except Exception as error:
-        if layout.is_main:
+        if layout.is_main and not isinstance(error, StoppedError):
             note_failure(logs, error)
         raise
+    return {}
 
 
 def prepare(
@@ -182,7 +170,7 @@ def prepare(
 ) -> tuple[RunConfig, list[str]]:
     """Refuse what cannot run on `world` processes, without torch.
 
-    Return the configuration at newest steps and, if `world` is 1, at commits of the hub, and remarks.
+    Return the configuration at newest steps and, if `world` is 1, at commits of the hub, with remarks.
     """
     check(config, command, world)
     remarks = list(notices(config, command))
@@ -231,7 +219,6 @@ def _name_of(function: Reward) -> str:
 
 
 def _refuse_inside_a_worker() -> None:
-    """Refuse to train in a process that imports a script for its reward function."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "burnish.rewards.worker":
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Find functions and classes that a setting names: `file.py:name`, `module:name`, or a built-in."""
+"""Find what a setting names: `file.py:name`, `module:name`, or a built-in."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _NONE: Registry = MappingProxyType({})
 
 
 def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
-    """Import the function or class that `setting` names.
-
-    Raises `UsageError` if it is missing, cannot be imported or is not callable.
-    """
+    """Import the function or class that `setting` names. Raises `UsageError` unless it is callable."""
     target = builtins.get(name, name)
     if not isinstance(target, str):
         return target
-    module_name, attribute = _parted(target, name, setting, builtins)
+    module_name, _, attribute = target.rpartition(":")
+    if not module_name or not attribute:
+        raise no_function(name, setting, builtins)
     from_file = module_name.endswith(".py")
     module = (_import_file if from_file else _import_module)(module_name, setting)
     function = getattr(module, attribute, None)
@@ -55,16 +54,14 @@ def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
     return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
-def _parted(target: str, name: str, setting: str, builtins: Registry) -> tuple[str, str]:
-    module, _, attribute = target.rpartition(":")
-    if not module or not attribute:
-        raise UsageError(
-            f"{setting}: {name!r} names no function",
-            have=repr(name),
-            want=", ".join(["file.py:function", "module:function", *builtins]),
-            do=did_you_mean(name, builtins) or f"correct {setting}",
-        )
-    return module, attribute
+def no_function(name: str, setting: str, builtins: Registry) -> UsageError:
+    """Return the error for a name that is neither a built-in nor has a module."""
+    return UsageError(
+        f"{setting}: {name!r} names no function",
+        have=repr(name),
+        want=", ".join(["file.py:function", "module:function", *builtins]),
+        do=did_you_mean(name, builtins) or f"correct {setting}",
+    )
 
 
 def _source(target: str, setting: str) -> Path | None:

@@ -63,7 +63,7 @@ OPTIONAL = (
     "burnish.train.guard",
     "burnish.files.hub",
     "burnish.launch",
-    "burnish.train.commits",
+    "burnish.train.pins",
     "burnish.train.model_card",
     "burnish.data.splits",
     "burnish.data.streaming",

@@ -26,7 +26,7 @@ from burnish.train.collect import sampling
 from burnish.train.evaluate import newest_model
 from burnish.train.intact import Intact
 from burnish.train.localize import local_inputs
-from burnish.train.newest_steps import at_newest_steps
+from burnish.train.pins import at_newest_steps
 from burnish.train.setup import Foundation, builtin_generator, lay_foundation, load_frozen, prove
 
 _HALF = "\N{REPLACEMENT CHARACTER}"

@@ -12,7 +12,7 @@ from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError
-from burnish.train.newest_steps import at_newest_steps
+from burnish.train.pins import at_newest_steps
 from burnish.train.preflight import require_inputs
 
 _LAUNCHERS = re.compile(r"[EW]\d{4} .*torch/distributed/elastic")

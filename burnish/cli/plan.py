@@ -19,7 +19,7 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.launch.elastic import planner_of
-from burnish.train.newest_steps import at_newest_steps
+from burnish.train.pins import at_newest_steps
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices

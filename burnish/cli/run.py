@@ -23,8 +23,8 @@ from burnish.launch.elastic import has_layout, planner_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import Launcher, Supervisor
 from burnish.tracking.trackers import json_numbers
-from burnish.train.newest_steps import is_model
 from burnish.train.own_directory import recorded_config
+from burnish.train.pins import is_model
 from burnish.train.summary import summary
 
 

@@ -1,8 +1,8 @@
 """Encode conversations and texts as token ids and loss masks.
 
 `{% generation %}` in the chat template marks the mask. Without it, prefix differencing renders the messages up to a turn and
-compares ids. Trained on are the assistant's tokens with the end of turn. A sequence's first token is not, nor what a template
-drops from past turns (thoughts). In the last turn, a template must write what it prompts with.
+compares ids. Trained on are the assistant's tokens with the end of turn, without a sequence's first token and what a template
+drops from past turns (thoughts).
 """
 
 from __future__ import annotations
@@ -42,24 +42,22 @@ class Conversation:
     """Messages to train on."""
 
     messages: list[Message]
-    """All turns, in order."""
     name: str
     """Which row this is, for error messages."""
     trained_from: int = 0
     """Assistant turns before this index are context only."""
     tools: Tools | None = None
-    """What its assistant may call."""
 
     @property
     def turns(self) -> list[int]:
-        """Indices of the assistant messages that are trained on."""
+        """Indices of the trained assistant messages."""
         roles = [message.get("role") for message in self.messages]
         return [i for i, role in enumerate(roles) if role == "assistant" and i >= self.trained_from]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text to train on, without a chat template."""
+    """Plain text to train on."""
 
     text: str
     """What is trained on, followed by an end of sequence."""
@@ -76,10 +74,7 @@ class ChatEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> None:
-        """Take variables of the chat template, and the number of tokens beyond which ids may be cut.
-
-        Raises `UsageError` for a variable that the template does not read; only warns of a switch.
-        """
+        """Raises `UsageError` for a variable that the template does not read; only warns of a switch."""
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._limit = limit
@@ -105,7 +100,7 @@ class ChatEncoder:
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Tokenize each text. `special` adds leading tokens, never trailing ones.
 
-        A text far over the limit may give only its first tokens, more than the limit.
+        Over the limit there may be only the first tokens, more than the limit.
         """
         if not texts:
             return []
@@ -118,7 +113,7 @@ class ChatEncoder:
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
 
     def _beginning(self, text: str) -> str:
-        """Return all of a text, or as much as shows that it is over the limit."""
+        """Return as much of a text as shows whether it is over the limit."""
         if self._limit is None:
             return text
         # A token that is cut may become one for each of its characters.
@@ -131,7 +126,7 @@ class ChatEncoder:
         return text
 
     def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
-        """Render a conversation up to the assistant's next turn; leave a last assistant turn open."""
+        """Render up to the assistant's next turn; leave a last assistant turn open."""
         if messages[-1].get("role") == "assistant":
             options = {"tokenize": False, "continue_final_message": True}
             text = str(self._render(messages, name, tools, **options))
@@ -141,7 +136,7 @@ class ChatEncoder:
         return text
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
-        """Render a conversation with the assistant's answer, or the rest of its open turn."""
+        """Render with the assistant's answer, or the rest of its open turn."""
         *before, last = messages
         if last.get("role") == "assistant":
             return self._whole(
@@ -150,7 +145,7 @@ class ChatEncoder:
         return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
-        """Encode prompt, text and end of sequence. Train on all but the prompt and the first token.
+        """Encode prompt, text and end of sequence. Only the text after the first token is trained on.
 
         No token is merged across the prompt's end, as a generator sees it.
         """
@@ -233,7 +228,7 @@ class ChatEncoder:
     ) -> int:
         """Return the first token of a turn; `before` is its prompt.
 
-        If a template drops the prompt's thoughts from past turns, the turn begins with its content.
+        If a template drops the prompt's thoughts, the turn begins with its content.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(before[0]):
             header = self._up_to_content(row, turn)
@@ -255,7 +250,7 @@ class ChatEncoder:
     ) -> int:
         """Return the end of a turn, with its end-of-turn token.
 
-        If a template rewrites past turns (Qwen3 drops thoughts), the first such id closes it.
+        If a template drops past thoughts (Qwen3), the first such id closes it.
         """
         stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
         if not whole[0].startswith(after[0]) and len(stops):
@@ -275,7 +270,6 @@ class ChatEncoder:
         return str(self._render(messages, name, tools, **options))
 
     def _checked(self, row: Conversation) -> str:
-        """Render a conversation; note what the template leaves out."""
         text = self._whole(row.messages, row.name, row.tools)
         self._require_calls(row.messages, row.name, text)
         for turn in row.turns:
@@ -356,7 +350,7 @@ def _first_difference(one: str, other: str) -> int:
 
 
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
-    """Return where in `whole` the prefix ends, before a token that merges its end with more text."""
+    """Return where in `whole` the prefix ends, before a token that merges its end with more."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared

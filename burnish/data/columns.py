@@ -1,14 +1,11 @@
-"""Find the columns that a row is read from, by name, and check their values.
-
-Imports neither `datasets` nor torch.
-"""
+"""Find the columns that a row is read from, by name, and check their values. Imports neither `datasets` nor torch."""
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.config.schema import DataConfig
@@ -17,6 +14,7 @@ from burnish.errors import UsageError
 if TYPE_CHECKING:
     from burnish.data.sources import Rows
 
+Kind = Literal["chat", "pair", "text"]
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
 Message = dict[str, Any]
@@ -53,47 +51,48 @@ def is_data(name: str) -> bool:
     return PurePosixPath(name).suffix in READERS
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleFormat:
-    """How to read an example."""
+def files_here(path: str) -> list[Path]:
+    """Return the files of this machine that an entry of `data` names."""
+    plain = Path(path).expanduser()
+    if plain.is_dir():
+        return [each for each in plain.iterdir() if is_data(each.name) and each.exists()]
+    if plain.exists():
+        return [plain]
+    return [each for name in glob.glob(str(plain), recursive=True) if (each := Path(name)).exists()]
 
-    kind: Literal["chat", "pair", "text"]
-    columns: Mapping[str, str]
-    """The column of the messages; of prompt and completion; of the text."""
 
+def example_format(data: DataConfig, rows: Rows) -> tuple[Kind, tuple[str, ...]]:
+    """Choose how to read examples, and from which columns: by settings, else by the usual names.
 
-def example_format(data: DataConfig, rows: Rows) -> ExampleFormat:
-    """Choose by the columns that settings name, else by the usual names; the first present counts.
-
-    Raises `MissingError` for missing columns.
+    The first present counts. Raises `MissingError`.
     """
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     completion = "output" if prompt == INSTRUCTION_COLUMN else "completion"
-    pair = ExampleFormat(
-        "pair", {"prompt": prompt, "completion": data.completion_column or completion}
-    )
     messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
-    chat = ExampleFormat("chat", {"messages": messages})
-    text = ExampleFormat("text", {"text": data.text_column or "text"})
-    named = [
-        (pair, data.prompt_column or data.completion_column),
-        (chat, data.messages_column),
-        (text, data.text_column),
-    ]
-    chosen = [each for each, name in named if name is not None]
-    for each in chosen or (chat, pair, text):
-        if all(map(rows.has, each.columns.values())):
-            return each
+    formats: dict[Kind, dict[str, str]] = {
+        "chat": {"messages": messages},
+        "pair": {"prompt": prompt, "completion": data.completion_column or completion},
+        "text": {"text": data.text_column or "text"},
+    }
+    named: dict[Kind, str | None] = {
+        "pair": data.prompt_column or data.completion_column,
+        "chat": data.messages_column,
+        "text": data.text_column,
+    }
+    chosen = [kind for kind, name in named.items() if name is not None]
+    for each in chosen or formats:
+        if all(map(rows.has, formats[each].values())):
+            return each, tuple(formats[each].values())
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
         raise rows.missing((*_MESSAGES_COLUMNS, *PROMPT_COLUMNS, "text"), settings)
-    wanted = (chosen or [pair])[0].columns
-    kind, missing = next((kind, name) for kind, name in wanted.items() if not rows.has(name))
-    raise rows.missing((missing,), f"data.{kind}_column")
+    wanted = formats[chosen[0] if chosen else "pair"]
+    setting, missing = next((key, name) for key, name in wanted.items() if not rows.has(name))
+    raise rows.missing((missing,), f"data.{setting}_column")
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:
-    """Return the prompt column for RL, chosen likewise. Raises `MissingError` if there is none."""
+    """Return the prompt column for RL, chosen likewise. Raises `MissingError`."""
     chosen = data.prompt_column or data.messages_column
     names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
     found = _first(names, rows)
@@ -104,7 +103,7 @@ def prompt_column(data: DataConfig, rows: Rows) -> str:
 
 
 def holds_chats(data: DataConfig, column: str) -> bool:
-    """Return whether a column holds whole chats, whose last assistant turn is no prompt."""
+    """Return whether a column holds whole chats, whose last turn is no prompt."""
     return column in ((data.messages_column,) if data.messages_column else _MESSAGES_COLUMNS)
 
 
@@ -122,7 +121,7 @@ def _first(names: tuple[str, ...], rows: Rows) -> str | None:
 
 
 def value_at(row: Row, name: str) -> Any:
-    """Return the row's value in a column, or None. Dots go into nested columns."""
+    """Return a row's value; dots go into nested columns."""
     if name in row:
         return row[name]
     value: Any = row
@@ -132,7 +131,7 @@ def value_at(row: Row, name: str) -> Any:
 
 
 def prompt_at(row: Row, name: str) -> Any:
-    """Return the row's prompt. Alpaca's instruction and input become a message."""
+    """Return a row's prompt. Alpaca's instruction and input become a message."""
     value, input_ = value_at(row, name), row.get("input")
     if name != INSTRUCTION_COLUMN or not isinstance(value, str):
         return value
@@ -140,10 +139,7 @@ def prompt_at(row: Row, name: str) -> Any:
 
 
 def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]:
-    """Check chat messages, and remove the nulls that Arrow adds to make rows alike.
-
-    With a `role`, a string is its message. Raises `UsageError` naming the row for anything else.
-    """
+    """Check chat messages, and remove Arrow's nulls. With a `role`, a string is its message. Raises `UsageError`."""
     if role is not None and isinstance(value, str):
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -152,7 +148,7 @@ def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]
 
 
 def tools_of(row: Row, name: str) -> Tools | None:
-    """Read a row's tools, a list of JSON schemas or that list as text. Raises `UsageError` for anything else."""
+    """Read a row's tools, a list of JSON schemas or that list as text. Raises `UsageError`."""
     value = row.get(TOOLS_COLUMN)
     if isinstance(value, str) and value.strip():
         try:
@@ -186,18 +182,15 @@ def _message(turn: Any, name: str) -> Message:
     message: Message = _without_nulls(turn)
     if message.keys() == {"role"} or not isinstance(message.setdefault("content", ""), str | list):
         raise _not_messages(name, turn)
-    if "tool_calls" in message and not _are_calls(message["tool_calls"]):
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise UsageError(
             f"the tool calls of {name} cannot be read",
-            have=f"{message['tool_calls']!r:.200}",
+            have=f"{calls!r:.200}",
             want='tool_calls: a list of {"function": {"name": ..., "arguments": {...}}}',
             do="correct the row",
         )
     return message
-
-
-def _are_calls(calls: Any) -> bool:
-    return isinstance(calls, list) and all(map(_is_call, calls))
 
 
 def _is_call(call: Any) -> bool:
@@ -212,7 +205,7 @@ def _is_call(call: Any) -> bool:
 
 
 def called(call: Any) -> Mapping[str, Any]:
-    """Return the name and arguments of a tool call, in OpenAI's form or without its envelope."""
+    """Return name and arguments of a tool call, in OpenAI's form or without its envelope."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function if isinstance(function, dict) else {}
 
@@ -235,7 +228,7 @@ def _not_messages(name: str, value: Any, or_: str = "", *, want: str = "") -> Us
 
 
 def text_of(value: Any, column: str, name: str) -> str:
-    """Return a string column's value. Raises `UsageError` for another type."""
+    """Return a text. Raises `UsageError` for another type."""
     if isinstance(value, str):
         return value
     raise UsageError(

@@ -1,7 +1,7 @@
 """Keep the lengths of tokenized rows, so that the next start does not tokenize again.
 
 A file's name is a digest of all that its content follows from: rows, tokenizer, settings, and the code that reads them. It
-appears by one rename and holds its own digest, so processes and runs may share it. The files lie in `lengths` of Burnish's cache.
+appears by one rename and holds its own digest, so processes and runs may share it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
     """Return the name of the lengths that follow from a tokenizer and `others`, whose repr counts.
 
-    None for a tokenizer in Python, whose rules cannot be read.
+    A tokenizer in Python has none: its rules cannot be read.
     """
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return None
@@ -47,7 +47,7 @@ def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
 
 
 def read(key: str | None) -> Lengths | None:
-    """Return the lengths of this name, if they are there and whole."""
+    """Return lengths that are there and whole."""
     if key is None:
         return None
     file = _directory() / key
@@ -65,7 +65,7 @@ def read(key: str | None) -> Lengths | None:
 
 
 def write(key: str | None, lengths: Lengths) -> None:
-    """Write the lengths under this name. Without room, only warn."""
+    """Write lengths. Without room, only warn."""
     if key is None:
         return
     tokens, *others = lengths

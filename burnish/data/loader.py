@@ -28,8 +28,8 @@ PERIOD = 10_000
 def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None) -> Indices:
     """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
 
-    With `difficulty`, only equally difficult samples change places. Sorts raw draws of Philox4x64 (Salmon et al., SC 2011). NumPy
-    promises that these never change; it does not for `permutation`.
+    With `difficulty`, only equally difficult samples change places. Sorts raw draws of Philox4x64 (Salmon et al., SC 2011), which
+    NumPy promises never to change, unlike `permutation`.
     """
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
     keys = (draws,) if difficulty is None else (draws, difficulty)
@@ -43,7 +43,7 @@ State = int | tuple[int | str, ...]
 class Loader:
     """Yield indices into a data set, epoch after epoch.
 
-    The only state is `cursor`, which counts samples over all epochs and ranks.
+    `cursor`, its only state, counts samples over all epochs and ranks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loader:
 
     @property
     def state(self) -> State:
-        """What a checkpoint holds of it. Assigning it goes on from there."""
+        """What a checkpoint holds of it."""
         return self.cursor
 
     @state.setter
@@ -81,10 +81,10 @@ class Loader:
         self.cursor = state
 
     def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
-        """Hear of taken samples whether all completions of each were worth the same."""
+        """Hear whether all completions of each sample were worth the same."""
 
     def takes(self, count: int, epochs: int) -> int:
-        """Return how many calls of `take(count)` make up the first `epochs` epochs."""
+        """Return how many `take(count)` make up `epochs` epochs."""
         if self._by_epoch:
             return epochs * math.ceil(self.size / count)
         return math.ceil(epochs * self.size / count)
@@ -114,7 +114,7 @@ class Loader:
 
 
 def unfit(state: State) -> IncompatibleError:
-    """Return the error for the state of another loader."""
+    """Return the error for another loader's state."""
     return IncompatibleError(
         "the position in the data is of another kind",
         have="a number" if isinstance(state, int) else f"{len(state)} parts",
@@ -134,8 +134,8 @@ def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
 class MeasuredLoader(Loader):
     """Yield prompts less often while all their completions are worth the same: these teach nothing.
 
-    An epoch asks for them with probability 1/2, 1/4 and then 1/8, the longer it has been so, and for all others. `cursor` counts
-    those left out. The state has a byte for each prompt.
+    An epoch asks for them with probability 1/2, 1/4 and then 1/8, the longer it has been so. `cursor` counts those left out. The
+    state has a byte for each prompt.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
@@ -145,7 +145,7 @@ class MeasuredLoader(Loader):
 
     @property
     def state(self) -> State:
-        """What a checkpoint holds of it. Assigning it goes on from there."""
+        """See `Loader.state`."""
         return self.cursor, base64.b64encode(zlib.compress(self._alike, 1)).decode()
 
     @state.setter
@@ -165,7 +165,7 @@ class MeasuredLoader(Loader):
                 raise unfit(state)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices, across epochs."""
+        """See `Loader.take`."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, at = divmod(self.cursor, self.size)
@@ -205,7 +205,7 @@ class MixedLoader(Loader):
         self._loaders = tuple(loaders)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices, across epochs of the data sets."""
+        """See `Loader.take`."""
         period, start = divmod(self.cursor, PERIOD)
         before = np.bincount(self._pattern[:start], minlength=len(self._loaders))
         for loader, share, taken in zip(self._loaders, self._counts, before, strict=True):

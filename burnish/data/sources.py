@@ -1,7 +1,7 @@
 """Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
 
-Processes and runs share the Arrow files in its cache. It changes some columns of JSON files: text that looks like a date becomes
-a date, and "007" becomes 7 where other rows hold numbers. Such columns are read again as JSON texts, and parsed per row.
+Processes and runs share its cache. It changes some columns of JSON files: text that looks like a date becomes a date, and "007"
+becomes 7 where other rows hold numbers. Such columns are read again as JSON texts, and parsed per row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import xxhash
 from datasets.packaged_modules.json.json import Json, JsonConfig
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from burnish.data.columns import READERS, Row
+from burnish.data.columns import READERS, Row, files_here
 from burnish.errors import MissingError, UsageError, neighbours, refusing
 from burnish.tracking.progress import Progress
 
@@ -50,16 +50,12 @@ class Rows:
     table: Any
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
-    """The files of the rows, in order."""
     texts: tuple[str, ...]
     """The columns that hold JSON texts."""
     digest: str
     """Of the content of the files."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether rows are read as training goes on, and so are not counted."""
-        return False
+    is_streamed: bool = False
+    """Whether rows are read as training goes on, and so are not counted."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -72,7 +68,7 @@ class Rows:
         return index
 
     def span(self, start: int, stop: int) -> list[Row]:
-        """Return rows start to stop - 1, faster than one at a time. Raises `UsageError` for unreadable ones."""
+        """Return rows start to stop - 1 at once. Raises `UsageError` for unreadable ones."""
         try:
             columns: dict[str, list[Any]] = self.table[start:stop]
         except (ValueError, OverflowError) as error:  # not UTF-8; a date that Python has not
@@ -86,14 +82,14 @@ class Rows:
         ]
 
     def first(self, count: int | None) -> Rows:
-        """Return the first rows; all of them for None."""
+        """Return the first rows; all for None."""
         if count is None or count >= len(self):
             return self
         return replace(self, table=self.table.select(range(count)))
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns."""
+        """Their names."""
         return list(self.table.column_names)
 
     def has(self, name: str) -> bool:
@@ -110,7 +106,7 @@ class Rows:
         return f"row {index} (counted from 0) of {_listed(self.files)}"
 
     def missing(self, names: Sequence[str], setting: str) -> MissingError:
-        """Return the error for rows without any of these columns, which `setting` may name."""
+        """Return the error for rows without any of these columns."""
         near = [found for name in names for found in get_close_matches(name, self.columns, n=1)]
         return MissingError(
             f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
@@ -127,10 +123,10 @@ def load_rows(
 ) -> Rows:
     """Read files, directories and glob patterns in the given order, each sorted by name.
 
-    A directory stands for its direct .jsonl, .json and .parquet files. All files must have the same columns.
+    A directory stands for its direct .jsonl, .json and .parquet files. All must have the same columns.
 
-    Raises `MissingError` for a path that matches nothing, and `UsageError` for no rows, other or several kinds of file, and a
-    file that changes meanwhile or has a broken line.
+    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, other or several kinds of file, a
+    broken line, and a file that changes meanwhile.
     """
     progress = progress or Progress(enabled=False)
     files = [file for path in paths for file in matching_files(path, setting)]
@@ -205,7 +201,7 @@ def _chunks(file: Path) -> Iterator[bytes]:
 
 
 def matching_files(path: str, setting: str) -> list[Path]:
-    """Return the local files that an entry of `setting` names. Raises `MissingError` for none."""
+    """Return an entry's local files. Raises `MissingError` for none."""
     if "://" in path:
         raise UsageError(
             f"{setting}: {path} is not a local path",
@@ -213,32 +209,21 @@ def matching_files(path: str, setting: str) -> list[Path]:
             do="copy the data to this machine",
         )
     plain = Path(path).expanduser()
-    if plain.is_dir():
-        found = sorted(
-            file for file in plain.iterdir() if file.suffix in READERS and file.is_file()
-        )
-        want = "at least one .jsonl, .json or .parquet file directly in it"
-    elif plain.exists() and not plain.is_file():
+    if plain.exists() and not (plain.is_file() or plain.is_dir()):
         raise UsageError(
             f"{setting}: {path} is a pipe, a socket or a device",
             want="a file, which can be read twice",
             do="write the rows to a file",
         )
-    elif plain.exists():
-        found, want = [plain], ""
-    else:
-        found = sorted(
-            file for name in glob.glob(str(plain), recursive=True) if (file := Path(name)).is_file()
-        )
-        want = "a file, a directory or a pattern that matches"
+    found = sorted(file.absolute() for file in files_here(path) if file.is_file())
     if not found:
         raise MissingError(
             f"{setting}: nothing to read at {path}",
             have=neighbours(plain),
-            want=want,
+            want="a file, a directory of .jsonl, .json or .parquet files, or a pattern that matches",
             do=f"correct {setting}",
         )
-    return [file.absolute() for file in found]
+    return found
 
 
 def kind_of(files: Sequence[PurePath], setting: str) -> str:
@@ -266,8 +251,8 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
 def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tuple[Any, str]:
     """Return the files' `datasets.Dataset`, and a digest of its content.
 
-    `datasets` trusts its Arrow files, of which a power failure may leave zeros. So they are synced, and their digest and what
-    `stat` says lie beside them.
+    A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, and their digest and what `stat`
+    says lie beside them.
     """
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
     with _quiet_datasets():
@@ -340,7 +325,6 @@ def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str)
 
 
 def _require_readable(file: Path) -> None:
-    """Raise `UsageError` naming the first broken line of a JSON file."""
     for _ in _json_rows(file, strict=True):
         pass
 
@@ -401,7 +385,6 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
 
 
 def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Yield rows of JSON Lines, or of a file with one list."""
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
@@ -414,9 +397,9 @@ def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any
 
 
 def parsed(line: bytes, name: str, number: int, kind: type = dict, strict: bool = False) -> Any:
-    """Parse a line, named by `name` and `number`, as a list or an object.
+    """Parse a line, named by `name` and `number`. Raises `UsageError`.
 
-    `strict` finds what Arrow refuses and Python does not. Raises `UsageError`.
+    `strict` finds what Arrow refuses and Python does not.
     """
     try:
         value = json.loads(

@@ -24,7 +24,7 @@ SPLITS: Mapping[str, Sequence[str]] = {
 
 
 def split_files(place: HubPlace, setting: str) -> dict[str, int]:
-    """Return the files that a place stands for in a setting, with their sizes. Downloads the data set's card.
+    """Return the files that a place stands for, with their sizes. Downloads the data set's card.
 
     Raises `MissingError` for an unknown subset, split or path, and `UsageError` for other kinds of file.
     """
@@ -61,6 +61,8 @@ def _below(path: str, names: Sequence[str]) -> list[str]:
 
 def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
     """Ask `datasets`, by a directory of the data set's card and of empty files."""
+    import datasets
+
     root = place.fetch([name for name in names if name == _CARD])
     with tempfile.TemporaryDirectory() as folder:
         shown, cache = Path(folder, "shown"), Path(folder, "cache")
@@ -70,7 +72,9 @@ def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
             path.write_bytes((root / name).read_bytes() if name == _CARD else b"")
         try:
             subset, wanted = _chosen(place, shown)
-            splits = _splits(shown, subset, cache)
+            options = {"name": subset, "cache_dir": str(cache)}
+            builder: Any = datasets.load_dataset_builder(str(shown), **options)
+            splits = {str(split): files for split, files in builder.config.data_files.items()}
         except (ValueError, OSError) as error:  # `datasets` finds no data files, or a broken card
             raise MissingError(
                 f"`datasets` does not understand the data set {place}",
@@ -91,7 +95,7 @@ def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
 
 
 def _chosen(place: HubPlace, shown: Path) -> tuple[str, Sequence[str]]:
-    """Return the subset that a place names, or the usual one, and the split that it names."""
+    """Return the named or usual subset, and the named split."""
     import datasets
 
     subsets = datasets.get_dataset_config_names(str(shown))
@@ -108,13 +112,6 @@ def _chosen(place: HubPlace, shown: Path) -> tuple[str, Sequence[str]]:
             do=f"as {_named(place, subsets[0])}",
         )
     return usual, [first] if first else []
-
-
-def _splits(shown: Path, subset: str, cache: Path) -> dict[str, list[str]]:
-    import datasets
-
-    builder: Any = datasets.load_dataset_builder(str(shown), name=subset, cache_dir=str(cache))
-    return {str(split): list(files) for split, files in builder.config.data_files.items()}
 
 
 def _named(place: HubPlace, part: str) -> HubPlace:

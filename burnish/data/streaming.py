@@ -1,8 +1,8 @@
 """Read rows of `data.train` as training goes on, from files that need not fit on a disk.
 
 The files of an epoch lie end to end, in an order drawn from the seed, and are cut into windows of equally many bytes. A row, or a
-row group of Parquet, belongs to the window in which it begins. So any window can be read alone. Its rows are shuffled. A resumed
-run needs only a place: `window << 32 | row`, over all epochs.
+row group of Parquet, belongs to the window in which it begins. So any window can be read alone. Its rows are shuffled. A place is
+`window << 32 | row`, over all epochs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StreamedFile:
         return f"{self.source}/{self.name}".removeprefix("file://")
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` to `end`, in pieces that retries may repeat."""
+        """Return bytes, in pieces that retries may repeat."""
         pieces: list[bytes | bytearray] = []
         for at in range(begin, end, _PIECE):
             size = min(_PIECE, end - at)
@@ -90,6 +90,7 @@ class StreamedFile:
 class StreamedRows(Rows):
     """The rows of shards, by place. At most two windows are in memory."""
 
+    is_streamed: bool = True
     shards: tuple[StreamedFile, ...] = ()
     window_bytes: int = 0
     seed: int = 0
@@ -100,11 +101,6 @@ class StreamedRows(Rows):
     _read: dict[int, Window] = field(default_factory=dict)
     _columns: Row = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
-
-    @property
-    def is_streamed(self) -> bool:
-        """They are."""
-        return True
 
     def __len__(self) -> int:
         """Return the bytes of an epoch: nobody knows its rows."""
@@ -127,7 +123,7 @@ class StreamedRows(Rows):
 
     @property
     def columns(self) -> list[str]:
-        """The columns of the first rows."""
+        """Those of the first rows."""
         if not self._columns:
             self._columns.update(dict.fromkeys(name for row in self._first for name in row))
         return list(self._columns)
@@ -141,11 +137,11 @@ class StreamedRows(Rows):
         return self
 
     def has(self, name: str) -> bool:
-        """Return whether the first rows have a column; dots go into nested ones."""
+        """Return whether the first rows have a column."""
         return name in self.columns or any(value_at(row, name) is not None for row in self._first)
 
     def where(self, index: int) -> str:
-        """Name a row for an error message."""
+        """See `Rows.where`."""
         shard, number, content = self.window(index >> 32)[index & _ROW]
         return f"the {'line at byte' if isinstance(content, bytes) else 'row'} {number} of {shard}"
 
@@ -276,7 +272,6 @@ class Stream(Mixture[Item]):
             self._asked[number] = self.at(number, 0)[1]
 
     def __len__(self) -> int:
-        """Return the bytes of an epoch of all sources."""
         return sum(len(part.rows) for part in self.parts)
 
     def item(self, index: int) -> Item:
@@ -294,7 +289,7 @@ class Stream(Mixture[Item]):
     def at(self, number: int, place: int, *, ahead: bool = False) -> tuple[int, Item]:
         """Return a source's first usable sample, at a place or after it, and its place.
 
-        Raises `UsageError` if an epoch of windows has none, and `BurnishError` for what cannot be read.
+        Raises `UsageError` if an epoch of windows has none.
         """
         part, row = self.parts[number], place & _ROW
         first = place >> 32
@@ -311,11 +306,10 @@ class Stream(Mixture[Item]):
         )
 
     def keep(self, index: int, item: Item) -> None:
-        """Have a sample at hand for the one who asks for this index."""
+        """Have a sample at hand for who asks for this index."""
         self._made[index] = item
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
-        """Return the sample at a place; None for one that is broken, too long or untrained."""
         try:
             item = part.make(place)
         except UsageError as error:
@@ -350,7 +344,7 @@ class StreamLoader(Loader):
 
     @property
     def state(self) -> State:
-        """What a checkpoint holds of it. Assigning it goes on from there."""
+        """See `Loader.state`."""
         return (self.cursor, *self._places)
 
     @state.setter
@@ -362,7 +356,7 @@ class StreamLoader(Loader):
         self._places = tuple(places)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices, and read their samples. Raises `BurnishError` for what cannot be read."""
+        """Return the next `count` indices, and read their samples."""
         taken, places = [], list(self._places)
         for cursor in range(self.cursor, self.cursor + count):
             number = int(self._pattern[cursor % PERIOD])
@@ -392,7 +386,7 @@ def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
 
 
 def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in `data`, the bytes of a shard from `begin`, each with its first byte."""
+    """Yield the lines that begin in `data`, a shard's bytes from `begin`, each with its first byte."""
     if begin == 0 and data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         raise UsageError(
             f"{shard} is one list, of which no part can be read alone",
@@ -435,7 +429,7 @@ def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int,
 
 
 class _Bytes(io.RawIOBase):
-    """A shard as a file for Arrow, of which `data` from `begin` is there."""
+    """A shard as a file for Arrow, of which `data` is there."""
 
     def __init__(self, shard: StreamedFile, begin: int, data: bytes) -> None:
         self._shard, self._begin, self._data, self._at = shard, begin, data, 0

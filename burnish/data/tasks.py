@@ -1,7 +1,6 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-All rows are tokenized once, a part by each rank, to find bad ones before expensive work. Only lengths are kept, also for the next
-start.
+Ranks tokenize all rows once, to find bad ones before expensive work. Only lengths are kept.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         """The item of a row of the table."""
 
     def _scan(self, setting: str, progress: Progress | None) -> None:
-        """Measure all rows, unless they are streamed; keep those neither empty nor too long."""
+        """Measure all rows, unless streamed; keep those neither empty nor too long."""
         if self.rows.is_streamed:
             self._kept, self.digest = np.zeros(0, np.int64), self.rows.digest
             return
@@ -129,7 +128,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         return found
 
     def _tokenized(self, bar: Bar, sharing: Layout) -> Lengths:
-        """Tokenize this rank's spans of rows; return what all ranks found. Collective."""
+        """Tokenize this rank's spans of rows; return all ranks'. Collective."""
         total, starts = len(self.rows), range(0, len(self.rows), _SPAN)
         lengths = np.zeros(total, dtype=np.int64)
         digests = np.zeros((len(starts), 2), dtype=np.int64)
@@ -224,11 +223,11 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
 
     @property
     def first_row(self) -> str:
-        """The row of the first item, for an error message."""
+        """The row of the first item, for an error."""
         return self.rows.where(0 if self.rows.is_streamed else int(self._kept[0]))
 
     def difficulty(self) -> Difficulty | None:
-        """Return the numbers in the column of `data.curriculum`. Raises `UsageError` for what is no number."""
+        """Return the column of `data.curriculum`. Raises `UsageError` for what is no number."""
         if self._data.curriculum in (None, MEASURED):
             return None
         named = str(self._data.curriculum)
@@ -267,8 +266,7 @@ class PromptDataset(RowDataset[Prompt]):
     `data.string_prompts` keeps a plain string or makes it a user's message.
 
     A prompt over `data.max_prompt_length` or one of `limits` (setting to tokens) is dropped and counted (`dropped_overlong`), or
-    raises `UsageError`, as `data.overlong` says. Raises `MissingError` for a missing column, and `UsageError` for a row without a
-    prompt.
+    raises `UsageError`, as `data.overlong` says. Raises `MissingError` for a missing column.
     """
 
     def __init__(
@@ -302,7 +300,7 @@ class PromptDataset(RowDataset[Prompt]):
         ]
 
     def make(self, index: int) -> Prompt:
-        """Return the prompt of a row of the table."""
+        """Return a row's prompt."""
         row = self.rows[index]
         text, messages, ids = self._encode(range(index, index + 1), [row])[0]
         return Prompt(
@@ -357,8 +355,7 @@ class ExampleDataset(RowDataset[Example]):
     Alpaca's instruction and output, which become a chat; or plain text, trained on whole. Two strings are joined unchanged. A
     string beside messages becomes one. Text and string completions end with the end-of-sequence token.
 
-    `data.overlong` is for examples over `max_length` tokens. One without trained tokens is dropped (`dropped_untrained`). Raises
-    `MissingError` for missing columns.
+    `data.overlong` is for examples over `max_length` tokens. Those without trained tokens are dropped (`dropped_untrained`).
     """
 
     def __init__(
@@ -370,18 +367,15 @@ class ExampleDataset(RowDataset[Example]):
         progress: Progress | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """Tokenize all rows, each rank of `layout` a part. Collective."""
+        """See `PromptDataset`. Collective."""
         super().__init__(rows, tokenizer, data, max_length, layout)
-        format_ = example_format(data, rows)
-        self._columns = tuple(format_.columns.values())
-        if format_.kind != "text":
+        kind, self._columns = example_format(data, rows)
+        if kind != "text":
             self._notice_tools()
-        if format_.kind == "pair" and all(
-            isinstance(prompt_at(rows[0], name), str) for name in self._columns
-        ):
+        if kind == "pair" and all(isinstance(prompt_at(rows[0], n), str) for n in self._columns):
             self._notice_raw(self._columns[0])
         read = {"chat": self._chat, "pair": self._completion, "text": self._text}
-        self._read: Callable[[int, Row], Conversation | Text] = read[format_.kind]
+        self._read: Callable[[int, Row], Conversation | Text] = read[kind]
         self._scan("data.max_length", progress)
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
@@ -414,7 +408,7 @@ class ExampleDataset(RowDataset[Example]):
         ]
 
     def make(self, index: int) -> Example:
-        """Return the example of a row of the table."""
+        """Return a row's example."""
         ids, mask = self._encode(range(index, index + 1), [self.rows[index]])[0]
         return Example(token_ids=ids, loss_mask=mask)
 

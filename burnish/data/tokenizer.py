@@ -30,13 +30,13 @@ _RENDER_SECONDS = 3.0
 def load_tokenizer(
     path: str, chat_template_file: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a directory and repair its pad and end-of-sequence tokens.
+    """Load the tokenizer of a directory and repair it.
 
     The token that ends the template's turns becomes the end of sequence, unless the template writes `eos_token`. A missing pad
     token becomes the end of sequence, or the unknown token.
 
-    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template that cannot be rendered, for
-    code that needs `trust_remote_code`, and without any of these tokens.
+    Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template that cannot be rendered, code
+    that needs `trust_remote_code`, and lack of these tokens.
     """
     tokenizer = _from_directory(path, trust_remote_code)
     if chat_template_file is not None:
@@ -48,9 +48,7 @@ def load_tokenizer(
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
-    """Return all ids that end a completion, ascending: of the tokenizer, its chat template, and each of `configs` (config,
-    generation config, or None).
-    """
+    """Return all ids that end a completion, ascending: of the tokenizer, its chat template, and each of `configs`."""
     found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:
         value = getattr(config, "eos_token_id", None)
@@ -85,7 +83,7 @@ def render(
 ) -> Any:
     """Apply the chat template, a program that may raise anything, or not end.
 
-    Raises `jinja2.TemplateError` for whatever it raises, and `UsageError` if it does not end.
+    Raises `jinja2.TemplateError` or, if it does not end, `UsageError`.
     """
     try:
         with _deadline():

@@ -15,7 +15,7 @@ from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.plan.devices import Devices, devices_here
 from burnish.plan.layouts import Planner
-from burnish.train.newest_steps import at_newest_steps
+from burnish.train.pins import at_newest_steps
 from burnish.train.preflight import model_fields, small_file
 
 log = logging.getLogger("burnish")

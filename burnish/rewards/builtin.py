@@ -1,4 +1,4 @@
-"""Built-in rewards in verl's signature, and the extraction of answers for votes."""
+"""Built-in rewards in verl's signature, and answers for votes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _MARK = "####"
 
 
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
-    """Return 1 if the completion, stripped, is the ground truth or one of its list.
-
-    Raises `ValueError` without a ground truth.
-    """
+    """Return 1 if the completion, stripped, is the ground truth or one of its list. Raises `ValueError` without one."""
     said = solution_str.strip()
     wanted = [str(_known(one)).strip() for one in _as_list(ground_truth)]
     if ignore_case:
@@ -34,9 +31,9 @@ def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = Fal
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
     r"""Return 1 if the completion's last number is the ground truth's, at most `tolerance` apart.
 
-    Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the whole text. It may have a sign,
-    thousands' commas, a decimal point or an exponent, or be a fraction `3/4` or `\frac{3}{4}`. Reads a ground truth the same way,
-    and compares exactly. Raises `ValueError` for one without a number.
+    Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the text. It may have a sign, thousands'
+    commas, a decimal point or an exponent, or be a fraction `3/4` or `\frac{3}{4}`. Compares exactly. Raises `ValueError` for a
+    ground truth without a number.
     """
     wanted = last_number(_final_part(str(_known(ground_truth)))[0])
     if wanted is None:
@@ -46,7 +43,7 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """Return 1 if `pattern` matches the whole completion, or unless `full` any part of it. Flags go inside: `(?s)`."""
+    """Return 1 if `pattern` matches the whole completion, or unless `full` any part. Flags go inside: `(?s)`."""
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
@@ -54,8 +51,8 @@ def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
 def math_verify(solution_str: str, ground_truth: Any) -> float:
     """Return 1 if math-verify (extra `math`) finds the final expression equal to the ground truth.
 
-    Both are LaTeX or plain. An expression that takes over 5 seconds to read is wrong. Raises `ValueError` for an unreadable
-    ground truth.
+    Both are LaTeX or plain. Over 5 seconds of reading make an expression wrong. Raises `ValueError` for an unreadable ground
+    truth.
     """
     from math_verify import parse, verify
 
@@ -66,7 +63,7 @@ def math_verify(solution_str: str, ground_truth: Any) -> float:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, exactly, as `numeric` reads it."""
+    """Return the last number in a text, exactly."""
     return next(_values(_NUMBER.findall(_plain(text))), None)
 
 
@@ -90,7 +87,6 @@ def _plain(text: str) -> str:
 
 
 def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
-    """Yield the values, last first, without those that are too long or divide by 0."""
     for found in reversed(numbers):
         top, _, bottom = found.replace(",", "").partition("/")
         if len(found) <= _LONGEST_NUMBER and (not bottom or Fraction(bottom) != 0):

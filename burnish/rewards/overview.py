@@ -1,4 +1,4 @@
-"""Statistics of a step's rollouts, and warnings of failing reward functions."""
+"""Statistics of rollouts, and warnings of failing reward functions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Complaints:
                 raise _no_rewards(failed[-1], f"of {self._lost_in_a_row} rounds in a row")
 
     def require_answer(self) -> None:
-        """Raise `BurnishError` at the end of a run in which every completion failed."""
+        """Raise `BurnishError` if every completion of the run failed."""
         if self._last is not None and not self._is_answered:
             raise _no_rewards(self._last, "of the run")
 
@@ -69,7 +69,7 @@ def _no_rewards(rollout: Rollout, when: str) -> BurnishError:
 
 
 def message_hint(rollout: Rollout) -> str:
-    """Return how to read a completion, if an error is about a list of messages."""
+    """Return a hint, if an error is about a list of messages."""
     if rollout.prompt.messages is None or "list" not in str(rollout.reward_error):
         return ""
     return (

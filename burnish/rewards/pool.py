@@ -1,8 +1,7 @@
 """Score rollouts: call every configured function, weight and add the values.
 
-Functions that may hang run in worker processes. One that misses a deadline is killed with all it started, and replaced. Workers
-are plain, lasting interpreters: `multiprocessing` would import the main script and torch again, or fork a process with a GPU and
-threads.
+Functions that may hang run in worker processes. One that misses a deadline is killed with all it started. Workers are plain
+interpreters: `multiprocessing` would import the main script and torch again, or fork a process with a GPU and threads.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class Call:
     function: int
     """The function's index in `reward.functions`."""
     arguments: Mapping[str, Any]
-    """Its keyword arguments."""
     count: int
     """How many rollouts it is about."""
 
@@ -105,7 +103,7 @@ class RewardPool:
                 )
 
     def require_answer(self, prompt: Prompt, name: str) -> None:
-        """Score a prompt's ground truth as its completion. Raises `UsageError` if a function fails."""
+        """Score a ground truth as completion. Raises `UsageError` if a function fails."""
         text = prompt.answer if isinstance(prompt.answer, str) else ""
         no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
@@ -122,7 +120,7 @@ class RewardPool:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A failure counts as `on_error`. A TRL function's None takes no part; None from all is a failure. Further numbers of a verl
-        function are parts named FUNCTION/NAME, not added.
+        function are parts, not added.
         """
         calls = self._calls(rollouts)
         away = [each for each in calls if self._local(each.function) is None]
@@ -174,7 +172,7 @@ class RewardPool:
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error, calls=calls)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the workers."""
         if self._workers:
             self._workers.close()
 
@@ -189,19 +187,19 @@ class Workers:
     """Up to `reward.workers` processes that each know all functions."""
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
-        """Start one worker and wait until it has loaded the functions, or raise its `UsageError`."""
+        """Start one worker, or raise what it raises while it loads the functions."""
         self._config, self._moved = config, moved
         self._all: list[_Worker] = []
         self._idle = [self._started()]
         self.signatures = self._idle[0].signatures
 
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
-        """Return the answers to the calls, in their order. One thread waits for each worker.
+        """Return the answers to the calls, in order. One thread waits for each worker.
 
         A missed deadline or a worker's death is an error for the call. More than `BORNE_TIMEOUTS` lost calls in a row, beside one
         per worker, give a function up: after at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an
-        async function's calls, `concurrency` at a time. If one blocks the event loop, all calls at that time are killed. An
-        exception of `check` kills all workers and is raised here.
+        async function's calls, `concurrency` at a time. All that run are killed if one blocks the event loop. If `check` raises,
+        all workers are killed.
         """
         todo = _Todo(calls, self.signatures, self._config, self._moved)
         count = min(self._config.workers, len(todo.waiting))
@@ -225,7 +223,7 @@ class Workers:
         return [todo.answers[number] for number in range(len(calls))]
 
     def waits_for(self) -> str:
-        """Say which function has been called for longest, and at which line it is. For any thread."""
+        """Say which function has been called for longest, and its line. For any thread."""
         asked = [(each.asked, each) for each in list(self._all) if each.asked is not None]
         if not asked:
             return ""
@@ -299,8 +297,6 @@ class Workers:
 
 
 class _Todo:
-    """Calls and their answers, by index."""
-
     def __init__(
         self,
         calls: Sequence[Call],
@@ -341,7 +337,6 @@ class _Todo:
         return None
 
     def answer(self, number: int, answers: list[Answer]) -> None:
-        """Note a call's answers; its function thus works."""
         self.answers[number] = answers
         self._moved()
         del self._lost[self.calls[number].function]
@@ -355,7 +350,7 @@ class _Todo:
             self.answers[number] = answers if began is None else timed(answers, began)
 
     def lose(self, numbers: Sequence[int], error: str, began: float) -> None:
-        """Fail calls that cost a worker or a deadline; after too many in a row give the function up."""
+        """Fail calls; after too many in a row give their function up."""
         self._fail(numbers, error, began)
         function = self.calls[numbers[0]].function
         with self._lock:
@@ -441,7 +436,7 @@ class _Worker:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, patience: float) -> int:
-        """End what it started, wait for its exit, else kill; return the exit status."""
+        """End what it started and it, by force after `patience` seconds."""
         self.kill_programs()
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(patience)
@@ -457,7 +452,7 @@ class _Worker:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below one, in any session, as far as /proc tells."""
+    """Return the processes below one, in any session."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

@@ -40,12 +40,10 @@ BUILTINS: Mapping[str, str] = {
     name: f"burnish.rewards.builtin:{name}"
     for name in ("exact_match", "numeric", "regex", "math_verify")
 }
-"""The built-in functions by name."""
 
 TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments of a TRL function besides the data's columns."""
 VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
-"""Arguments of a verl function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +62,20 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a reward function for one rollout."""
+    """A function's result for one rollout."""
 
     value: float | None
     """A finite number; None where there is an error, or where a TRL function says by None that it does not apply."""
     error: str | None = None
-    """Why there is no value."""
     extras: Mapping[str, float] = field(default_factory=dict)
     """Further finite numbers that a verl function gave beside the score, by name: shown, and no part of the reward."""
     began: float | None = field(default=None, compare=False)
     """When it was called, in seconds since 1970; None if it was not."""
     seconds: float = field(default=0.0, compare=False)
-    """How long the call took."""
 
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
-    """Return how to call `function` with `kwargs`.
-
-    Raises `UsageError` if it fits neither signature, or does not take `kwargs`.
-    """
+    """Return how to call `function` with `kwargs`. Raises `UsageError` if it fits neither signature, or does not take `kwargs`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -144,7 +137,7 @@ def _check_builtin(name: str, kwargs: Mapping[str, Any]) -> None:
 def arguments(
     signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one call about `rollouts`. The configured `kwargs` override others."""
+    """Return the keyword arguments of one call about `rollouts`; `kwargs` override others."""
     known = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
     known |= kwargs
     accepts = signature.accepts
@@ -152,9 +145,9 @@ def arguments(
 
 
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return lists with one entry per rollout: prompts, completions and every column of the data.
+    """Return lists with one entry per rollout: prompts, completions and every column.
 
-    A missing column is None. As in TRL, columns named prompt or completion are left out.
+    As in TRL, columns named prompt or completion are left out.
     """
     names = {name for rollout in rollouts for name in rollout.prompt.columns}
     columns: dict[str, Any] = {
@@ -174,7 +167,7 @@ def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _verl(rollout: Rollout) -> dict[str, Any]:
-    """Pass `extra_info` from the column of that name, or all columns without it."""
+    """Pass `extra_info` from the column of that name, or all columns."""
     columns = rollout.prompt.columns
     return {
         "data_source": rollout.prompt.source,
@@ -211,7 +204,7 @@ def call(
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
-    """Call an `async def` function in a shared event loop. Cancelling itself counts as failing."""
+    """Call an `async def` function. Cancelling itself counts as failing."""
     began = time.time()
     try:
         answers = _answers(await function(**arguments), style, count)
@@ -231,7 +224,6 @@ async def _finish(result: Awaitable[Any]) -> Any:
 
 
 def _answers(result: Any, style: Style, count: int) -> list[Answer]:
-    """Read TRL's list, array or tensor of numbers or None, or verl's number or mapping."""
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:
             names = str(sorted(map(str, result)))[:_LONGEST]

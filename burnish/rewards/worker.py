@@ -1,7 +1,7 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT STACK`.
 
-It imports the functions' modules and nothing heavy, and makes calls over the inherited connection FD: an async function's in
-bundles, others alone. It cancels late async calls; for any other late call the parent kills this process.
+It imports nothing heavy, and makes calls over the inherited connection FD: an async function's in bundles, others alone. It
+cancels late async calls; for any other late call the parent kills it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Asked = tuple[int, Mapping[str, Any], int]
 def main(descriptor: int, parent: int, stack: int) -> None:
     """Report signatures, then serve calls until the connection closes or the process `parent` is gone.
 
-    Answers with a call's number and answers, or None for an async call that missed its deadline.
+    Answers None for an async call that missed its deadline.
     """
     # A program that a reward function starts must not hold the connection open.
     for each in (descriptor, stack):
@@ -88,7 +88,6 @@ async def _concurrently(
 
 
 def _exit_without(parent: int) -> None:
-    """End this process when its parent dies, even in the middle of a call."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -20,19 +20,14 @@ import xxhash
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, check_small_files, newest
+from burnish.checkpoint.steps import Committed, check_small_files
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
-from burnish.distributed.collectives import (
-    agree,
-    gather_objects,
-    reduce_stats,
-    same_on_all_ranks,
-)
+from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.errors import MissingError, StoppedError
+from burnish.errors import StoppedError
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
@@ -43,6 +38,7 @@ from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.stats import Mean, Stats
 from burnish.train.collect import Collector, Judge, sampling
 from burnish.train.intact import Intact
+from burnish.train.pins import newest_step
 from burnish.train.reward_models import load_judge
 from burnish.train.run import Validation
 from burnish.train.setup import (
@@ -222,12 +218,7 @@ def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, 
 
     An adapter's base stays where it was. Raises `MissingError` without a step.
     """
-    step = newest(RunDirectory(run_directory).checkpoints)
-    if step is None:
-        raise MissingError(
-            f"{run_directory} has no committed checkpoint",
-            do="train first, or name a configuration file instead",
-        )
+    step = newest_step(RunDirectory(run_directory).checkpoints)
     check_small_files(step)
     own = str(step.path / "model")
     found: dict[str, Any] = {"tokenizer": own, "chat_template": None}

@@ -35,7 +35,6 @@ from burnish.train.setup import (
 )
 
 SEQUENCES = 12
-"""Number of sequences."""
 
 
 def check_layout(config: RunConfig) -> None:

@@ -23,7 +23,7 @@ from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
-from burnish.train.commits import beginning, hub_entries, pin
+from burnish.train.pins import beginning, hub_entries, pin
 
 _SMALL_FILE = 256 << 20
 """Of a data set, for a dry run."""
@@ -55,13 +55,8 @@ def local_inputs(
             pin(pinned, beginning(pinned, config.directory, config.mirror_url))
             if pinned["engine"]["precision"] == "auto":
                 pinned["engine"]["precision"] = "bf16" if has_bf16_products(device) else "fp32"
-    told, values["engine"]["precision"] = from_main(
-        (
-            [section[key] for section, key, *_ in hub_entries(pinned)],
-            pinned["engine"]["precision"],
-        ),
-        layout,
-    )
+    given = [section[key] for section, key, *_ in hub_entries(pinned)]
+    told, values["engine"]["precision"] = from_main((given, pinned["engine"]["precision"]), layout)
     for (section, key, kind, _), value in zip(hub_entries(values), told, strict=False):
         if HubPlace.of(section[key], kind) is not None:
             section[key] = value
@@ -97,12 +92,12 @@ def _copy_all(
         file, colon, name = each["function"].rpartition(":")
         if file.endswith(".py") and is_url(file):
             each["function"] = f"{_file(file, watch)}{colon}{name}"
-    data, bring = values["data"], _first_file if only_small else _data
+    data = values["data"]
     names = ("train", "validation") if trains and not data["streaming"] else ("validation",)
     for name in names:
         entries, data[name] = data[name], []
         for entry in entries:
-            files = bring(entry, f"data.{name}", watch)
+            files = _data(entry, f"data.{name}", watch, only_small=only_small)
             if name == "train" and data["weights"] and len(files) > 1:
                 raise UsageError(
                     f"data.weights cannot weigh {entry}, which is {len(files)} files",
@@ -124,25 +119,19 @@ def _copy_models(values: Mapping[str, Any], watch: Watch | None, *, trains: bool
         critic["path"] = str(local_directory(critic["path"], watch))
 
 
-def _data(entry: str, setting: str, watch: Watch | None) -> list[str]:
+def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) -> list[str]:
     if place := HubPlace.of(entry, "dataset"):
         with of_setting(setting):
             place = place.at_commit()
-            names = list(split_files(place, setting))
+            sizes = split_files(place, setting)
+            names = list(sizes)[:1] if only_small else list(sizes)
+            if only_small and sizes[names[0]] > _SMALL_FILE:
+                return [entry]
             root = place.fetch(names, shown=watch is not None)
         return [str(root / name) for name in names]
-    return [str(file) for file in local_files(entry, is_data, watch)] if is_url(entry) else [entry]
-
-
-def _first_file(entry: str, setting: str, watch: Watch | None) -> list[str]:
-    """Return a small first file of a data set of the hub, or else the entry."""
-    if place := HubPlace.of(entry, "dataset"):
-        with of_setting(setting):
-            place = place.at_commit()
-            name, size = next(iter(split_files(place, setting).items()))
-            if size <= _SMALL_FILE:
-                return [str(place.fetch([name], shown=watch is not None) / name)]
-    return [entry]
+    if only_small or not is_url(entry):
+        return [entry]
+    return [str(file) for file in local_files(entry, is_data, watch)]
 
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from burnish.config.remedies import remedies
-from burnish.distributed.device import (
-    device_name,
-    peak_memory,
-    total_memory,
-)
+from burnish.distributed.device import device_name, peak_memory, total_memory
 from burnish.errors import BurnishError
 from burnish.train.ownership import Session
 

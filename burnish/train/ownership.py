@@ -22,12 +22,7 @@ from burnish.config.document import dump_yaml
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, same_on_all_ranks
-from burnish.distributed.device import (
-    device_name,
-    peak_memory,
-    reset_peak_memory,
-    synchronize,
-)
+from burnish.distributed.device import device_name, peak_memory, reset_peak_memory, synchronize
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.tracking.progress import Progress
@@ -47,7 +42,6 @@ from burnish.train.signals import Stopper, catch_signals
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Trainer = Literal["sft", "rl"]
-"""The command that a run belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,6 @@ class Session:
     directory: RunDirectory
     checkpoints: Checkpoints
     mirror: Destination | None
-    """Where the directory is copied to."""
     stopper: Stopper
     spans: Spans
     progress: Progress

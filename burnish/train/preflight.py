@@ -5,7 +5,6 @@ URLs and places of the hub are listed, not copied. With several processes, rank 
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 import os
@@ -15,14 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.constraints import Command
-from burnish.config.schema import (
-    CriticConfig,
-    EngineConfig,
-    ModelConfig,
-    RewardConfig,
-    RunConfig,
-)
-from burnish.data.columns import READERS, is_data
+from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RewardConfig, RunConfig
+from burnish.data.columns import READERS, files_here, is_data
 from burnish.data.splits import split_files
 from burnish.distributed.environment import place_of
 from burnish.errors import (
@@ -40,7 +33,7 @@ from burnish.files.hub import FORMS, HubPlace, Kind
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
-from burnish.functions import did_you_mean
+from burnish.functions import no_function
 from burnish.rewards.signature import BUILTINS
 
 _CONFIG = "config.json"
@@ -99,16 +92,6 @@ def data_sizes(path: str, setting: str) -> list[int]:
     if is_url(path):
         return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
     return [file.stat().st_size for file in files_here(path)]
-
-
-def files_here(path: str) -> list[Path]:
-    """Return an entry's files on this machine."""
-    plain = Path(path).expanduser()
-    if plain.is_dir():
-        return [each for each in plain.iterdir() if is_data(each.name) and each.exists()]
-    if plain.exists():
-        return [plain]
-    return [each for name in glob.glob(str(plain), recursive=True) if (each := Path(name)).exists()]
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
@@ -257,12 +240,7 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
         if colon and module.endswith(".py"):
             yield from _file(module, setting)
         elif not colon and reward.function not in BUILTINS:
-            yield UsageError(
-                f"{setting}: {reward.function!r} names no function",
-                have=reward.function,
-                want=", ".join(["file.py:function", "module:function", *BUILTINS]),
-                do=did_you_mean(reward.function, BUILTINS) or f"correct {setting}",
-            )
+            yield no_function(reward.function, setting, BUILTINS)
         elif colon and not _importable(module.partition(".")[0]):
             yield MissingError(
                 f"{setting}: there is no module {module}",

@@ -103,7 +103,6 @@ class Run:
         main = learners[MAIN]
         session.intact.require(*main.foundation.places(fresh=False))
         self.position = Position(roles=self._counts_beside_main())
-        """How far the run is."""
         self.pending: Sequence[DrawnBatch] = ()
         """Batches drawn and not trained on at this position."""
         self.partial: Mapping[SampleKey, Completion] = {}

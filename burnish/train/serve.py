@@ -166,7 +166,10 @@ class Child:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._say(json.dumps(self._given))
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(self._given) + "\n")
+            self._process.stdin.flush()
 
     def revive(self, lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Start it again if it is lost."""
@@ -211,12 +214,6 @@ class Child:
         self._process.kill()
         self._process.communicate()
         self._log.close()
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
 
     def _last_lines(self) -> str:
         self._log.seek(0)

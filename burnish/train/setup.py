@@ -81,7 +81,6 @@ class Foundation(TextFoundation):
     source: ShardSource
     """First values of what is trained: the model's weights, or its adapter's."""
     base: ShardSource
-    """The model's weights."""
     adapter: Mapping[str, Any] | None
     """The record of the adapter for state.json; None where the model itself is trained."""
     eos_token_ids: tuple[int, ...]
@@ -94,9 +93,22 @@ class Foundation(TextFoundation):
     @property
     def prompt_limits(self) -> dict[str, int]:
         """Return the most tokens of a prompt. Raises `UsageError` if a completion leaves no room."""
-        response, budget = self.config.rollout.max_response_length, self.config.microbatch_tokens
+        response = self.config.rollout.max_response_length
+        budgets = {"batch.tokens_per_device": self.config.microbatch_tokens}
         positions = getattr(self.hf_config, "max_position_embeddings", None)
-        return _prompt_limits(response, budget, positions)
+        if positions is not None:
+            budgets["the model's max_position_embeddings"] = positions
+        for name, most in budgets.items():
+            if response >= most:
+                raise UsageError(
+                    "rollout.max_response_length leaves no room for a prompt",
+                    have=f"{response} of {name}: {most}",
+                    want=f"less than {most}",
+                    do=f"lower rollout.max_response_length, or have more of {name}",
+                )
+        return {
+            f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()
+        }
 
     @property
     def costs(self) -> ModelFlops:
@@ -322,21 +334,6 @@ def make_loader(
         own = derive_seed(seed, "mixture", number)
         loaders.append(Loader(len(part), own, shuffle, difficulty=part.difficulty()))
     return MixedLoader(loaders, data.weights)
-
-
-def _prompt_limits(response: int, budget: int, positions: int | None) -> dict[str, int]:
-    budgets = {"batch.tokens_per_device": budget}
-    if positions is not None:
-        budgets["the model's max_position_embeddings"] = positions
-    for name, most in budgets.items():
-        if response >= most:
-            raise UsageError(
-                "rollout.max_response_length leaves no room for a prompt",
-                have=f"{response} of {name}: {most}",
-                want=f"less than {most}",
-                do=f"lower rollout.max_response_length, or have more of {name}",
-            )
-    return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
 
 
 def example_dataset(

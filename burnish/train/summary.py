@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
 
 from burnish.config.constraints import Command
 from burnish.config.schema import (
@@ -24,12 +22,13 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
+from burnish.data.columns import files_here
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.families import ModelShape
 from burnish.files.hub import is_elsewhere
 from burnish.files.safetensors import read_header, weight_files
 from burnish.train.own_directory import committed_steps
-from burnish.train.preflight import data_sizes, files_here, is_asked_here, model_fields
+from burnish.train.preflight import data_sizes, is_asked_here, model_fields
 
 _BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
 _COUNTING_SECONDS = 0.3
@@ -56,7 +55,7 @@ def summary(
     ]
     if command == "eval" and config.rollout.engine == "openai":
         rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
-    counted = None
+    count, about = 0, ""
     if command == "eval":
         rows.append(("validate on", _data(data.validation, "data.validation")[0]))
         measures = "loss per token of held-out examples (there are no reward.functions)"
@@ -64,7 +63,7 @@ def summary(
         rows.append(("completions", sampled) if config.reward.given else ("measures", measures))
     else:
         rows += [("layout", _layout(engine, world))] if world > 1 else []
-        text, counted = _data(data.train, "data.train")
+        text, count, about = _data(data.train, "data.train")
         rows.append(("train on", text))
         if evaluation.every:
             rows.append(("validate on", _data(data.validation, "data.validation")[0]))
@@ -78,12 +77,12 @@ def summary(
     if command != "eval":
         rows.append(("learning rate", _learning_rate(config.optim)))
         length = count_text(config.steps or config.epochs, "step" if config.steps else "epoch")
-        if counted and not config.steps:
+        if count and not config.steps:
             taken = config.batch.examples if command == "sft" else config.batch.prompts
             across = command == "rl" and config.algorithm.dynamic_sampling.enabled
             once, times = (config.epochs, 1) if across else (1, config.epochs)
-            steps = times * math.ceil(once * counted.rows / taken)
-            length += f", {counted.about}{count_text(steps, 'step')}"
+            steps = times * math.ceil(once * count / taken)
+            length += f", {about}{count_text(steps, 'step')}"
         rows.append(("length", length))
         saved = [] if config.resume == "fresh" else committed_steps(config.directory)
         rows += _output_rows(config.checkpoint, config.directory, config.mirror_url, saved)
@@ -200,44 +199,38 @@ def _elements(directory: Path) -> int:
     return sum(math.prod(entry.shape) for each in headers for entry in each.entries.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    rows: int
-    about: Literal["", "about "]
-    """Whether they were all counted, or are as many as a part lets expect."""
-
-
-def _data(paths: Sequence[str], setting: str) -> tuple[str, _Counted | None]:
+def _data(paths: Sequence[str], setting: str) -> tuple[str, int, str]:
+    """Return a line about the files of `setting`, and `_count` of them."""
     named = ", ".join(paths)
     if not all(is_asked_here(path, "dataset") for path in paths):
-        return named, None
+        return named, 0, ""
     sizes = [size for path in paths for size in data_sizes(path, setting)]
     parts = [count_text(len(sizes), "file"), bytes_text(sum(sizes))]
-    counted = _count(paths)
-    if counted:
-        parts.append(f"{counted.about}{count_text(counted.rows, 'row')}")
-    return f"{named} ({', '.join(parts)})", counted
+    rows, about = _count(paths)
+    if rows:
+        parts.append(f"{about}{count_text(rows, 'row')}")
+    return f"{named} ({', '.join(parts)})", rows, about
 
 
-def _count(paths: Sequence[str]) -> _Counted | None:
-    """Count rows for a moment; None if that fails."""
+def _count(paths: Sequence[str]) -> tuple[int, str]:
+    """Count rows for a moment: 0 if that fails, and "about " if a part tells how many there are."""
     deadline = time.monotonic() + _COUNTING_SECONDS
     rows = read = 0
     try:
         if any(is_elsewhere(path, "dataset") for path in paths):
-            return None
+            return 0, ""
         files = [file for path in paths for file in files_here(path)]
         if not all(file.is_file() for file in files):
-            return None
+            return 0, ""
         total = sum(file.stat().st_size for file in files)
         for file in files:
             for found, size in _parquet(file) if file.suffix == ".parquet" else _lines(file):
                 rows, read = rows + found, read + size
                 if time.monotonic() > deadline and 0 < read < total:
-                    return _Counted(round(rows * total / read), "about ")
+                    return round(rows * total / read), "about "
     except (OSError, ValueError):  # reading the data says what is wrong
-        return None
-    return _Counted(rows, "") if rows else None
+        return 0, ""
+    return rows, ""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int]]:

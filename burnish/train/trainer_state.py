@@ -45,7 +45,6 @@ class Position:
     cursor: Count | tuple[Count | Annotated[str, Strict()], ...] = 0
     """Samples taken from the data, over all epochs, and what else the loader must remember (`burnish.data.loader`)."""
     tokens: Count = 0
-    """Tokens trained on."""
     optimizer_steps: Count = 0
     """Updates made; skipped ones not counted."""
     skipped_in_a_row: Count = 0

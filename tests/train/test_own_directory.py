@@ -15,8 +15,8 @@ from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, IncompatibleError, MissingError
 from burnish.files.lease import LEASE, Lease
 from burnish.tracking.rundir import RunDirectory
-from burnish.train.newest_steps import at_newest_steps
 from burnish.train.own_directory import make_way, require_own_directory
+from burnish.train.pins import at_newest_steps
 from burnish.train.preflight import require_inputs
 
 

@@ -17,7 +17,7 @@ from training_files import burnish, make_files, ranks
 
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
-from burnish.train.commits import pin
+from burnish.train.pins import pin
 
 
 @pytest.fixture(scope="module")
