@@ -346,10 +346,8 @@ _OPTIONS = {
 
 
 class _Parser(ArgumentParser):
-    """The top-level parser, whose help is written for a newcomer."""
-
     def format_help(self) -> str:
-        """One sentence, then the commands as they are typed."""
+        """Return one sentence, then the commands as they are typed."""
         return HELP
 
 
@@ -393,7 +391,7 @@ def function_of(arguments: Namespace) -> Callable[..., Any]:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Return what was typed; overrides may stand before and after options. Raises `UsageError` for what is not known."""
+    """Return what was typed; overrides may stand anywhere. Raises `UsageError` for what is not known."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "words"):  # which may look like options

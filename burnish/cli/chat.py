@@ -34,7 +34,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
 def chat(given: Namespace) -> None:
-    """Answer each line of standard input with the model, or the newest model of a run, until it ends; `/reset` begins anew."""
+    """Answer each line of standard input with a model, or the newest of a run; `/reset` begins anew."""
     place, step = given.config, None
     file = RunDirectory(Path(place or "")).config
     if place and file.is_file():

@@ -25,7 +25,7 @@ _HIDE_ACCELERATORS = {
 
 
 def run_check(given: Namespace) -> None:
-    """Check a configuration for SFT or, where it has rewards, for RL. Raises `BurnishError` where something differs."""
+    """Check a configuration. Raises `BurnishError` where something differs."""
     processes: int | None = given.processes
     if processes is not None and processes < 1:
         raise UsageError(

@@ -1,8 +1,6 @@
 """`burnish ckpt`: look at checkpoints, check and keep them.
 
-Commands print lines for people, or with `--json` one object on standard output, with any `error` in it. Exit codes are those of
-`burnish.errors`: 3 for damage, 4 if all steps have another format, 6 for a difference. Only `burnish.cli.ckpt_tensors`, which
-looks into tensors, loads torch.
+Commands print lines for people, or with `--json` one object, with any `error` in it. Only `burnish.cli.ckpt_tensors` loads torch.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ def run_ckpt(arguments: Namespace) -> int:
 
 
 def place(text: str) -> PurePath:
-    """Return a local path or a URL, without a `latest` at its end. Raises `UsageError` if it is neither."""
+    """Return a local path or a URL, without `latest` at its end. Raises `UsageError`."""
     path = RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
     return path.parent if path.name == LATEST else path
 
@@ -123,10 +121,7 @@ def is_step(path: PurePath) -> bool:
 
 
 def one_step(path: PurePath) -> Committed:
-    """Return the step at `path`, or the newest healthy one of a run or its `checkpoints/`.
-
-    Raises `MissingError` if there is none, and `CorruptError` for a damaged one.
-    """
+    """Return the step at `path`, or the newest healthy one of a run. Raises `MissingError`, and `CorruptError` for a damaged one."""
     if is_step(path):
         return open_step(path, source_of(path.parent))
     directory = _steps_directory(path)
@@ -137,7 +132,6 @@ def one_step(path: PurePath) -> Committed:
 
 
 def _steps_at(path: PurePath) -> list[PurePath]:
-    """Return the step at `path`, or every step of a run, oldest first. Raises `MissingError`."""
     if is_step(path):
         return [path]
     directory = _steps_directory(path)
@@ -148,7 +142,6 @@ def _steps_at(path: PurePath) -> list[PurePath]:
 
 
 def _steps_directory(path: P) -> P:
-    """Return the directory of steps that a run's directory has, or is. Raises `MissingError`."""
     if isinstance(path, RemotePath):
         names = Remote(str(path)).names()
     else:
@@ -186,7 +179,7 @@ def _empty(path: PurePath) -> MissingError:
 
 
 def list_steps(say: Say, path: PurePath) -> Outcome:
-    """List a run's steps: size, time, health, pin, and what else is there."""
+    """List a run's steps, and what else is there."""
     root = _steps_directory(path)
     source, pins, error = source_of(root), {}, None
     try:
@@ -228,7 +221,6 @@ def _row(step: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
-    """Return the names of what lies beside the steps."""
     if isinstance(source, RemoteSteps):
         return {"unfinished": source.unfinished(), QUARANTINE: source.damaged(), TRASH: []}
     names = {
@@ -240,7 +232,7 @@ def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
 
 
 def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
-    """Show one step: who wrote it, its contents, the run's position; with `tensors` each of them."""
+    """Show one step: who wrote it, its contents, the run's position."""
     step = one_step(path)
     source = source_of(step.path.parent)
     sets = _sets(step, source)
@@ -291,7 +283,6 @@ def _saved(path: PurePath) -> str:
 
 
 def _sets(step: Committed, source: Source) -> dict[str, list[TensorEntry]]:
-    """Return the tensors of each set ("model", "training/exp_avg", ...), from checked headers."""
     sets: dict[str, list[TensorEntry]] = {}
     for name in sorted(step.manifest.files):
         directory, _, file = name.rpartition("/")
@@ -314,10 +305,7 @@ def _size(entries: list[TensorEntry]) -> int:
 
 
 def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
-    """Check a step, or every step of a run, and report each problem as it is found.
-
-    Steps that retention removes meanwhile are passed over. Raises `MissingError` if all are gone.
-    """
+    """Check a step, or every step of a run, and report each problem as it is found. Raises `MissingError` if all are gone."""
     results = [each for step in _steps_at(path) if (each := _verified(step, say, fast))]
     if not results:
         raise MissingError(
@@ -409,10 +397,7 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
 
 
 def pin(say: Say, path: Path, *, reason: str) -> Outcome:
-    """Keep a step whatever retention says. Raises `MissingError` for an absent one, and `CorruptError` for a damaged one.
-
-    Tensors are not read.
-    """
+    """Keep a step whatever retention says. Raises `MissingError`, and `CorruptError` for a damaged one; does not read tensors."""
     step = _local_step(path)
     with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, _LOCAL) as pins:
         if not is_step(path):
@@ -462,10 +447,7 @@ def _local_step(path: Path) -> int:
 
 
 def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
-    """Remove steps that the configuration does not keep, and remains of killed processes.
-
-    Refuses a directory in use. Leaves `quarantine/` alone. Raises after all else is gone if the disk kept something.
-    """
+    """Remove steps that the configuration does not keep, and remains of killed processes. Refuses a directory in use."""
     root = _steps_directory(run)
     config, gone = root.parent / "config.yaml", list[Path]()
     removals = Removals(root)

@@ -20,7 +20,7 @@ from burnish.files.hub import push
 def push_step(
     say: Say, path: PurePath, repo: str, *, public: bool, branch: str | None, **which: Any
 ) -> Outcome:
-    """Send a step's model to OWNER/NAME, after a check of its hashes; `which` one is as `ckpt export` has it."""
+    """Send a step's model to OWNER/NAME, after a check of its hashes."""
     step = one_step(path)
     if not isinstance(step.path, Path):
         raise UsageError(
@@ -45,7 +45,7 @@ def push_step(
 
 @contextmanager
 def _folder(step: Committed, directory: str, which: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the step's directory, or a passing one in that of the run, of the merged model."""
+    """Yield the step's directory, or one that passes, of the merged model."""
     if not which["merged"] and which["base"] is None:
         yield Path(step.path, directory)
         return

@@ -35,10 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome:
-    """Compare two steps or Hugging Face directories; `same` says whether all is equal.
-
-    Shows each set of tensors, then those that differ most, or with `tensors` all that differ.
-    """
+    """Compare two steps or Hugging Face directories, and show the tensors that differ most; `same` says whether all are equal."""
     with _open(path) as first, _open(other) as second:
         say(f"A  {first.path}\nB  {second.path}")
         found = list(compare(first, second))
@@ -67,7 +64,6 @@ def _apart(found: Compared) -> float:
 
 
 def _open(path: PurePath) -> TensorReader:
-    """Open a step, a run's newest one, or a Hugging Face directory."""
     if isinstance(path, Path) and not is_step(path) and any(path.glob(f"*{SUFFIX}")):
         return DirectoryReader(path, f"{MODEL}/")
     step = one_step(path)
@@ -92,7 +88,7 @@ def _words(found: Compared) -> str:
 def export_step(
     say: Say, path: PurePath, target: Path, *, dtype: str, shard_gb: float, **which: Any
 ) -> Outcome:
-    """Write the model of a step that `which` names (`exportable`) as a plain Hugging Face directory."""
+    """Write the model of a step that `which` names as a Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
         raise UsageError(
             "files need a size",
@@ -112,10 +108,7 @@ def export_step(
 
 
 def exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -> Exportable:
-    """Return a step's model, a role's, or an adapter's merged model.
-
-    Raises `UsageError` for choices that exclude each other.
-    """
+    """Return a step's model, a role's, or an adapter's merged model. Raises `UsageError` for choices that exclude each other."""
     if merged and role:
         raise UsageError(
             "only the run's own model has an adapter",

@@ -1,4 +1,4 @@
-"""`burnish completion`: the script that lets a shell complete commands, options and settings."""
+"""`burnish completion`: let a shell complete commands, options and settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def completion(given: Namespace) -> None:
 
 
 def _commands(parser: ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
-    """Yield each command and the words that may follow it."""
     options = [word for action in parser._actions for word in action.option_strings]
     words = [word for word in options if word.startswith("--")]
     for action in parser._actions:

@@ -1,4 +1,4 @@
-"""`burnish doctor`: say what a machine has and lacks for training, alone or with the other ranks of torchrun, Slurm or Ray."""
+"""`burnish doctor`: say what a machine has and lacks for training, alone or with other ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def doctor(given: Namespace) -> None:
 
 
 def _examined(places: list[str], layout: Layout, device: torch.device) -> dict[Finding, list[str]]:
-    """Return findings and the machines they are of; only on rank 0, {} on others. Collective."""
+    """Return findings and their machines; only on rank 0, {} on others. Collective."""
     mine = list(look(places, layout))
     found: dict[Finding, list[str]] = {}
     for host, theirs in gather_objects((socket.gethostname(), mine), layout):
@@ -66,7 +66,6 @@ def _examined(places: list[str], layout: Layout, device: torch.device) -> dict[F
 
 
 def _lines(found: dict[Finding, list[str]]) -> list[str]:
-    """Return a line for each finding, the machines it is of unless all share it, and advice below."""
     machines = {host for hosts in found.values() for host in hosts}
     rows: list[tuple[str, str, str]] = []
     for each, hosts in found.items():

@@ -1,4 +1,4 @@
-"""`burnish init`: write a first configuration, and for RL a reward function that gets what the data give it."""
+"""`burnish init`: write a first configuration, and for RL a reward function that fits the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STARTERS = Path(__file__).with_name("starters")
 
 
 def init(given: Namespace) -> None:
-    """Write the files into the working directory. Raises `UsageError` if one of them is there."""
+    """Write the files into the working directory. Raises `UsageError` if one is there."""
     kind, data = given.kind, given.data or _DATA
     files = {} if given.data else {data: _sums("completion" if kind == "sft" else "answer")}
     is_here = given.data and (os.path.exists(data) or is_data(data))
@@ -47,7 +47,6 @@ def init(given: Namespace) -> None:
 
 
 def _answers(kind: str, data: str) -> str | None:
-    """Return the column of the answers. Raises `BurnishError` for data that the command cannot read."""
     from burnish.data.sources import load_rows
 
     rows, usual = load_rows([data]), DataConfig()

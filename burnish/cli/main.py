@@ -1,8 +1,4 @@
-"""The `burnish` command: its arguments, exit codes and log level.
-
-Exit codes: 0 done, 1 any other error, 2 usage or configuration, 3 corrupt checkpoint, 4 incompatible, 5 missing, 6 a difference found,
-128 + the signal's number for a stopped run. Errors that Burnish raises on purpose print without a traceback.
-"""
+"""The `burnish` command: its arguments, exit codes and log level. Errors that Burnish raises print without a traceback."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     die_with_agent(os.environ)
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is written as \\uXXXX
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -95,7 +91,7 @@ def _set_up_logging() -> None:
 
 
 def _is_ours_to_say(error: BurnishError) -> bool:
-    """Whether no other rank says it. Under torchrun the first one that comes to an error does."""
+    """Whether no other rank says it: under torchrun the first one that comes to an error does."""
     layout = _layout()
     if layout.world == 1:
         return True
@@ -107,7 +103,7 @@ def _is_ours_to_say(error: BurnishError) -> bool:
 
 
 class _StandardErrorHandler(logging.Handler):
-    """Writes to what is `sys.stderr` at that moment: progress bars stand in its place to keep below the lines."""
+    """Writes to what is `sys.stderr` at that moment, which may keep progress bars below."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -117,13 +113,12 @@ class _StandardErrorHandler(logging.Handler):
 
 
 def _rank() -> str:
-    """Names this process in a message, where there are several."""
     layout = _layout()
     return f"rank {layout.rank}: " if layout.world > 1 else ""
 
 
 def _layout() -> Layout:
-    """This process's place; that of a lone process where the environment is wrong, which is said later."""
+    """Return this process's place; that of a lone one where the environment is wrong, which is said later."""
     try:
         return place_of(os.environ).layout
     except UsageError:

@@ -7,7 +7,7 @@ import sys
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Print to standard output. Ends the command where whoever was reading, as `head`, has seen enough."""
+    """Print to standard output. Ends the command where its reader, such as `head`, has seen enough."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:

@@ -1,7 +1,4 @@
-"""`burnish plan`: memory and time of a run, the layouts that fit, and the line of a dry run about memory.
-
-A model's config.json is enough; neither torch nor weights are loaded.
-"""
+"""`burnish plan`: memory and time of a run, and the layouts that fit. Needs a model's config.json; loads no torch."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ Configured = tuple["Plan | None", BurnishError | None]
 
 
 def run_plan(arguments: Namespace) -> None:
-    """Plan a configuration for SFT, or for RL if it has rewards.
-
-    Raises `UsageError` if no layout fits. Settings that do not fit as they are only get a line.
-    """
+    """Plan a configuration. Raises `UsageError` if no layout fits."""
     config = load_config(arguments.config, arguments.overrides).config
     config = at_newest_steps(config.model_dump(), config.directory)
     check_engine(config)
@@ -84,7 +78,6 @@ def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | Non
 
 
 def _pointing_to_plan(error: BurnishError) -> BurnishError:
-    """Add the command that lists the possible layouts."""
     plan = "burnish plan CONFIG --devices shows what fits"
     do = f"{error.do}; {plan}" if error.do else plan
     return type(error)(error.problem, have=error.have, want=error.want, do=do)
@@ -93,7 +86,7 @@ def _pointing_to_plan(error: BurnishError) -> BurnishError:
 def devices_of(
     named: str | None, memory: float | None = None, teraflops: float | None = None
 ) -> Devices | None:
-    """The devices that are named, or this machine's; None where its accelerator is not known."""
+    """Return the devices that are named, or this machine's; None for an accelerator that is not known."""
     from burnish.plan.devices import devices_here, parse_devices
 
     if named is not None:
@@ -135,7 +128,7 @@ def _fields(plan: Plan) -> dict[str, Any]:
 def _lines(
     plans: Sequence[Plan], given: Configured, planner: Planner, devices: Devices
 ) -> Iterator[str]:
-    """Print the best plan in full, the settings as they are, the next plans, and why others do not fit."""
+    """Yield the best plan in full, the settings as they are, the next plans, and why others do not fit."""
     from burnish.plan.devices import ASSUMPTIONS
     from burnish.plan.layouts import why_not
 
@@ -168,7 +161,6 @@ def _lines(
 
 
 def _as_configured(given: Configured, best: Plan | None) -> Iterator[str]:
-    """Say whether the settings as they are can run; print their table if it is not the best plan's."""
     plan, refused = given
     if plan is None:
         yield f"\nAs configured it cannot run: {refused}"
@@ -192,7 +184,7 @@ def _sequences(planner: Planner) -> str:
 
 
 def _phases(plan: Plan) -> Iterator[str]:
-    """Print a row per phase and one per part of it, with bars in the scale of a device's memory."""
+    """Yield a row per phase and one per part of it, with bars in the scale of a device's memory."""
     usable = plan.devices.usable
     rows = [("phase", "memory", f"{'compute':>12}  time")]
     for phase, parts in plan.phases.items():
@@ -229,7 +221,6 @@ def _layout(plan: Plan) -> str:
 
 
 def _operations(count: float) -> str:
-    """Format floating-point operations, as 12.3 TFLOP; nothing for none."""
     power = min((len(str(int(count))) - 1) // 3, len(_PREFIXES) - 1)
     return f"{count / 1000**power:.1f} {_PREFIXES[power]}FLOP" if count else ""
 

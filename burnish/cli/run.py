@@ -29,11 +29,9 @@ from burnish.train.summary import summary
 
 
 def run(given: Namespace) -> None:
-    """Run a command with a configuration; with `dry_run` only say what it would do.
+    """Run a command with a configuration; with `dry_run` only say what it would do on `devices`.
 
-    The configuration is a file; for eval it may be a run's directory, whose newest checkpoint is evaluated, or a model. A dry
-    run is for `devices` (`burnish plan`), by default this machine's, and refuses what does not fit. An evaluation prints a table,
-    or JSON.
+    For eval, the configuration may be a run's directory, whose newest checkpoint is evaluated, or a model.
     """
     command: Command = given.command
     file, overrides, run_dir = given.config, given.overrides, None
@@ -111,7 +109,7 @@ def supervise(given: Namespace) -> None:
 def launcher_of(
     address: str | None, argv: Sequence[str], servers: int = 0, devices: int = 1
 ) -> Launcher:
-    """Return what starts a command here or on the Ray cluster at an address, there with servers of so many `devices` each."""
+    """Return what starts a command here or on the Ray cluster at an address."""
     if address is None:
         return LocalLauncher(argv)
     with refusing("Ray is not installed", do=install("ray")):
@@ -132,7 +130,6 @@ def submit(given: Namespace) -> None:
 
 
 def _started(arguments: Sequence[str], world: int) -> str:
-    """Return what starts so many processes of a command, as it is typed."""
     if world == 1:
         return f"  {shlex.join(['burnish', *arguments])}"
     from burnish.plan.devices import PER_MACHINE

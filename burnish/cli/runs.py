@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 
 
 def runs(given: Namespace) -> None:
-    """Print the runs in a directory, newest last; with `compare A B` the settings and curves that two have."""
+    """Print the runs in a directory, newest last; with `compare A B` the settings and curves of two."""
     command, *names = given.given or ["runs"]
     if command == "compare" and len(names) == 2:
         tables = {"settings": _settings(names), "curves": _curves(names)}

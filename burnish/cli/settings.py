@@ -26,10 +26,7 @@ from burnish.train.own_directory import recorded_config
 
 
 def check_file(given: Namespace) -> None:
-    """Check a configuration against the schema and the constraints between settings, for however many processes.
-
-    It is checked for RL if it has rewards, else for SFT. Raises `UsageError` with all problems.
-    """
+    """Check a configuration against the schema and the constraints between settings. Raises `UsageError` with all problems."""
     config = load_config(given.config, given.overrides).config
     command: Command = "rl" if config.reward.given else "sft"
     check(config, command, world=None)
@@ -84,7 +81,7 @@ def translate(given: Namespace) -> None:
 
 
 def schema(given: Namespace) -> None:
-    """Print the JSON Schema of a configuration; one item may stand for a list, and an item's main value for the item."""
+    """Print the JSON Schema of a configuration; one item may stand for a list."""
     print_text(json.dumps(_with_short_forms(RunConfig.model_json_schema()), indent=2))
 
 
