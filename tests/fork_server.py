@@ -9,6 +9,7 @@ It ends when its standard input is closed, which the end of the test run does.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -142,9 +143,13 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's, which ends what it started
         self._listening = socket.socket(fileno=descriptor)
         self._children: dict[int, tuple[ForkProcess, Connection]] = {}
+        gc.disable()  # it would look at all modules again and again
         for name in PRELOAD:
             importlib.import_module(name)
         _compute_what_all_need()
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy every page that it looks at
+        gc.enable()
         with selectors.DefaultSelector() as self._selector:
             self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
             self._selector.register(self._listening, selectors.EVENT_READ, self._fork)
@@ -221,7 +226,6 @@ class Server:
 def _compute_what_all_need() -> None:
     """What every process would compute anew."""
     import codecs
-    import gc
 
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -230,8 +234,6 @@ def _compute_what_all_need() -> None:
     get_checkpoint_conversion_mapping("qwen3")  # compiles 600 regular expressions, once
     codecs.lookup("idna")  # which every name of a host asks for
     report._page()  # reads it, once
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page that it looks at
 
 
 class Forked:
