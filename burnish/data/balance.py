@@ -135,7 +135,7 @@ def _packed(items: Items) -> Bins:
 
 
 def _spread(bins: Bins, items: Items, count: int) -> Bins:
-    """Add bins up to `count`, each with an item of the costliest bin that has two."""
+    """Add bins up to `count`, each with an item of the costliest bin of two or more."""
     heap = [(-items.cost(held), index) for index, held in enumerate(bins) if len(held) > 1]
     heapq.heapify(heap)
     for _ in range(count - len(bins)):
@@ -236,7 +236,7 @@ class _Division:
         self._enough = self._mean + self._mean // _CLOSE_ENOUGH
 
     def level(self) -> None:
-        """Improve the costliest bin repeatedly, a bounded number of times. Skip one that cannot be improved."""
+        """Improve the costliest bin a bounded number of times; skip one that cannot be improved."""
         if self._ranking[-1][0] <= self._enough:
             return
         costs = self._items.costs

@@ -58,8 +58,8 @@ def make_batch(
     engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
     are on the CPU.
 
-    With `outlines` of all N examples, `examples` may be only some, by number. `owners` [N] is the rank that has each, or -1
-    if all have it; owners send the others what they train on: collective.
+    With `outlines` of all N, `examples` may be some, by number. `owners` [N] are the ranks that have them (-1: all);
+    they send the others what those train on: collective.
 
     Raises `UsageError` for no examples and for one over the budget. Also for arrays of another
     length than the tokens, and for advantages or log-probs on some examples only.
@@ -127,7 +127,7 @@ def _brought(
     shares: Shares,
     layout: Layout,
 ) -> dict[int, Any]:
-    """Return the examples of this rank's micro-batches; owners, who give `examples`, send them to the ranks that train on them."""
+    """Return the examples of this rank's micro-batches, for which owners send their `examples`. Collective."""
     leaving: defaultdict[int, list[int]] = defaultdict(list)
     for number in examples:
         leaving[int(shares.ranks[number])].append(number)

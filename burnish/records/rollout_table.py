@@ -1,4 +1,4 @@
-"""Scored rollouts in columns: all that other ranks know of a rollout, whose tokens and texts one rank has."""
+"""Scored rollouts in columns: what all ranks know of a rollout whose tokens and texts one rank has."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
-        """Return a rollout's kind."""
+        """Note what a rollout has."""
         made = rollout.completion
         experts = None if made.experts is None else (made.experts.shape, made.experts.dtype.str)
         return cls(
@@ -64,7 +64,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutTable(Sequence[Sequence[Rollout]]):
-    """Groups of G prompts, N rollouts end to end. Indexing makes objects; columns are cheap for any number of rollouts."""
+    """Groups of G prompts, N rollouts end to end. Only indexing makes objects."""
 
     prompts: Column
     """[G] `_PROMPT`."""
@@ -139,7 +139,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         )
 
     def told(self) -> Told:
-        """Return what other ranks are to know."""
+        """Return it without owners and objects."""
         return (
             self.prompts.tobytes(),
             self.rows.tobytes(),
@@ -214,7 +214,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     @property
     def part_names(self) -> list[str]:
-        """Return the parts of all rewards, in the order of the rollouts."""
+        """The parts of all rewards, by first rollout."""
         _, first = np.unique(self.rows["kind"], return_index=True)
         kinds = [self.kinds[number] for number in self.rows["kind"][np.sort(first)]]
         return list(dict.fromkeys(name for kind in kinds for name in kind.parts))
@@ -227,7 +227,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     @property
     def failed(self) -> Column:
-        """Numbers of the rollouts that a reward function failed for."""
+        """Numbers of the rollouts without a whole reward."""
         return np.flatnonzero(self.by_kind(lambda kind: kind.error is not None))
 
     def part(self, name: str) -> tuple[Column, Column]:
@@ -239,7 +239,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return values, there
 
     def of_rank(self, rank: int) -> list[int]:
-        """Return the numbers of the rollouts whose tokens and texts this rank has."""
+        """Return the numbers of the rollouts that a rank has whole."""
         return np.flatnonzero((self.owners < 0) | (self.owners == rank)).tolist()
 
     def by_group(self, values: Column, there: Column | None = None) -> list[list[Any]]:
@@ -251,11 +251,11 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
-        """The rollouts, each an object once it is asked for."""
+        """The rollouts, made as they are asked for."""
         return _Rollouts(self)
 
     def rollout(self, number: int) -> Rollout:
-        """Return a rollout; tokens of another rank's are -1 and log-probs NaN, which take no memory."""
+        """Return a rollout. Another rank's has tokens -1 and log-probs NaN, without memory."""
         group, sample, length, kind_number, place, reward, greedy = self.rows[number].item()
         kind, held, owner = self.kinds[kind_number], self.held[number], self.owners[number]
         values = self.parts[place : place + len(kind.parts)].tolist()
@@ -287,7 +287,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return Rollout(prompt, sample, made, "", reward_error=kind.error, **known)
 
     def __len__(self) -> int:
-        """Return the number of groups."""
+        """Count the groups."""
         return len(self.prompts)
 
     @overload
@@ -328,7 +328,7 @@ def _ids(count: int) -> npt.NDArray[np.int64]:
 
 
 def _joined(told: Sequence[Told]) -> tuple[tuple[Any, Any, Any, Any, Any], list[int]]:
-    """Return the columns of tables one after the other, and the number of rollouts of each."""
+    """Return the columns of tables end to end, and the number of rollouts of each."""
     dtypes = (_PROMPT, _ROLLOUT, np.dtype(np.float64))
     *data, prompt_kinds, kinds = zip(*told, strict=True) if told else [()] * 5
     prompts, rows, parts = (

@@ -165,8 +165,7 @@ class Example:
 
 
 OUTLINE = np.dtype([("length", "i8"), ("start", "i8"), ("trained", "i8"), ("beginning", "V16")])
-"""What every rank knows of an example, enough to divide a batch: its tokens, the first that is trained on (0 if none is), how many
-are, and a name of those before the first."""
+"""What every rank knows of an example: its tokens, the first that is trained on (0: none), how many are, and a name of those before."""
 
 
 def digest_of(token_ids: TokenIds) -> bytes:

@@ -70,7 +70,7 @@ class Collector:
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """Keep the parked engines off the device inside the block, which collects. Collective."""
+        """Keep the parked engines off the device inside the block. Collective."""
         with ExitStack() as stack:
             for engine in self.parks:
                 stack.enter_context(engine.parked())
@@ -81,7 +81,7 @@ class Collector:
     ) -> RolloutTable:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
-        Every rank knows the numbers of all, and has the tokens and texts of those that it generated.
+        Every rank has the tokens and texts of its own, and the numbers of all.
         Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
         if reward functions fail for all rollouts, round after round.
         """
@@ -127,7 +127,7 @@ class Collector:
 
     @property
     def on_main(self) -> Collector:
-        """Return the collector of rank 0 alone, which calls for no other rank and no reward model."""
+        """The collector of rank 0 alone, without reward models."""
         return replace(self, layout=Layout(), judge=RolloutTable.of, parks=())
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
@@ -161,7 +161,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnBatch:
-    """The scored groups of a step, drawn and not yet trained on. Every rank knows their numbers, and has some of them."""
+    """The scored groups of a step, drawn and not yet trained on."""
 
     step: int
     """The step that trains on it, 0-based."""
@@ -171,7 +171,7 @@ class DrawnBatch:
 
     @property
     def tables(self) -> tuple[RolloutTable, RolloutTable]:
-        """Return the groups to train on, and those left out."""
+        """The groups to train on, and those left out."""
         return RolloutTable.of(self.groups), RolloutTable.of(self.left_out)
 
     def on_main(self, layout: Layout) -> DrawnBatch:
@@ -188,7 +188,7 @@ class DrawnBatch:
 
     @classmethod
     def from_main(cls, mine: DrawnBatch | None, told: tuple[int, Told, Told]) -> DrawnBatch:
-        """Return a batch that rank 0 has: there `mine`, elsewhere what it told."""
+        """Return rank 0's batch: there `mine`, elsewhere what it told."""
         step, *both = told
         if mine is not None:
             return cls(step, *(RolloutTable.of(table, 0) for table in mine.tables))
@@ -333,13 +333,13 @@ class RolloutQueue:
         self._take_over(self._left, self._sampler.collector.stopper.check)
 
     def pending(self) -> tuple[DrawnBatch, ...]:
-        """Return the batches drawn and not taken, up to the place in the data that the loader has."""
+        """Return the batches drawn and not taken, up to the loader's state."""
         if self._partial is not None:
             self._partial.forget(self._taken + len(self._pending))
         return tuple(self._pending)
 
     def partial(self) -> Mapping[SampleKey, Completion]:
-        """Return the completions of batches after the pending ones as far as they are, with `rollout.in_flight`. For rank 0."""
+        """Return completions begun for batches after the pending ones (`rollout.in_flight`). For rank 0."""
         generator = cast(Continuable, self._sampler.collector.generator)
         return {} if self._partial is None else self._partial.so_far(generator)
 
@@ -351,7 +351,7 @@ class RolloutQueue:
     def restore(
         self, pending: Sequence[DrawnBatch], partial: Mapping[SampleKey, Completion]
     ) -> None:
-        """Go on with batches and completions that a save held; completions too old for `rollout.ahead` are drawn again."""
+        """Go on with what a save held; completions too old for `rollout.ahead` are drawn again."""
         self._pending = deque(pending)
         if self._partial is not None:
             young = {
@@ -362,7 +362,7 @@ class RolloutQueue:
             self._partial = PartialCompletions(young)
 
     def _age(self, step: int, versions: Any) -> Any:
-        """Return the steps of learning from weights of these versions to a step that trains."""
+        """Count the steps of learning from these versions to a step."""
         return max(0, step - self._waiting) - np.maximum(0, versions - self._waiting)
 
     def stats(self, batch: DrawnBatch) -> Stats:
@@ -388,7 +388,7 @@ class RolloutQueue:
 
 
 class Drawing:
-    """Batches that rank 0 draws one after the other in a thread; the other ranks only count them."""
+    """Batches that a thread of rank 0 draws; other ranks only count them."""
 
     def __init__(
         self, sampler: GroupSampler, first: int, partial: PartialCompletions | None = None
@@ -417,11 +417,11 @@ class Drawing:
         self._last = max(self._last, last)
 
     def ready(self) -> int:
-        """Return how many batches rank 0 has drawn that are not taken over. An error is left for whoever needs what failed."""
+        """Count the batches that rank 0 has drawn and nobody took over, errors left out."""
         return max(0, self._drawn.qsize() - self._failed)
 
     def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, State]:
-        """Wait for the next batch, and the place in the data after it. Raises what its drawing or `check` raises. For rank 0."""
+        """Wait for the next batch and the loader's state after it. Raises what drawing or `check` raises. For rank 0."""
         drawn: tuple[DrawnBatch, State] | BaseException | None = None
         while drawn is None:
             check()
@@ -446,7 +446,7 @@ class Drawing:
 
 
 class _BeatingStopper(Stopper):
-    """Its `check` calls two functions."""
+    """Call two functions at each `check`."""
 
     def __init__(self, check: Callable[[], None], beat: Callable[[], None]) -> None:
         super().__init__()
@@ -512,14 +512,14 @@ def compared(groups: Groups, part: str | None, names: Sequence[str]) -> list[lis
 
 
 def _shaped(table: RolloutTable, *, limit: int, overlong: OverlongConfig) -> RolloutTable:
-    """Return the rollouts with the penalty for their lengths in their rewards."""
+    """Add the penalty for length to rewards."""
     lengths, place = np.unique(table.lengths, return_inverse=True)
     penalties = [overlong_penalty(length, limit, overlong) for length in lengths.tolist()]
     return table.with_rewards(table.rewards + np.array(penalties, np.float64)[place])
 
 
 def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
-    """Return sampling parameters from `how`, with the run's length limit, stop texts and stop tokens."""
+    """Return parameters of `how`, with the run's limit and stops."""
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=how.temperature,

@@ -80,7 +80,7 @@ class PolicyUpdate:
     config: RunConfig
 
     def assign_credit(self, groups: Groups, kl_coef: float | None = None) -> Credit:
-        """Return the advantages of every completion token, and the critic's targets where there is one. Collective.
+        """Return every completion token's advantage, and a critic's targets. Collective.
 
         `kl_coef` is the weight of KL in the reward where it adapts; else `algorithm.kl.coef`.
         """
@@ -113,9 +113,9 @@ class PolicyUpdate:
         return Credit(found_advantages, logprobs=logprobs, kl=measured)
 
     def minibatches(self, groups: Groups, credit: Credit) -> list[Batch]:
-        """Return the batches of the step's updates, with whole groups divided evenly among them. Collective.
+        """Return the batches of the step's updates, with groups divided evenly among them. Collective.
 
-        Rollouts without a trained token are left out, and so is a mini-batch of nothing else.
+        Rollouts without a trained token, and mini-batches of nothing else, are left out.
         """
         columns = credit.by_name()
         updates = self.config.batch.minibatches * self.config.batch.epochs
@@ -164,7 +164,7 @@ class PolicyUpdate:
         return batches
 
     def in_epochs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """Return the mini-batches in the order of the updates; each epoch after the first has an order drawn from (seed, step, epoch)."""
+        """Return the mini-batches by update; epochs after the first draw their order from (seed, step, epoch)."""
         ordered = list(batches)
         for epoch in range(1, self.config.batch.epochs):
             seed = derive_seed(self.config.seed, "mini-batches", step)
@@ -172,7 +172,7 @@ class PolicyUpdate:
         return ordered
 
     def _with_selected(self, batch: Batch, outputs: Sequence[TokenOutputs], seed: int) -> Batch:
-        """Add the tokens that the policy loss treats apart, chosen over the batches of all ranks. Collective."""
+        """Add the tokens that the policy loss treats apart, of all ranks' batches. Collective."""
         columns = [
             np.stack(
                 [*map(_numbers, (out.logprobs, out.entropy, micro.advantages, micro.loss_mask))],
@@ -218,11 +218,10 @@ class PolicyUpdate:
 
     @property
     def _replayed(self) -> bool:
-        """Return whether routers send tokens where the generator sent them."""
         return self.config.algorithm.router_replay == "rollout"
 
     def _kl_estimates(self, table: RolloutTable) -> tuple[list[Floats], list[Floats]]:
-        """Return the KL estimate of each completion token, and the policy's log-probs that it was computed from."""
+        """Return the KL estimate and the policy's log-prob of each completion token. Collective."""
         if self.reference is None:
             raise ValueError("KL in the reward needs a reference model")
         reference, kl = self.reference, self.config.algorithm.kl
@@ -323,7 +322,7 @@ def policy_stats(learned: Stats) -> Stats:
 
 
 def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]:
-    """Return the shape of a token's experts. Raises `BurnishError` if the generator has not said those of all tokens but the last."""
+    """Return the shape of a token's experts. Raises `BurnishError` if any but the last token's are missing."""
     shapes = [kind.experts and kind.experts[0] for kind in table.kinds]
     told = table.by_kind(lambda kind: -1 if kind.experts is None else kind.experts[0][0])[numbers]
     tokens = (table.prompt_lengths + table.lengths)[numbers]
@@ -339,7 +338,7 @@ def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]
 
 
 def _to_the_end(experts: Any) -> Experts:
-    """Return the experts of all tokens; the last token, which predicts nothing, repeats those before it."""
+    """Repeat the experts for the last token, which predicts nothing."""
     whole: Experts = np.concatenate([experts, experts[-1:]])
     return whole
 
