@@ -17,7 +17,8 @@ demo: $(STAMP)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 
-test: lint docs
+test: $(STAMP)
+	$(MAKE) --jobs 2 --output-sync lint docs
 	$(PYTEST) $(WORKERS)
 
 # What is slow and far from training. Run it before an issue ends.
