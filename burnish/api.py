@@ -50,7 +50,7 @@ _log = logging.getLogger("burnish")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a training run has left."""
+    """What a run has left."""
 
     directory: Path
 
@@ -112,7 +112,7 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 def run_command(
     command: Command, config: RunConfig, run_dir: Path | None = None
 ) -> dict[str, float]:
-    """Refuse what cannot run, then run it; return the numbers of an evaluation, of `run_dir` if given."""
+    """Refuse what cannot run, then run it; return the numbers of an evaluation."""
     _refuse_inside_a_worker()
     die_with_agent(os.environ)
     place = place_of(os.environ)

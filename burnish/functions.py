@@ -49,13 +49,13 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
-    """Return a digest of the file behind `name`; for a built-in or compiled module, the name."""
+    """Return a digest of the file behind `name`; without one, the name."""
     file = None if name in builtins else _source(name, setting)
     return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def no_function(name: str, setting: str, builtins: Registry) -> UsageError:
-    """Return the error for a name that is neither a built-in nor has a module."""
+    """Return the error for a name without a module."""
     return UsageError(
         f"{setting}: {name!r} names no function",
         have=repr(name),
