@@ -43,7 +43,7 @@ LAST_STEP = (1 << _STEP_BITS) - 1
 """The last step that an index can have."""
 _LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # number
 _NAN = math.nextafter(-math.inf, 0.0)  # in place of NaN, which SQLite cannot hold
-_PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.3, 1.0, 0.15
+_PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.1, 1.0, 0.15
 # How long a page may index, a search may read, and rows may be counted.
 _SORTED_AT_ONCE, _BLOCKS_HELD, _BUSY_SECONDS = 50_000, 16, 30.0
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
