@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ log = logging.getLogger("burnish")
 LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (\w+) rank 3 step (\S+) (\S+) (\S+): (.*)"
 )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_but_warnings_is_shown() -> Iterator[None]:
+    """Whatever another test has left: pytest's workers cannot send some of what is logged here."""
+    before = log.level
+    log.setLevel(logging.WARNING)
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture
