@@ -1,9 +1,7 @@
-"""Turn rewards into advantages: how much better each rollout did than expected.
+"""Turn rewards into advantages.
 
-`burnish.algorithms.critic` has `gae`, which needs a critic's values.
-
-Notation: r_i is the reward of rollout i, KL penalties subtracted. mean and std are over the
-rollouts of one prompt unless said otherwise. std has Bessel's correction, as in TRL and verl.
+r_i is the reward of rollout i, less its penalties. mean and std are over its prompt's rollouts.
+std has Bessel's correction, as in TRL and verl.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def rloo(scored: ScoredRollouts) -> Array:
 
 
 def opo(scored: ScoredRollouts) -> Array:
-    """A_i = r_i - Σ_j l_j r_j / Σ_j l_j over the group, l the lengths (OPO, arXiv 2505.23585, equation 8)."""
+    """A_i = r_i - Σ_j l_j r_j / Σ_j l_j over the group's lengths l (OPO, arXiv 2505.23585, equation 8)."""
     result = np.zeros_like(scored.rewards)
     for members in scored.members():
         rewards, lengths = scored.rewards[members], scored.lengths[members]
@@ -72,11 +70,7 @@ def gpg(scored: ScoredRollouts) -> Array:
 
 
 def pass_at_k(scored: ScoredRollouts) -> Array:
-    """A_i = r_i - second largest reward for the best of a group, else 0 (arXiv 2503.19595, sec. 3).
-
-    The group's sum estimates the gradient of the best of n. Of equals the first is the best, with A
-    = 0.
-    """
+    """A_i = r_i - second largest reward for the best of a group, else 0 (arXiv 2503.19595, sec. 3)."""
 
     def best_alone(rows: Array) -> Array:
         result = np.zeros_like(rows)
@@ -90,10 +84,9 @@ def pass_at_k(scored: ScoredRollouts) -> Array:
 
 
 def gdpo(scored: ScoredRollouts) -> Array:
-    """Normalise each part of the reward by itself (GDPO, arXiv 2601.05242, equations 4 to 6).
+    """A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), standardised over the step (GDPO, arXiv 2601.05242, equations 4 to 6).
 
-    A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), k over the parts of the reward, then standardised
-    over the step. KL and length penalties are one more part with weight 1.
+    k runs over the parts of the reward. The penalties are one more part, of weight 1.
     """
     weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
@@ -105,7 +98,7 @@ def gdpo(scored: ScoredRollouts) -> Array:
 
 
 def remax(scored: ScoredRollouts) -> Array:
-    """A_i = r_i - reward of the greedy completion of the same prompt (ReMax, arXiv 2310.10505, equation 6)."""
+    """A_i = r_i - reward of the prompt's greedy completion (ReMax, arXiv 2310.10505, equation 6)."""
     if scored.greedy_rewards is None:
         raise BurnishError(
             "remax has no rewards of greedy completions",
@@ -116,9 +109,9 @@ def remax(scored: ScoredRollouts) -> Array:
 
 
 def reinforce_plus_plus(scored: ScoredRollouts) -> list[Array]:
-    """A_t = the return R_t, whitened over all tokens of the step (REINFORCE++, arXiv 2501.03262).
+    """A_t = R_t, whitened over all tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    R_t = r_i - Σ_{u ≥ t} penalty_u: the reward comes with the last token, and γ = 1.
+    R_t is the reward before KL, less the KL penalties from token t on.
     """
     own = scored.rewards + np.array([penalty.sum() for penalty in scored.penalties])
     returns = [
@@ -135,20 +128,20 @@ def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> list[Array]:
 
 
 def _alike(values: Array) -> npt.NDArray[np.bool_]:
-    """Return whether all of each row are equal, [..., 1]."""
+    """Tell for each row whether its values are equal, [..., 1]."""
     alike: npt.NDArray[np.bool_] = (values == values[..., :1]).all(axis=-1, keepdims=True)
     return alike
 
 
 def _centred(values: Array) -> Array:
-    """Subtract the mean of each row; exactly 0 where all are equal, despite rounding."""
+    """Subtract each row's mean; exactly 0 where all are equal, despite rounding."""
     if values.size == 0:
         return values
     return np.where(_alike(values), 0.0, values - values.mean(axis=-1, keepdims=True))
 
 
 def standardised(values: Array) -> Array:
-    """Subtract the mean of each row and divide by its standard deviation; 0 where all are equal."""
+    """Subtract each row's mean and divide by its standard deviation; 0 where all are equal."""
     centred = _centred(values)
     if not centred.any():
         return centred

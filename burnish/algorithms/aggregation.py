@@ -1,8 +1,7 @@
-"""Add token losses up to one number.
+"""Add token losses up with coefficients that are known before the loss.
 
-Every way is a weighted sum whose coefficients are known before the loss. The policy term, the KL
-term and the entropy bonus share them. Counts are those of the *global* batch, so the total over
-micro-batches and ranks does not depend on the cut.
+The policy, KL and entropy terms share them. Counts are the *global* batch's, so its cut into
+micro-batches does not change the total.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from burnish.tracking.stats import Mean
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aggregation:
-    """How this micro-batch's token losses enter the loss of the step."""
+    """The part of a micro-batch's token losses in the step's loss."""
 
     coefficients: Tensor
     """[T] fp32, what each token's loss is multiplied by; 0 where the token is not trained on."""
@@ -29,25 +28,25 @@ class Aggregation:
     """The same count over the global batch."""
 
     def __call__(self, token_losses: Tensor) -> Tensor:
-        """Return this micro-batch's part of the loss. Masked values, even NaN, have no effect."""
+        """Return the micro-batch's part of the loss. Masked values, even NaN, have no effect."""
         trained = self.coefficients != 0
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
 
     def mean_of(self, part: Tensor) -> Mean:
-        """Return a part as a mean whose value over the global batch is the whole loss."""
+        """Return a part as a mean that is the whole loss over the global batch."""
         return Mean(part.detach() * self.global_units, self.local_units)
 
 
 def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: int) -> Aggregation:
-    """Return the coefficients of one way of aggregating. m_t is the loss mask, ℓ_t a token's loss.
+    """Return the coefficients of a way of aggregating, with loss mask m_t and token losses ℓ_t.
 
     - token_mean (DAPO, arXiv 2503.14476, equation 8): Σ_s Σ_t m_t ℓ_t / (loss tokens)
     - token_sum: Σ_s Σ_t m_t ℓ_t
     - sequence_mean (GRPO, arXiv 2402.03300, equation 3): Σ_s (Σ_t m_t ℓ_t / Σ_t m_t) / (sequences)
     - sequence_sum (seq-mean-token-sum in verl): Σ_s (Σ_t m_t ℓ_t) / (sequences)
-    - sequence_sum_fixed (Dr. GRPO, arXiv 2503.20783): Σ_s (Σ_t m_t ℓ_t / `max_response_length`) / (sequences)
+    - sequence_sum_fixed (Dr. GRPO, arXiv 2503.20783): sequence_sum / `max_response_length`
 
-    Sequences without a loss token count nowhere.
+    Sequences without a loss token do not count.
     """
     lengths = loss_lengths(micro)
     if kind in ("token_mean", "token_sum"):
@@ -75,13 +74,13 @@ def to_tokens(per_sequence: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def loss_lengths(micro: MicroBatch) -> Tensor:
-    """Return the number of loss tokens of each sequence, [S] int64."""
+    """Count each sequence's loss tokens, [S] int64."""
     counts = torch.nn.functional.pad(micro.loss_mask.cumsum(0), (1, 0))
     return counts[micro.cu_seqlens.long()].diff()
 
 
 def sequence_means(values: Tensor, micro: MicroBatch) -> Tensor:
-    """Return the mean of `values` [T] over each sequence's loss tokens, [S]; 0 where it has none."""
+    """Average `values` [T] over each sequence's loss tokens, [S]; 0 where it has none."""
     masked = torch.where(micro.loss_mask, values, 0.0)
     sums = torch.segment_reduce(masked, "sum", offsets=micro.cu_seqlens, unsafe=True)
     return sums / loss_lengths(micro).clamp(min=1)

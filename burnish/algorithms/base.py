@@ -1,14 +1,11 @@
-"""Advantage functions and policy losses: what they take and return, and how they are loaded.
+"""What advantage functions and policy losses take and return, and how they are loaded.
 
-An advantage function takes the `ScoredRollouts` of a step. It returns one number per rollout, or
-one array per rollout with a number per token. It runs on the host in fp64.
+An advantage function takes a step's `ScoredRollouts`. It returns one number per rollout, or one
+array per rollout with a number per token. It runs on the host in fp64.
 
-A policy loss takes the log-probs [T] of the trained policy π, the micro-batch and `algorithm`'s
-settings. It returns `TokenLosses`, or just the losses [T], which `burnish.algorithms.aggregation`
-adds up. `MicroBatch.old_logprobs` are those of π_old. None means on-policy: π_old is π without
-gradient.
-
-Built-ins are loaded by name as a user's `file.py:function` or `module:function` is.
+A policy loss takes the trained policy π's log-probs [T], the micro-batch and `algorithm`'s
+settings. It returns `TokenLosses`, or just the losses [T]. `MicroBatch.old_logprobs` are those of
+π_old; None means that π_old is π without gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRollouts:
-    """The rollouts of a step, as an advantage function gets them: N rollouts, host arrays."""
+    """The N rollouts of a step, as host arrays."""
 
     rewards: Array
     """[N] fp64. KL penalties and the penalty for length are subtracted."""
@@ -95,14 +92,14 @@ class ScoredRollouts:
         return result
 
     def in_rows(self, formula: Callable[[Array], Array], values: Array) -> Array:
-        """Apply `formula` to the `values` [N] of all groups of one size together: one in each row."""
+        """Apply `formula` to `values` [N] as rows [groups, size], once per size of groups."""
         result = np.zeros_like(values)
         for rows in self.members():
             result[rows] = formula(values[rows])
         return result
 
     def members(self) -> list[npt.NDArray[np.int64]]:
-        """Return the indices of the rollouts of each group: for each size of groups, one [groups, size]."""
+        """Return the groups' indices: for each size of groups, one [groups, size]."""
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         order = np.argsort(group, kind="stable")
         size_of = sizes[group[order]]
@@ -116,8 +113,7 @@ Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"
 def load_advantage(name: str) -> Advantage:
     """Return the function that `algorithm.advantage` names.
 
-    Calls a user's function once on made-up rollouts. Raises `UsageError` if it does not exist or
-    fails there.
+    Raises `UsageError` if it does not exist, or if a user's fails on made-up rollouts.
     """
     function = load_function(name, "algorithm.advantage", ADVANTAGES)
     if name not in ADVANTAGES:
@@ -143,9 +139,9 @@ def load_advantage(name: str) -> Advantage:
 
 
 def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
-    """Return each completion token's advantage, one fp32 array per rollout, to be read only.
+    """Return each completion token's advantage, one read-only fp32 array per rollout.
 
-    Raises `BurnishError` if the function returns other shapes or non-finite numbers.
+    Raises `BurnishError` for other shapes or non-finite numbers.
     """
     lengths = scored.lengths
     if not len(lengths):
@@ -178,7 +174,7 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
 
 
 def check_finite(totals: Array) -> None:
-    """Refuse rewards [N], penalties included, that are not finite or beyond `LARGEST_REWARD`."""
+    """Refuse total rewards [N] that are not finite or beyond `LARGEST_REWARD`."""
     bad = np.flatnonzero(~(np.abs(totals) <= LARGEST_REWARD))
     if bad.size:
         raise BurnishError(
@@ -191,7 +187,7 @@ def check_finite(totals: Array) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """A policy loss per token of a micro-batch. Values at masked tokens are finite and meaningless."""
+    """A policy loss by token. Masked tokens have finite, meaningless values."""
 
     loss: Tensor
     """[T] fp32, to be minimised."""
@@ -213,8 +209,7 @@ def selects_tokens(config: AlgorithmConfig) -> bool:
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
     """Return the loss that `algorithm.policy_loss` names.
 
-    Calls a user's function once on a made-up micro-batch. Raises `UsageError` if it does not exist
-    or fails there.
+    Raises `UsageError` if it does not exist, or if a user's fails on a made-up micro-batch.
     """
     name = config.policy_loss
     function: PolicyLoss = load_function(name, "algorithm.policy_loss", POLICY_LOSSES)
@@ -245,7 +240,7 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
 
 
 def _try(token_losses: Callable[[Tensor, MicroBatch], TokenLosses]) -> None:
-    """Try two made-up sequences; raise `ValueError` if losses or gradients are not finite."""
+    """Raise `ValueError` unless a made-up micro-batch gives finite losses and gradients."""
     mask = torch.tensor([False, True, True, False, True])
     numbers = torch.linspace(-2.0, -0.5, 5)
     micro = MicroBatch(

@@ -1,4 +1,4 @@
-"""PPO's critic: advantages from its values, and its loss. The trainer prefixes the statistics with `critic/`."""
+"""PPO's critic: advantages from its values, and its loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from burnish.tracking.stats import Mean, Stats
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Advantages and returns of a critic's values: per rollout an fp32 array of its completion."""
+    """Per rollout, an fp32 array of its completion's tokens."""
 
     advantages: list[Floats]
     """Whitened over all tokens of the step."""
@@ -41,11 +41,9 @@ def gae(
         δ_t = r_t + γ V(s_{t+1}) - V(s_t)
         Â_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l},    R_t = Â_t + V(s_t)
 
-    `values[i][t]` is V(s_t), of the state in which token t was chosen; V is 0 behind the last
-    token, even of a truncated completion. The reward `rewards[i]` comes with the last token. Each
-    token pays its entry of `token_penalties` (KL in the reward, coefficient included). Advantages
-    are then whitened over all tokens of the step. Raises `BurnishError` for a reward that is not
-    finite.
+    `values[i][t]` is V(s_t), of the state in which token t was chosen. V is 0 behind the last token,
+    even of a truncated completion. r_t is -`token_penalties[i][t]`, plus `rewards[i]` at the last
+    token. Raises `BurnishError` for a reward that is not finite.
     """
     scores = np.asarray(rewards, dtype=np.float64)
     exact = [np.asarray(each, dtype=np.float64) for each in values]
@@ -69,10 +67,9 @@ def gae(
 
 
 def value_stats(values: Sequence[Floats], returns: Sequence[Floats]) -> Stats:
-    """Return `values/mean`, `returns/mean` and `explained_var` over a step's completion tokens.
+    """Return `values/mean`, `returns/mean` and `explained_var` over completion tokens.
 
-    `explained_var` is 1 - Var(R - V) / Var(R): 1 is perfect, 0 no better than a constant, NaN for
-    equal returns.
+    `explained_var` is 1 - Var(R - V) / Var(R), NaN for equal returns.
     """
     v, r = (np.concatenate([np.zeros(0), *each]) for each in (values, returns))
     if not len(v):
@@ -92,10 +89,8 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
 
         ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
 
-    Without `clip` it is ½ (V_t - R_t)². It is aggregated like the policy's loss. Statistics, each a
-    mean: `vf_loss`, the loss; `vf_clipfrac`, the share of clipped tokens.
-
-    The loss raises `BurnishError` without returns, or without old values to clip.
+    Without `clip` it is ½ (V_t - R_t)². Statistics: `vf_loss`, the loss; `vf_clipfrac`, the share of
+    clipped tokens. The loss raises `BurnishError` without returns, or without old values to clip.
     """
 
     def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:

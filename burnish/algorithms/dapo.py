@@ -1,7 +1,4 @@
-"""DAPO's dynamic sampling and overlong shaping (arXiv 2503.14476).
-
-Its other parts are settings: `clip_high` above `clip_low`, and the aggregation token_mean.
-"""
+"""DAPO's dynamic sampling and overlong shaping (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of a step's groups so far to train on."""
+    """Which of a step's groups to train on."""
 
     keep: tuple[int, ...]
     """Indices of the groups to train on, in the order they came. Empty when no group has variance."""
@@ -29,12 +26,10 @@ def has_variance(rewards: Sequence[float]) -> bool:
 def select_groups(
     groups: Sequence[Sequence[float]], wanted: int, refills: int, config: DynamicSamplingConfig
 ) -> Selection:
-    """Choose the groups to keep, and whether to generate more.
+    """Keep the first `wanted` groups; with dynamic sampling, the first that have variance.
 
-    `groups` has the rewards of the step's groups so far, `wanted` is its number of prompts.
-    `refills` counts rounds of further generation. Keep the first `wanted` groups; with dynamic
-    sampling, the first `wanted` that have variance. If there are fewer and rounds are left, ask for
-    the missing prompts; else run the step with the groups there are, perhaps none.
+    `groups` are the rewards of the step's groups so far. `refills` counts rounds of further generation.
+    After `max_refills` rounds the step has the groups there are, perhaps none.
     """
     if not config.enabled:
         return Selection(tuple(range(len(groups)))[:wanted], 0)
@@ -44,11 +39,10 @@ def select_groups(
 
 
 def overlong_penalty(length: int, max_response_length: int, config: OverlongConfig) -> float:
-    """Return DAPO's soft overlong punishment, to be *added* to a completion's reward (equation 13).
+    """Return DAPO's soft overlong punishment, to be *added* to a reward (equation 13).
 
-    With L = `max_response_length` and B = `config.buffer`, it is 0 up to L - B, then ((L - B) -
-    length) / B, and -1 beyond L, times `config.penalty`. Without a buffer it is 0. `length` is in
-    tokens.
+    With L = `max_response_length` and B = `config.buffer`, `length` tokens give (L - B - length) / B
+    within [-1, 0], times `config.penalty`. Without a buffer it is 0.
     """
     if config.buffer == 0:
         return 0.0

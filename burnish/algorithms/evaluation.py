@@ -10,10 +10,9 @@ from burnish.tracking.stats import Mean, Stats
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate from n samples, without bias, the chance that one of k is correct.
+    """Return 1 - C(n - correct, k) / C(n, k), without bias (arXiv 2107.03374, equation 1).
 
-    1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1), exact for any size. Raises
-    `ValueError` unless 0 <= correct <= n and 1 <= k <= n.
+    Raises `ValueError` unless 0 <= correct <= n and 1 <= k <= n.
     """
     if not (0 <= correct <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= correct <= n and 1 <= k <= n: {n=}, {correct=}, {k=}")
@@ -21,10 +20,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Return the score of the commonest answer (self-consistency, arXiv 2203.11171), 0 if none.
+    """Return the mean score of the commonest answers (self-consistency, arXiv 2203.11171).
 
-    None is no vote. An answer's score is its completions' mean. Tied answers give the mean of their
-    scores.
+    None is no vote. Without votes the score is 0.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -41,11 +39,10 @@ def evaluation_stats(
     answers: Sequence[Sequence[Hashable | None]],
     solved: float = 1.0,
 ) -> Stats:
-    """Return `val/mean@n`, `val/pass@n` and `val/maj@n`, means over prompts that merge over ranks.
+    """Return `val/mean@n`, and with n > 1 `val/pass@n` and `val/maj@n`: means over prompts.
 
-    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p. A score of at least `solved`
-    is correct. With n = 1 all three are equal, so only `val/mean@1` is given. Raises `ValueError`
-    for prompts with different numbers of samples.
+    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p. A score of at least `solved` is
+    correct. Raises `ValueError` for prompts with different numbers of samples.
     """
     sizes = {len(group) for group in scores}
     if not sizes:

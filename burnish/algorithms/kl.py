@@ -1,17 +1,16 @@
-"""Estimate the divergence from a reference policy, from single samples.
+"""Estimate KL(π‖π_ref) from samples y ~ π (Schulman, http://joschu.net/blog/kl-approx.html).
 
-Schulman's three estimators (http://joschu.net/blog/kl-approx.html) of KL(π‖π_ref) for y ~ π, with d
-= log π(y) - log π_ref(y):
+The reward uses the value, with d = log π(y) - log π_ref(y):
 
-- k1 = d: unbiased, of high variance, negative half the time
+- k1 = d: unbiased, of high variance
 - k2 = d²/2: biased, of low variance
-- k3 = e^(-d) - 1 + d: unbiased, of low variance, never negative
+- k3 = e^(-d) - 1 + d: unbiased, of low variance
 
-The reward uses only the value. The loss uses only the gradient (arXiv 2506.09477):
+The loss uses the gradient (arXiv 2506.09477):
 
-- k1: ∇log π, which is 0 on average. So k1 keeps its value and takes k2's gradient.
+- k1: ∇log π, which is 0 on average. So k1 takes k2's gradient.
 - k2: d ∇log π, on average the gradient of KL(π‖π_ref).
-- k3: (1 - e^(-d)) ∇log π, on average the gradient of KL(π_ref‖π), as in GRPO (arXiv 2402.03300, equation 4).
+- k3: (1 - e^(-d)) ∇log π, on average that of KL(π_ref‖π), as in GRPO (arXiv 2402.03300, equation 4).
 """
 
 from __future__ import annotations
@@ -37,20 +36,16 @@ def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask
 def kl_penalty(
     estimator: KLEstimator, coef: float, logprobs: Floats, ref_logprobs: Floats
 ) -> Floats:
-    """Return the KL that each token's reward loses: `coef` times the estimate, [T] fp32.
-
-    `logprobs` [T] are those of the policy before the update.
-    """
+    """Return the KL that each token's reward loses: `coef` times the estimate, [T] fp32."""
     difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
     penalty: Floats = (coef * _estimate(estimator, difference)).numpy()
     return penalty
 
 
 def adapted(coef: float, kl: float, rollouts: int, config: KLConfig) -> float:
-    """Return the coefficient after a step of `rollouts` rollouts with mean `kl` per token.
+    """Return β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`) for β = `coef` (arXiv 1909.08593, section 2.2).
 
-    β ← β (1 + clip(kl / `target` - 1, -0.2, 0.2) · rollouts / `horizon`) (arXiv 1909.08593, section
-    2.2); β itself without a target.
+    `kl` is the step's mean per token. Without a target, return β itself.
     """
     if config.target is None:
         return coef

@@ -1,8 +1,7 @@
-"""The loss functions that trainers hand to an engine.
+"""The loss functions that engines run on micro-batches.
 
-Each is pure, sees one micro-batch, and never waits for the device. It returns its part of the
-step's loss, and statistics that add up over micro-batches and ranks. The trainer prefixes the
-statistics' names (`actor/`, `train/`).
+Each is pure and never waits for the device. It returns its part of the step's loss, and statistics
+that add up over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -37,19 +36,17 @@ def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
-    """Return the loss of `config`: surrogate, plus `kl.coef` · KL if used, less `entropy_coef` · H.
+    """Return the surrogate, plus `kl.coef` · KL if used, less `entropy_coef` · H, aggregated alike.
 
-    All three are aggregated alike. The entropy bonus needs `TokenOutputs.entropy` with a gradient.
-    Statistics, each a mean:
+    The entropy bonus needs `TokenOutputs.entropy` with a gradient. The mismatch correction multiplies
+    the surrogate alone. Statistics, besides `burnish.algorithms.mismatch`'s:
 
-    - `pg_loss`, `kl_loss`: the terms as they enter the loss
+    - `pg_loss`, `kl_loss`: the terms without coefficients
     - `entropy`: nats per token
     - `ppo_kl`: mean of log π_old/π per token
     - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
-    - `mismatch_...`: see `burnish.algorithms.mismatch`; if the generator's log-probs are there
 
-    The mismatch correction multiplies each token's policy loss, and no other term. The loss raises
-    `BurnishError` for a micro-batch without advantages or needed reference or sampled log-probs.
+    The loss raises `BurnishError` without advantages or needed reference or sampled log-probs.
     """
     kl_in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     surrogate = load_policy_loss(config)

@@ -1,13 +1,11 @@
-"""Measure and correct the mismatch between the policy that drew the tokens and the trained one.
+"""Measure and correct the mismatch between the policy μ that drew the tokens and π_old.
 
-Generator and engine hold the same weights but use other kernels and often another precision. Only
-the generator truncates (top-k, top-p, min-p). So tokens come from a policy μ that is not quite
-π_old (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+Generator and engine use different kernels, and only the generator truncates (Yao et al. 2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
 π_old(y) is the engine's, at the sampling temperature, before any update of the step. μ(y) is
-`MicroBatch.sampled_logprobs`, after temperature and truncation. Importance sampling needs that one:
-E_μ[π_old/μ · f] is the mean of f under π_old, over the tokens that μ can draw. With truncation the
-weights lie around the kept share of the distribution, not around 1.
+`MicroBatch.sampled_logprobs`, after temperature and truncation, as importance sampling needs it.
+With truncation π_old/μ lies around the kept share of the distribution, not around 1.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from burnish.tracking.stats import EffectiveShare, Max, Mean, Stats
 def mismatch_stats(old_logprobs: Tensor, micro: MicroBatch) -> Stats:
     """Compare π_old's log-probs [T] with the generator's; empty without `sampled_logprobs`.
 
-    - `mismatch_kl`: mean over tokens of e^d - 1 - d, d = log π_old/μ, an estimate of KL(μ‖π_old); too low where μ is truncated
+    - `mismatch_kl`: mean of e^d - 1 - d, d = log π_old/μ, an estimate of KL(μ‖π_old); too low where μ is truncated
     - `mismatch_max`: the largest |d|
     """
     if micro.sampled_logprobs is None:
@@ -46,20 +44,19 @@ def mismatch_weights(
 ) -> tuple[Tensor, Stats]:
     """Return the factor [T] fp32 on each token's policy loss, without gradient, and its statistics.
 
-    With ρ_t = π_old(y_t)/μ(y_t) and a sequence's ρ = Π_t ρ_t, its weight is
+    With ρ_t = π_old(y_t)/μ(y_t) and a sequence's ρ = Π_t ρ_t, the factor is by `mismatch_level`
 
-    - `mismatch_level` token: min(ρ_t, `mismatch_cap`) (truncated importance sampling, Yao et al. 2025)
-    - `mismatch_level` sequence: min(ρ, `mismatch_cap`) for all its tokens (arXiv 2507.18071's unit; verl's sequence TIS)
+    - token: min(ρ_t, `mismatch_cap`) (truncated importance sampling, Yao et al. 2025)
+    - sequence: min(ρ, `mismatch_cap`) (verl's sequence TIS)
 
     and 1 without a cap. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
 
-    - token: tokens by ρ_t (IcePop, arXiv 2510.18855, equation 3)
-    - sequence: whole sequences by ρ (masked importance sampling, MIS; Liu et al. 2025)
-    - geometric: whole sequences by ρ^(1/|y|), which does not fall with the length
+    - token: by ρ_t (IcePop, arXiv 2510.18855, equation 3)
+    - sequence: by ρ (masked importance sampling, MIS; Liu et al. 2025)
+    - geometric: by ρ^(1/|y|), which does not fall with the length
 
-    Statistics: `mismatch_ess`, the effective sample size of the weights, as a share of the tokens;
-    `mismatch_capped`, the share of tokens at the cap; `mismatch_rejected`, the share with weight 0.
-    Raises `BurnishError` without `sampled_logprobs`.
+    Statistics: `mismatch_ess`, the effective sample size as a share of the tokens; `mismatch_capped`
+    and `mismatch_rejected`, shares of tokens. Raises `BurnishError` without `sampled_logprobs`.
     """
     ratios = _log_ratio(old_logprobs, micro)
     means = sequence_means(ratios, micro)

@@ -1,9 +1,6 @@
-"""Policy losses: the terms that policy gradient methods minimise for each token.
+"""Policy losses by token, with r_t = π(y_t) / π_old(y_t) and advantages A_t.
 
-Log-ratios are fp32 and 0 at masked tokens, so nothing there reaches loss or gradient.
-
-Notation: r_t = π(y_t) / π_old(y_t), A_t the advantage, sg stops the gradient, σ is the logistic
-function.
+sg stops the gradient, σ is the logistic function. Masked tokens reach neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -37,11 +34,10 @@ def ppo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLo
 
 
 def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
-    """Group sequence policy optimisation (arXiv 2507.18071), in its token form (equations 13 and 14).
+    """Group sequence policy optimisation in its token form (arXiv 2507.18071, equations 13 and 14).
 
-    The sequence's ratio is s = exp(1/|y| Σ_t log r_t), and each token's is s_t = sg[s] · π(y_t) / sg[π(y_t)].
-    ℓ_t = -min(s_t A_t, clip(s_t, 1 - `clip_low`, 1 + `clip_high`) A_t). With aggregation sequence_mean and one
-    advantage per sequence, gradient and value are those of equation 5.
+    ℓ_t is as in `ppo`, with s_t = sg[s] · π(y_t) / sg[π(y_t)] for r_t and s = exp(1/|y| Σ_t log r_t).
+    With aggregation sequence_mean and one advantage per sequence, it equals equation 5.
     """
     ratios = log_ratio(logprobs, micro)
     sequence_ratio = _bounded(sequence_means(ratios.detach(), micro)).exp()
@@ -53,8 +49,8 @@ def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
-    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t). Only the weight is
-    clipped, so every token keeps a gradient. The paper leaves the lower side open (`clip_low` ≥ 1).
+    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t), so every token keeps a
+    gradient. The paper leaves the lower side open (`clip_low` ≥ 1).
     """
     ratio = _bounded(log_ratio(logprobs, micro).detach()).exp()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -64,8 +60,7 @@ def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Token
 def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347, equations 5 and 6).
 
-    ℓ_t = -4/τ · σ(τ (r_t - 1)) A_t, τ = `sapo_temperature_pos` where A_t > 0, else `sapo_temperature_neg`. The gate's
-    slope falls off smoothly from r_t = 1, where the gradient is that of r_t A_t.
+    ℓ_t = -4/τ · σ(τ (r_t - 1)) A_t, τ = `sapo_temperature_pos` where A_t > 0, else `sapo_temperature_neg`.
     """
     advantages = _advantages(micro)
     ratios = log_ratio(logprobs, micro)
@@ -75,11 +70,11 @@ def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 
 
 def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
-    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673, equation 4), in a token form like GSPO's.
+    """Geometric-mean policy optimisation in a token form (GMPO, arXiv 2507.20673, equation 4).
 
     c_t = min(log r_t, `clip_high`) where A_t > 0, else max(log r_t, -`clip_low`): the clip range is of log-ratios.
     s = exp(1/|y| Σ_t c_t), s_t = sg[s] · exp(c_t - sg[c_t]), ℓ_t = -s_t A_t. With aggregation sequence_mean and one
-    advantage per sequence, gradient and value are those of the paper.
+    advantage per sequence, it equals the paper's.
     """
     advantages = _advantages(micro)
     ratios = log_ratio(logprobs, micro)
@@ -94,9 +89,8 @@ def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 def dppo_tv(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Divergence PPO with the binary total variation (DPPO, arXiv 2602.04879).
 
-    ℓ_t = -M_t r_t A_t, D_t = |π(y_t) - π_old(y_t)|. M_t is 0 if D_t > `clip_high` with A_t > 0 and
-    r_t > 1, or D_t > `clip_low` with A_t < 0 and r_t < 1: the token has moved too far. Else it is
-    1.
+    ℓ_t = -r_t A_t, with D_t = |π(y_t) - π_old(y_t)|. It is 0 if D_t > `clip_high` with A_t > 0 and
+    r_t > 1, or D_t > `clip_low` with A_t < 0 and r_t < 1.
     """
     old = _safe(old_logprobs(logprobs, micro), micro).exp()
     new = _safe(logprobs.detach(), micro).exp()
@@ -104,7 +98,7 @@ def dppo_tv(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
 
 
 def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
-    """Divergence PPO with the binary KL (DPPO, arXiv 2602.04879): as `dppo_tv`, with another D_t.
+    """`dppo_tv` with the binary KL (DPPO, arXiv 2602.04879).
 
     D_t = p log(p/q) + (1 - p) log((1 - p)/(1 - q)), p = π_old(y_t), q = π(y_t).
     """
@@ -116,7 +110,7 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
 
 
 def clip_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
-    """PPO's loss without the tokens of `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
+    """PPO's loss, 0 at `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
     tokens, held = ppo(logprobs, micro, config), micro.given("selected")
     loss = torch.where(held, 0.0, tokens.loss)
     return replace(
@@ -125,7 +119,7 @@ def clip_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> To
 
 
 def kl_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
-    """ℓ_t = -r_t A_t, plus `cov_penalty` · |log r_t| at the tokens of `MicroBatch.selected` (KL-Cov, arXiv 2505.22617, equation 14)."""
+    """ℓ_t = -r_t A_t, plus `cov_penalty` · |log r_t| at `MicroBatch.selected` (KL-Cov, arXiv 2505.22617, equation 14)."""
     ratios = log_ratio(logprobs, micro)
     loss = -_bounded(ratios).exp() * _advantages(micro)
     held = micro.given("selected")

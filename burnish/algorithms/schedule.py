@@ -1,8 +1,4 @@
-"""Compute the learning rate from the step alone: no scheduler to save or restore.
-
-Equals transformers' schedules of the same names, but `min_lr_ratio` never lifts the warm-up's
-start.
-"""
+"""Compute the learning rate from the step alone, so there is no scheduler to save."""
 
 from __future__ import annotations
 
@@ -14,16 +10,16 @@ from burnish.config.schema import OptimConfig
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, of `total_steps`.
 
-    With W = `warmup_steps` and m = `min_lr_ratio`, lr · f where f = step / W during warm-up, and
-    after it, with p = (step - W) / (`total_steps` - W), at most 1:
+    With W = `warmup_steps` and m = `min_lr_ratio` it is lr · step / W during warm-up. After it, with
+    p = (step - W) / (`total_steps` - W), at most 1, it is lr times
 
     - constant: 1
     - linear: m + (1 - m) (1 - p)
     - cosine: m + (1 - m) (1 + cos πp) / 2
     - wsd (arXiv 2404.06395, section 4): 1, then over the last `decay_steps` steps linearly down to m
 
-    As in transformers, a warm-up's first step is at 0, and the step after the last would end the
-    decay. A wsd decay never begins before the warm-up ends.
+    A wsd decay never begins before the warm-up ends. The others are as in transformers, but m does not
+    lift the warm-up's start.
     """
     warmup = config.warmup_steps
     if step < warmup:

@@ -1,7 +1,6 @@
-"""Select the tokens of a mini-batch to treat apart: those of high covariance or high entropy.
+"""Select tokens of a mini-batch to treat apart: those of high covariance or high entropy.
 
-Runs on the host over the whole mini-batch, on log-probs and entropies from before its updates. So
-micro-batches and ranks do not change the choice.
+The host compares the whole mini-batch as before its updates, so the cut does not change the choice.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ def select_tokens(
 ) -> _Chosen:
     """Choose among the N trained tokens of a mini-batch; all arrays are [N], in a fixed order.
 
-    With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and k =
-    `cov_ratio` · N, at least 1:
+    With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and
+    k = `cov_ratio` · N, at least 1:
 
-    - clip_cov: k tokens drawn at random among those with `cov_low` < c_t < `cov_high` (equation 11)
+    - clip_cov: k random tokens with `cov_low` < c_t < `cov_high` (equation 11)
     - kl_cov: the k tokens of largest c_t (equation 13)
     - `top_entropy`: that share of tokens, of highest entropy (arXiv 2506.01939, equation 5)
     """
