@@ -185,6 +185,12 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return groups
 
     @property
+    def places(self) -> list[tuple[int, int]]:
+        """[N] the prompt's index in the data, and the sample."""
+        indices = self.prompts["index"][self.groups]
+        return list(zip(indices.tolist(), self.rows["sample"].tolist(), strict=True))
+
+    @property
     def rewards(self) -> Column:
         """[N] fp64."""
         rewards: Column = self.rows["reward"]

@@ -60,8 +60,9 @@ def write_rollouts(
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(rollouts) if advantages is None else advantages
     given = [advantage for _, advantage in zip(rollouts, known, strict=True)]
-    order = by_place(rollouts)
-    longest, kept = chosen(step, rollouts, order), dict[int, Row]()
+    order = by_place([(each.prompt.index, each.sample) for each in rollouts])
+    longest = chosen(step, [each.reward for each in rollouts], order)
+    kept = dict[int, Row]()
 
     def others() -> Iterator[bytes]:
         for i, rollout in arriving or ((i, rollouts[i]) for i in order):
@@ -96,17 +97,16 @@ def _encoded(row: Row) -> bytes:
     return json_line(row).encode("utf-8", "backslashreplace")
 
 
-def by_place(rollouts: Sequence[Rollout]) -> list[int]:
-    """Return the indices of rollouts in the order in which they are written."""
-    places = [(each.prompt.index, each.sample) for each in rollouts]
-    return sorted(range(len(rollouts)), key=places.__getitem__)
+def by_place(places: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the order in which rollouts are written, from the prompt's index and the sample of each."""
+    return sorted(range(len(places)), key=places.__getitem__)
 
 
-def chosen(step: int, rollouts: Sequence[Rollout], order: Sequence[int]) -> set[int]:
+def chosen(step: int, rewards: Sequence[float], order: Sequence[int]) -> set[int]:
     """Return the indices of the rollouts that are kept longest: best, worst and random ones."""
-    ranked = sorted(order, key=lambda i: rank({"reward": rollouts[i].reward}))
+    ranked = sorted(order, key=lambda i: rank({"reward": rewards[i]}))
     others = ranked[EXTREMES:-EXTREMES]
-    drawn = random.Random(step if rollouts else 0).sample(others, min(RANDOMS, len(others)))
+    drawn = random.Random(step if rewards else 0).sample(others, min(RANDOMS, len(others)))
     return {*ranked[:EXTREMES], *ranked[-EXTREMES:], *drawn}
 
 

@@ -22,12 +22,15 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, refusing
 from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
+
+if TYPE_CHECKING:
+    from burnish.records.rollout_table import RolloutTable
 
 _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, and most of all time
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of one told to stop
@@ -82,7 +85,7 @@ def writes_rollouts(settings: TrackingConfig, step: int, total: int, validation:
 
 
 def wanted_rollouts(
-    settings: TrackingConfig, step: int, total: int, rollouts: Sequence[Any], validation: bool
+    settings: TrackingConfig, step: int, total: int, table: RolloutTable, validation: bool
 ) -> tuple[Sequence[int], Collection[int]] | None:
     """Return the indices of rollouts that rank 0 is to have, in order, and those of which it needs all; None for nothing."""
     traced = bool(settings.traces.local or settings.traces.endpoint)
@@ -90,11 +93,11 @@ def wanted_rollouts(
     if not (traced or written):
         return None
     files = import_module("burnish.tracking.rollouts")
-    order = files.by_place(rollouts) if written else ()
-    whole = files.chosen(step, rollouts, order) if written else set()
+    order = files.by_place(table.places) if written else ()
+    whole = files.chosen(step, table.rewards.tolist(), order) if written else set()
     if traced:
         kind, rate = "validation" if validation else "step", settings.traces.sample_rate
-        whole |= import_module("burnish.tracking.traces").sampled(kind, step, rate, len(rollouts))
+        whole |= import_module("burnish.tracking.traces").sampled(kind, step, rate, len(table.rows))
     return order or sorted(whole), whole
 
 

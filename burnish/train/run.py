@@ -272,8 +272,7 @@ class Run:
         """Have rank 0 write rollouts if due. A validation has no `by_token`. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
         table = RolloutTable.of(groups)
-        rollouts = table.rollouts
-        wanted = wanted_rollouts(settings, step, total, rollouts, by_token is None)
+        wanted = wanted_rollouts(settings, step, total, table, by_token is None)
         if wanted is None:
             return
         order, whole = wanted
@@ -285,7 +284,7 @@ class Run:
                     if by_token is not None:
                         arrays = by_token["advantages"]
                         advantages = [float(a.mean()) if len(a) else 0.0 for a in arrays]
-                    told = (step, rollouts, advantages, by_token, come, whole)
+                    told = (step, list(table.rollouts), advantages, by_token, come, whole)
                     self._observers.rollouts_scored(*told)
             finally:
                 for _ in come:  # on all ranks, whatever was raised
