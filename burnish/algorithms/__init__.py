@@ -1,1 +1,1 @@
-"""The formulas of post-training as pure functions: advantages, losses, KL, aggregation, schedules."""
+"""The formulas of post-training as pure functions."""

@@ -1,7 +1,7 @@
 """Turn rewards into advantages.
 
-r_i is the reward of rollout i, less its penalties. mean and std are over its prompt's rollouts.
-std has Bessel's correction, as in TRL and verl.
+r_i is a rollout's reward less its penalties. mean and std, with Bessel's correction, are over its
+prompt's rollouts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def dr_grpo(scored: ScoredRollouts) -> Array:
 
 
 def grpo_batch_std(scored: ScoredRollouts) -> Array:
-    """A_i = (r_i - mean) / (std of all rewards of the step + ε) (arXiv 2508.08221, section 4.1)."""
+    """A_i = (r_i - mean) / (std of the step's rewards + ε) (arXiv 2508.08221, section 4.1)."""
     spread = scored.rewards.std(ddof=1) if len(scored.rewards) > 1 else 0.0
     scaled: Array = dr_grpo(scored) / (spread + EPSILON)
     return scaled
@@ -86,7 +86,7 @@ def pass_at_k(scored: ScoredRollouts) -> Array:
 def gdpo(scored: ScoredRollouts) -> Array:
     """A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), standardised over the step (GDPO, arXiv 2601.05242, equations 4 to 6).
 
-    k runs over the parts of the reward. The penalties are one more part, of weight 1.
+    k runs over the reward's parts. Penalties are one more, of weight 1.
     """
     weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
@@ -128,7 +128,7 @@ def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> list[Array]:
 
 
 def _alike(values: Array) -> npt.NDArray[np.bool_]:
-    """Tell for each row whether its values are equal, [..., 1]."""
+    """Tell whether each row's values are equal, [..., 1]."""
     alike: npt.NDArray[np.bool_] = (values == values[..., :1]).all(axis=-1, keepdims=True)
     return alike
 
@@ -141,7 +141,7 @@ def _centred(values: Array) -> Array:
 
 
 def standardised(values: Array) -> Array:
-    """Subtract each row's mean and divide by its standard deviation; 0 where all are equal."""
+    """Subtract each row's mean and divide by its std; 0 where all are equal."""
     centred = _centred(values)
     if not centred.any():
         return centred

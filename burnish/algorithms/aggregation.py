@@ -1,7 +1,6 @@
 """Add token losses up with coefficients that are known before the loss.
 
-The policy, KL and entropy terms share them. Counts are the *global* batch's, so its cut into
-micro-batches does not change the total.
+Counts are the *global* batch's, so its cut does not change the total.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from burnish.tracking.stats import Mean
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aggregation:
-    """The part of a micro-batch's token losses in the step's loss."""
+    """A micro-batch's part in the step's loss."""
 
     coefficients: Tensor
     """[T] fp32, what each token's loss is multiplied by; 0 where the token is not trained on."""
@@ -33,12 +32,12 @@ class Aggregation:
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
 
     def mean_of(self, part: Tensor) -> Mean:
-        """Return a part as a mean that is the whole loss over the global batch."""
+        """Return a part as a mean whose global value is the whole loss."""
         return Mean(part.detach() * self.global_units, self.local_units)
 
 
 def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: int) -> Aggregation:
-    """Return the coefficients of a way of aggregating, with loss mask m_t and token losses ℓ_t.
+    """Return the coefficients, for loss mask m_t and token losses ℓ_t.
 
     - token_mean (DAPO, arXiv 2503.14476, equation 8): Σ_s Σ_t m_t ℓ_t / (loss tokens)
     - token_sum: Σ_s Σ_t m_t ℓ_t
@@ -80,7 +79,7 @@ def loss_lengths(micro: MicroBatch) -> Tensor:
 
 
 def sequence_means(values: Tensor, micro: MicroBatch) -> Tensor:
-    """Average `values` [T] over each sequence's loss tokens, [S]; 0 where it has none."""
+    """Average `values` [T] over each sequence's loss tokens, [S]; 0 without any."""
     masked = torch.where(micro.loss_mask, values, 0.0)
     sums = torch.segment_reduce(masked, "sum", offsets=micro.cu_seqlens, unsafe=True)
     return sums / loss_lengths(micro).clamp(min=1)

@@ -1,11 +1,8 @@
-"""What advantage functions and policy losses take and return, and how they are loaded.
+"""The interfaces of advantage functions and policy losses, and how they are loaded.
 
-An advantage function takes a step's `ScoredRollouts`. It returns one number per rollout, or one
-array per rollout with a number per token. It runs on the host in fp64.
-
-A policy loss takes the trained policy π's log-probs [T], the micro-batch and `algorithm`'s
-settings. It returns `TokenLosses`, or just the losses [T]. `MicroBatch.old_logprobs` are those of
-π_old; None means that π_old is π without gradient.
+An `Advantage` takes a step's `ScoredRollouts`, on the host in fp64. A `PolicyLoss` takes the
+trained policy π's log-probs. `MicroBatch.old_logprobs` are those of π_old; None means that π_old is
+π without gradient.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ class ScoredRollouts:
         return cls(totals, np.asarray(groups, dtype=np.int64), sizes, penalties, **more)
 
     def within_groups(self, formula: Callable[[Array], Array], values: Array) -> Array:
-        """Apply `formula` to the `values` [N] of each group by itself."""
+        """Apply `formula` to each group's `values`, of [N]."""
         result = np.zeros_like(values)
         for rows in self.members():
             for members in rows:
@@ -92,14 +89,14 @@ class ScoredRollouts:
         return result
 
     def in_rows(self, formula: Callable[[Array], Array], values: Array) -> Array:
-        """Apply `formula` to `values` [N] as rows [groups, size], once per size of groups."""
+        """Apply `formula` to `values` [N] as rows [groups, size], by size."""
         result = np.zeros_like(values)
         for rows in self.members():
             result[rows] = formula(values[rows])
         return result
 
     def members(self) -> list[npt.NDArray[np.int64]]:
-        """Return the groups' indices: for each size of groups, one [groups, size]."""
+        """Return the groups' indices, one [groups, size] for each size."""
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         order = np.argsort(group, kind="stable")
         size_of = sizes[group[order]]
@@ -198,7 +195,7 @@ class TokenLosses:
 
 
 PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tensor"]
-"""(log-probs [T] with gradient, micro-batch, settings) -> losses."""
+"""(log-probs [T] with gradient, micro-batch, `algorithm`'s settings) -> `TokenLosses`, or just the losses [T]."""
 
 
 def selects_tokens(config: AlgorithmConfig) -> bool:
@@ -207,10 +204,7 @@ def selects_tokens(config: AlgorithmConfig) -> bool:
 
 
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
-    """Return the loss that `algorithm.policy_loss` names.
-
-    Raises `UsageError` if it does not exist, or if a user's fails on a made-up micro-batch.
-    """
+    """Return the loss that `algorithm.policy_loss` names. Raises `UsageError` as `load_advantage` does."""
     name = config.policy_loss
     function: PolicyLoss = load_function(name, "algorithm.policy_loss", POLICY_LOSSES)
 

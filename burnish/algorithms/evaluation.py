@@ -1,4 +1,4 @@
-"""Score a model's answers to held-out prompts: mean@n, pass@k, maj@n."""
+"""Score answers to held-out prompts: mean@n, pass@k, maj@n."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def evaluation_stats(
 ) -> Stats:
     """Return `val/mean@n`, and with n > 1 `val/pass@n` and `val/maj@n`: means over prompts.
 
-    `scores[p][s]` and `answers[p][s]` belong to sample s of prompt p. A score of at least `solved` is
-    correct. Raises `ValueError` for prompts with different numbers of samples.
+    `scores` and `answers` are by prompt, then by sample. A score of at least `solved` is correct. Raises
+    `ValueError` for prompts with different numbers of samples.
     """
     sizes = {len(group) for group in scores}
     if not sizes:

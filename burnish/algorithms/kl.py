@@ -1,16 +1,11 @@
 """Estimate KL(π‖π_ref) from samples y ~ π (Schulman, http://joschu.net/blog/kl-approx.html).
 
-The reward uses the value, with d = log π(y) - log π_ref(y):
+With d = log π(y) - log π_ref(y), the reward uses the value, the loss the gradient (arXiv 2506.09477):
 
-- k1 = d: unbiased, of high variance
-- k2 = d²/2: biased, of low variance
-- k3 = e^(-d) - 1 + d: unbiased, of low variance
-
-The loss uses the gradient (arXiv 2506.09477):
-
-- k1: ∇log π, which is 0 on average. So k1 takes k2's gradient.
-- k2: d ∇log π, on average the gradient of KL(π‖π_ref).
-- k3: (1 - e^(-d)) ∇log π, on average that of KL(π_ref‖π), as in GRPO (arXiv 2402.03300, equation 4).
+- k1 = d: unbiased, of high variance. Its gradient is 0 on average, so it takes k2's.
+- k2 = d²/2: biased, of low variance. On average its gradient is that of KL(π‖π_ref).
+- k3 = e^(-d) - 1 + d: unbiased, of low variance. On average its gradient (1 - e^(-d)) ∇log π is that of KL(π_ref‖π),
+  as in GRPO (arXiv 2402.03300, equation 4).
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask
 def kl_penalty(
     estimator: KLEstimator, coef: float, logprobs: Floats, ref_logprobs: Floats
 ) -> Floats:
-    """Return the KL that each token's reward loses: `coef` times the estimate, [T] fp32."""
+    """Return `coef` times the estimate, which each token's reward loses, [T] fp32."""
     difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
     penalty: Floats = (coef * _estimate(estimator, difference)).numpy()
     return penalty

@@ -1,7 +1,7 @@
 """The loss functions that engines run on micro-batches.
 
-Each is pure and never waits for the device. It returns its part of the step's loss, and statistics
-that add up over micro-batches and ranks.
+Each is pure and never waits for the device. Losses and statistics add up over micro-batches and
+ranks.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Generator and engine use different kernels, and only the generator truncates (Ya
 Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
 π_old(y) is the engine's, at the sampling temperature, before any update of the step. μ(y) is
-`MicroBatch.sampled_logprobs`, after temperature and truncation, as importance sampling needs it.
-With truncation π_old/μ lies around the kept share of the distribution, not around 1.
+`MicroBatch.sampled_logprobs`, after temperature and truncation. With truncation π_old/μ lies around
+the kept share of the distribution, not around 1.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def mismatch_weights(
 ) -> tuple[Tensor, Stats]:
     """Return the factor [T] fp32 on each token's policy loss, without gradient, and its statistics.
 
-    With ρ_t = π_old(y_t)/μ(y_t) and a sequence's ρ = Π_t ρ_t, the factor is by `mismatch_level`
+    With ρ_t = π_old(y_t)/μ(y_t) and ρ = Π_t ρ_t, `mismatch_level` gives, with a cap,
 
     - token: min(ρ_t, `mismatch_cap`) (truncated importance sampling, Yao et al. 2025)
     - sequence: min(ρ, `mismatch_cap`) (verl's sequence TIS)
 
-    and 1 without a cap. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
+    and else 1. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
 
     - token: by ρ_t (IcePop, arXiv 2510.18855, equation 3)
-    - sequence: by ρ (masked importance sampling, MIS; Liu et al. 2025)
+    - sequence: by ρ (masked importance sampling; Liu et al. 2025)
     - geometric: by ρ^(1/|y|), which does not fall with the length
 
-    Statistics: `mismatch_ess`, the effective sample size as a share of the tokens; `mismatch_capped`
-    and `mismatch_rejected`, shares of tokens. Raises `BurnishError` without `sampled_logprobs`.
+    `mismatch_ess` is the effective sample size; it, `mismatch_capped` and `mismatch_rejected` are shares
+    of tokens. Raises `BurnishError` without `sampled_logprobs`.
     """
     ratios = _log_ratio(old_logprobs, micro)
     means = sequence_means(ratios, micro)

@@ -49,8 +49,7 @@ def gspo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
 
-    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t), so every token keeps a
-    gradient. The paper leaves the lower side open (`clip_low` ≥ 1).
+    ℓ_t = -sg[clip(r_t, 1 - `clip_low`, 1 + `clip_high`)] A_t log π(y_t), so every token keeps a gradient.
     """
     ratio = _bounded(log_ratio(logprobs, micro).detach()).exp()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -73,8 +72,7 @@ def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
     """Geometric-mean policy optimisation in a token form (GMPO, arXiv 2507.20673, equation 4).
 
     c_t = min(log r_t, `clip_high`) where A_t > 0, else max(log r_t, -`clip_low`): the clip range is of log-ratios.
-    s = exp(1/|y| Σ_t c_t), s_t = sg[s] · exp(c_t - sg[c_t]), ℓ_t = -s_t A_t. With aggregation sequence_mean and one
-    advantage per sequence, it equals the paper's.
+    s = exp(1/|y| Σ_t c_t), s_t = sg[s] · exp(c_t - sg[c_t]), ℓ_t = -s_t A_t. It equals the paper's where `gspo` does.
     """
     advantages = _advantages(micro)
     ratios = log_ratio(logprobs, micro)
@@ -146,7 +144,6 @@ def _clipped_surrogate(
 
 
 def _safe(logprobs: Tensor, micro: MicroBatch) -> Tensor:
-    """Return `logprobs` in fp32, 0 at masked tokens."""
     return torch.where(micro.loss_mask, logprobs.float(), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Compute the learning rate from the step alone, so there is no scheduler to save."""
+"""Compute the learning rate from the step alone: nothing to save."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     - cosine: m + (1 - m) (1 + cos πp) / 2
     - wsd (arXiv 2404.06395, section 4): 1, then over the last `decay_steps` steps linearly down to m
 
-    A wsd decay never begins before the warm-up ends. The others are as in transformers, but m does not
-    lift the warm-up's start.
+    As in transformers, except that m does not lift the warm-up's start.
     """
     warmup = config.warmup_steps
     if step < warmup:

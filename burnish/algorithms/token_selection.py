@@ -1,6 +1,6 @@
-"""Select tokens of a mini-batch to treat apart: those of high covariance or high entropy.
+"""Select tokens of high covariance or high entropy, to treat them apart.
 
-The host compares the whole mini-batch as before its updates, so the cut does not change the choice.
+All ranks' tokens of a mini-batch are compared, so the cut does not change the choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Chosen = npt.NDArray[np.bool_]
 def select_tokens(
     logprobs: _Array, entropies: _Array, advantages: _Array, config: AlgorithmConfig, seed: int
 ) -> _Chosen:
-    """Choose among the N trained tokens of a mini-batch; all arrays are [N], in a fixed order.
+    """Choose among N trained tokens, in a fixed order; all arrays are [N].
 
     With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and
     k = `cov_ratio` · N, at least 1:

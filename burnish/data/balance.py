@@ -1,8 +1,7 @@
 """Assign sequences to ranks and micro-batches: fewest rounds first, then equal cost.
 
-Each micro-batch is a round of collectives, as slow as its costliest rank. This is multiway number
-partitioning under a size limit. Exchanges between costly and cheaper bins improve a quick division.
-Integer arithmetic makes every rank compute the same.
+Each micro-batch is a round of collectives, as slow as its costliest rank. Integer arithmetic makes
+every rank compute the same.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def share_out(
 
     `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are evened out.
     Sequences with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first
-    and last, so a pipeline fills and empties quickly. A micro-batch is empty only if groups are too
-    few.
+    and last, so a pipeline fills and empties quickly.
 
     Raises `UsageError` for a cost that is not positive, or a sequence or group over the budget.
     """

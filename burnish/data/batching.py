@@ -1,7 +1,7 @@
 """Pack examples into this rank's micro-batches.
 
-All ranks know the outlines of all examples and compute the same assignment; each makes tensors of its own share.
-Token and sequence counts are global, so the cut does not change a loss.
+All ranks compute the same assignment from outlines. Token and sequence counts are global, so the
+cut does not change a loss.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ def make_batch(
     engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
     are on the CPU.
 
-    With `outlines` of all N, `examples` may be some, by number. `owners` [N] are the ranks that have them (-1: all);
-    they send the others what those train on: collective.
+    With `outlines` of all N, `examples` may be some, by number. Their `owners` [N] (-1: all ranks) send
+    the others what those train on: collective.
 
-    Raises `UsageError` for no examples and for one over the budget. Also for arrays of another
-    length than the tokens, and for advantages or log-probs on some examples only.
+    Raises `UsageError` for no examples, for one over the budget, and as `outlines_of` does.
     """
     given = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
     own = outlines_of(given)
@@ -94,7 +93,8 @@ def make_batch(
 def outlines_of(examples: Mapping[int, Example]) -> Outlines:
     """Return what other ranks know of examples, and the arrays that all of them have.
 
-    Raises `UsageError` for arrays of another length than the tokens, if a first token is trained on, and if only some have an array.
+    Raises `UsageError` for arrays of another length than the tokens, for arrays on some examples only,
+    and if a first token is trained on.
     """
     rows, known = [], dict[int, Mapping[str, tuple[int, ...]]]()
     for number, example in examples.items():
@@ -127,7 +127,7 @@ def _brought(
     shares: Shares,
     layout: Layout,
 ) -> dict[int, Any]:
-    """Return the examples of this rank's micro-batches, for which owners send their `examples`. Collective."""
+    """Return the examples of this rank's micro-batches, which owners send. Collective."""
     leaving: defaultdict[int, list[int]] = defaultdict(list)
     for number in examples:
         leaving[int(shares.ranks[number])].append(number)
@@ -156,7 +156,7 @@ def _packet(
 def _unpacked(
     lengths: Integers, numbers: list[int], joined: dict[str, Any]
 ) -> Iterator[tuple[int, Example]]:
-    """Yield the examples of a packet by their numbers."""
+    """Undo `_packet`: yield the examples by their numbers."""
     ends = np.cumsum(lengths[numbers])
     joined["token_ids"] = joined["token_ids"].astype(np.int64)
     joined["loss_mask"] = np.unpackbits(joined["loss_mask"], count=ends[-1]).astype(np.bool_)

@@ -1,4 +1,4 @@
-"""Scored rollouts in columns: what all ranks know of a rollout whose tokens and texts one rank has."""
+"""Scored rollouts in columns: what all ranks know of rollouts that one rank has whole."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     @classmethod
     def heard(cls, told: Sequence[Told], own: RolloutTable | None = None) -> RolloutTable:
-        """Return the groups that ranks 0, 1, ... have told; `own` is what this rank, one of them, told."""
+        """Return the groups that ranks 0, 1, ... have told; `own` is this rank's table."""
         columns, counts = _joined(told)
         owners = np.repeat(np.arange(len(told)), counts)
         held = np.full(len(owners), -1)
@@ -160,7 +160,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return replace(self, prompts=prompts, rows=rows, owners=owners, held=held)
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
-        """Return it with other rewards [N], and with those of greedy completions [N] if given."""
+        """Return it with other rewards [N], and greedy completions' [N] if given."""
         rows = self.rows.copy()
         rows["reward"] = rewards
         if greedy is not None:

@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts. Every rank generates and scores its share, and tells the others lengths and rewards.
+"""From prompts to scored rollouts. Every rank generates and scores its share.
 
 Which weights draw a step's batch follows from `rollout.ahead` alone, never from time.
 """
@@ -47,7 +47,7 @@ _POLL_SECONDS, _BEAT_SECONDS = 0.1, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """What it takes to turn prompts into scored rollouts on this rank."""
+    """Turns prompts into scored rollouts on this rank."""
 
     generator: Generator
     decode: Callable[[Sequence[int]], str]
@@ -81,9 +81,9 @@ class Collector:
     ) -> RolloutTable:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
-        Every rank has the tokens and texts of its own, and the numbers of all.
-        Prompt i is drawn with key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
-        if reward functions fail for all rollouts, round after round.
+        Every rank has its own tokens and texts, and the numbers of all. Prompt i is drawn with key
+        `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError` if
+        reward functions fail for all rollouts, round after round.
         """
         if self.generator.central and self.layout.world > 1:
             own: list[RolloutTable] = []
@@ -161,7 +161,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnBatch:
-    """The scored groups of a step, drawn and not yet trained on."""
+    """The scored groups of a step, not yet trained on."""
 
     step: int
     """The step that trains on it, 0-based."""
@@ -182,7 +182,7 @@ class DrawnBatch:
         return DrawnBatch(self.step, *whole)
 
     def told(self) -> tuple[int, Told, Told]:
-        """Return what all ranks are to know of it."""
+        """Return what all ranks know of it."""
         groups, left_out = (table.told() for table in self.tables)
         return self.step, groups, left_out
 
@@ -207,8 +207,7 @@ class GroupSampler:
     def sample(self, step: int) -> DrawnBatch:
         """Draw the batch of a step with the generator's current weights. Collective.
 
-        Dynamic sampling replaces groups of equal rewards by groups of the next prompts, in a bounded number of rounds. It compares
-        rewards before the penalty for length.
+        Dynamic sampling compares rewards before the penalty for length.
         """
         config, collect = self.config, self.collector.collect
         how = replace(
@@ -245,8 +244,8 @@ class GroupSampler:
 class RolloutQueue:
     """Draws each batch `rollout.ahead` steps before it is taken, and publishes. Collective.
 
-    So batch t is drawn with the weights after t - `ahead` steps, or with the first. With a central generator rank 0 draws in a
-    thread, which goes on while training does: until new weights are published, or with `rollout.in_flight` beyond that.
+    With a central generator a thread of rank 0 draws while training goes on: until new weights are
+    published, or with `rollout.in_flight` beyond that.
     """
 
     def __init__(
@@ -268,7 +267,7 @@ class RolloutQueue:
         self._waited = 0.0
 
     def publish(self, weights: Publication, version: int) -> None:
-        """Give the generator new weights, by default once it has drawn what the old ones are to draw."""
+        """Give the generator new weights, by default once the old ones have drawn their batches."""
         count = self._left
         if self._in_flight and self._drawing is not None:
             count = from_main(self._drawing.ready(), self._sampler.collector.layout)
@@ -300,14 +299,12 @@ class RolloutQueue:
 
     @property
     def _left(self) -> int:
-        """Batches that may be drawn and are not taken over."""
         return 0 if self._drawing is None else self._drawing.left
 
     def _take_over(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         """Wait for batches that rank 0 draws, and have them on all ranks. Collective.
 
-        `check` is called meanwhile. An exception that it raises gives up what is drawn: only before an update, because after it a
-        save needs these batches.
+        `check` is called meanwhile. It may raise only before an update: after it a save needs these batches.
         """
         drawing, collector, began = self._drawing, self._sampler.collector, time.monotonic()
         if drawing is None or count == 0:
@@ -339,7 +336,7 @@ class RolloutQueue:
         return tuple(self._pending)
 
     def partial(self) -> Mapping[SampleKey, Completion]:
-        """Return completions begun for batches after the pending ones (`rollout.in_flight`). For rank 0."""
+        """Return completions begun for later batches (`rollout.in_flight`). For rank 0."""
         generator = cast(Continuable, self._sampler.collector.generator)
         return {} if self._partial is None else self._partial.so_far(generator)
 
@@ -388,7 +385,7 @@ class RolloutQueue:
 
 
 class Drawing:
-    """Batches that a thread of rank 0 draws; other ranks only count them."""
+    """Batches that a thread of rank 0 draws; other ranks count them."""
 
     def __init__(
         self, sampler: GroupSampler, first: int, partial: PartialCompletions | None = None
@@ -417,7 +414,7 @@ class Drawing:
         self._last = max(self._last, last)
 
     def ready(self) -> int:
-        """Count the batches that rank 0 has drawn and nobody took over, errors left out."""
+        """Count the batches that are drawn and not taken over, without errors."""
         return max(0, self._drawn.qsize() - self._failed)
 
     def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, State]:
@@ -446,8 +443,6 @@ class Drawing:
 
 
 class _BeatingStopper(Stopper):
-    """Call two functions at each `check`."""
-
     def __init__(self, check: Callable[[], None], beat: Callable[[], None]) -> None:
         super().__init__()
         self._check, self._beat = check, beat
@@ -458,9 +453,9 @@ class _BeatingStopper(Stopper):
 
 
 def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
-    """Return what rank 0 makes, on all ranks; raise there what it raises. Collective.
+    """Return what rank 0 makes, or raise what it raises, on all ranks. Collective.
 
-    It may take longer than a collective may: `make` is given what it calls again and again meanwhile.
+    `make` calls its argument again and again, so that it may take longer than a collective.
     """
     told: tuple[T | None, int | None, BurnishError | None] | None = None
     last = time.monotonic()
@@ -491,9 +486,9 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
 
 
 def compared(groups: Groups, part: str | None, names: Sequence[str]) -> list[list[float]]:
-    """Return the numbers that dynamic sampling compares: the reward, or its part `algorithm.dynamic_sampling.part`.
+    """Return by group what dynamic sampling compares: the reward, or its `part`.
 
-    `names` are the parts of all rewards. Raises `UsageError` if this part is neither there nor in any completion.
+    Raises `UsageError` if this part is neither in `names` nor in any completion.
     """
     table = RolloutTable.of(groups)
     if part is None:

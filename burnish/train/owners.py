@@ -1,7 +1,4 @@
-"""Rollouts that one rank has, of which all others know the numbers (`burnish.records.rollout_table`).
-
-`burnish.data.batching` sends tokens to the ranks that train on them, and `arriving` texts to rank 0, which writes them.
-"""
+"""Rollouts that one rank has whole, of which all others know the numbers."""
 
 from __future__ import annotations
 
@@ -33,9 +30,10 @@ def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
 def arriving(
     table: RolloutTable, order: Sequence[int], whole: Container[int], layout: Layout
 ) -> Iterator[tuple[int, Rollout]]:
-    """Yield rollouts by number, in this order, on rank 0 with their texts, and those of `whole` with all. Collective.
+    """Yield rollouts by number, in this order. Collective.
 
-    They come in rounds of about a million tokens, so rank 0 never has all of them. All ranks must take all.
+    Rank 0 gets their texts, and those of `whole` entirely, in rounds of about a million tokens to spare
+    its memory. All ranks must take all.
     """
     if not (table.owners > 0).any():
         yield from ((number, table.rollout(number)) for number in order)

@@ -1,4 +1,4 @@
-"""From scored groups to the batches of a step's updates: KL penalties, values, advantages, mini-batches."""
+"""From scored groups to the batches of a step's updates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CRITIC = "burnish.algorithms.critic"
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What each completion token is trained towards: one fp32 array per rollout, groups end to end."""
+    """What each completion token is trained towards: one fp32 array per rollout."""
 
     advantages: list[Floats]
     """How much better it was than expected."""
@@ -54,21 +54,21 @@ class Credit:
 
     @property
     def stats(self) -> Stats:
-        """How good the critic was, as `critic/...`; nothing without one."""
+        """The critic's `critic/...`; nothing without one."""
         if self.values is None or self.returns is None:
             return Stats()
         stats: Stats = import_module(_CRITIC).value_stats(self.values, self.returns)
         return stats.prefixed(f"{CRITIC}/")
 
     def by_name(self) -> dict[str, list[Floats]]:
-        """The arrays by their names in an `Example`, those that there are."""
+        """The arrays that there are, by their names in an `Example`."""
         arrays = {"advantages": self.advantages, "returns": self.returns, "old_values": self.values}
         return {name: each for name, each in arrays.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """Turns the scored groups of a step into the batches of its updates."""
+    """Turns a step's groups into advantages and mini-batches."""
 
     engine: Engine
     reference: Forward | None
@@ -82,7 +82,7 @@ class PolicyUpdate:
     def assign_credit(self, groups: Groups, kl_coef: float | None = None) -> Credit:
         """Return every completion token's advantage, and a critic's targets. Collective.
 
-        `kl_coef` is the weight of KL in the reward where it adapts; else `algorithm.kl.coef`.
+        `kl_coef` replaces `algorithm.kl.coef` where it adapts.
         """
         table = RolloutTable.of(groups)
         kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
@@ -113,7 +113,7 @@ class PolicyUpdate:
         return Credit(found_advantages, logprobs=logprobs, kl=measured)
 
     def minibatches(self, groups: Groups, credit: Credit) -> list[Batch]:
-        """Return the batches of the step's updates, with groups divided evenly among them. Collective.
+        """Return the step's mini-batches, among which groups are divided evenly. Collective.
 
         Rollouts without a trained token, and mini-batches of nothing else, are left out.
         """
@@ -137,8 +137,8 @@ class PolicyUpdate:
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """Add the log-probs that the policy's updates are measured against. Collective.
 
-        A single update is measured against itself. Before several updates the policy's log-probs are computed here, and with
-        `algorithm.router_replay` recompute the experts of each token. With KL in the loss the reference's log-probs are added too.
+        A single update is measured against itself. Several need the policy's log-probs, and with
+        `algorithm.router_replay=recompute` its experts. KL in the loss needs the reference's log-probs.
         """
         algorithm, batches = self.config.algorithm, list(batches)
         kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
@@ -164,7 +164,7 @@ class PolicyUpdate:
         return batches
 
     def in_epochs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """Return the mini-batches by update; epochs after the first draw their order from (seed, step, epoch)."""
+        """Return the mini-batches by update; later epochs draw their order from (seed, step, epoch)."""
         ordered = list(batches)
         for epoch in range(1, self.config.batch.epochs):
             seed = derive_seed(self.config.seed, "mini-batches", step)
@@ -203,7 +203,7 @@ class PolicyUpdate:
         return replace(batch, microbatches=tuple(microbatches))
 
     def _example(self, rollout: Rollout, logprobs: bool) -> Example:
-        """Return a rollout's sequence, whose completion is trained on; with `logprobs` those that the generator gave."""
+        """Return a rollout's sequence; with `logprobs`, those of the generator too."""
         prompt, made = rollout.prompt.token_ids, rollout.completion
         kept = self.config.algorithm.old_logprobs == "rollout"
         name, values = ("old_", made.logprobs) if kept else ("sampled_", made.sampled_logprobs)
@@ -264,7 +264,7 @@ class PolicyUpdate:
     def _of_completions(
         self, table: RolloutTable, compute: Callable[[Batch], list[Floats]]
     ) -> list[Floats]:
-        """Return one row per completion token, by rollout, the same on every rank. Collective.
+        """Return one row per completion token, by rollout, on every rank. Collective.
 
         `compute` returns the rows of all tokens of this rank's micro-batches.
         """
@@ -316,7 +316,7 @@ def _part_weights(config: RewardConfig) -> dict[str, float]:
 
 
 def policy_stats(learned: Stats) -> Stats:
-    """Name the statistics of the policy's updates: `rollout/mismatch_...` for the generator's, `actor/...` for the rest."""
+    """Prefix `mismatch_...` of the generator with `rollout/`, all else with `actor/`."""
     names = {name: "rollout/" if name.startswith("mismatch_") else "actor/" for name in learned}
     return Stats({names[name] + name: metric for name, metric in learned.items()})
 
