@@ -128,7 +128,6 @@ def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> list[Array]:
 
 
 def _alike(values: Array) -> npt.NDArray[np.bool_]:
-    """Tell whether each row's values are equal, [..., 1]."""
     alike: npt.NDArray[np.bool_] = (values == values[..., :1]).all(axis=-1, keepdims=True)
     return alike
 

@@ -89,8 +89,8 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
 
         ℓ_t = ½ max( (V_t - R_t)²,  (clip(V_t, V_old,t - `clip`, V_old,t + `clip`) - R_t)² )
 
-    Without `clip` it is ½ (V_t - R_t)². Statistics: `vf_loss`, the loss; `vf_clipfrac`, the share of
-    clipped tokens. The loss raises `BurnishError` without returns, or without old values to clip.
+    Without `clip` it is ½ (V_t - R_t)². Statistics: `vf_loss`, and the share of clipped tokens as
+    `vf_clipfrac`. The loss raises `BurnishError` without returns, or without old values to clip.
     """
 
     def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:

@@ -28,8 +28,8 @@ def select_groups(
 ) -> Selection:
     """Keep the first `wanted` groups; with dynamic sampling, the first that have variance.
 
-    `groups` are the rewards of the step's groups so far. `refills` counts rounds of further generation.
-    After `max_refills` rounds the step has the groups there are, perhaps none.
+    `groups` are the rewards so far, `refills` the rounds of further generation. After `max_refills`
+    rounds the step has the groups there are, perhaps none.
     """
     if not config.enabled:
         return Selection(tuple(range(len(groups)))[:wanted], 0)
@@ -42,7 +42,7 @@ def overlong_penalty(length: int, max_response_length: int, config: OverlongConf
     """Return DAPO's soft overlong punishment, to be *added* to a reward (equation 13).
 
     With L = `max_response_length` and B = `config.buffer`, `length` tokens give (L - B - length) / B
-    within [-1, 0], times `config.penalty`. Without a buffer it is 0.
+    within [-1, 0], times `config.penalty`; 0 without a buffer.
     """
     if config.buffer == 0:
         return 0.0

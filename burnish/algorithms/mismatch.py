@@ -24,7 +24,7 @@ from burnish.tracking.stats import EffectiveShare, Max, Mean, Stats
 
 
 def mismatch_stats(old_logprobs: Tensor, micro: MicroBatch) -> Stats:
-    """Compare π_old's log-probs [T] with the generator's; empty without `sampled_logprobs`.
+    """Compare π_old's log-probs [T] with μ's; empty without `sampled_logprobs`.
 
     - `mismatch_kl`: mean of e^d - 1 - d, d = log π_old/μ, an estimate of KL(μ‖π_old); too low where μ is truncated
     - `mismatch_max`: the largest |d|

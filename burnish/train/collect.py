@@ -507,7 +507,6 @@ def compared(groups: Groups, part: str | None, names: Sequence[str]) -> list[lis
 
 
 def _shaped(table: RolloutTable, *, limit: int, overlong: OverlongConfig) -> RolloutTable:
-    """Add the penalty for length to rewards."""
     lengths, place = np.unique(table.lengths, return_inverse=True)
     penalties = [overlong_penalty(length, limit, overlong) for length in lengths.tolist()]
     return table.with_rewards(table.rewards + np.array(penalties, np.float64)[place])
