@@ -253,7 +253,7 @@ class BackgroundSaver:
         self._step, self._moved_at = step, time.monotonic()
 
     def finished(self, *, wait: bool) -> Finished | None:
-        """Return the save's outcome, once; None while it runs or without one."""
+        """See `Checkpoints.finished`."""
         if self._step is None:
             return None
         while True:

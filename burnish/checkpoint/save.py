@@ -357,10 +357,9 @@ class Saver:
         return self.layout.rank in self.disks.leaders
 
     def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
-        """Commit a step and remove those that retention drops. Collective.
+        """Commit a step and remove those that retention drops. Collective, errors included.
 
-        An error on any rank is raised on all and leaves earlier steps unchanged. Leaders call `fence` before the rename, which
-        an error stops. Raises `BurnishError` if the step exists or writing fails.
+        Leaders call `fence` before the rename, which an error stops. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):

@@ -156,7 +156,6 @@ def _packet(
 def _unpacked(
     lengths: Integers, numbers: list[int], joined: dict[str, Any]
 ) -> Iterator[tuple[int, Example]]:
-    """Undo `_packet`: yield the examples by their numbers."""
     ends = np.cumsum(lengths[numbers])
     joined["token_ids"] = joined["token_ids"].astype(np.int64)
     joined["loss_mask"] = np.unpackbits(joined["loss_mask"], count=ends[-1]).astype(np.bool_)
@@ -207,7 +206,6 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
 
 
 def _common(columns: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Mapping[str, tuple[int, ...]]:
-    """Return the arrays that all examples have, or raise if only some do."""
     first = next(iter(columns.values()), {})
     for index, each in columns.items():
         if odd := each.keys() ^ first.keys():

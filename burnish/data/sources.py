@@ -182,7 +182,6 @@ def _arrow_files(directory: Path) -> list[Path]:
 
 
 def _content(files: Sequence[Path], progress: Progress) -> str:
-    """Sync Arrow files, and return a digest."""
     digest = xxhash.xxh3_128()
     with progress.phase("reading", sum(file.stat().st_size for file in files) / _MEGA) as bar:
         for file in files:

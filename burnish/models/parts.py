@@ -47,7 +47,6 @@ def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Reg
 
 
 def _parts(region: Region, cut: Cut) -> Iterator[Region]:
-    """Yield the parts of one checkpoint tensor, one per span."""
     first, size = region.box.offsets[cut.dim], region.box.sizes[cut.dim]
     held = 0  # where the span begins in the cut parameter
     for span in cut.spans:

@@ -265,7 +265,6 @@ class ServedGenerator:
         sampling: Sampling,
         watch: Watch | None,
     ) -> dict[int, list[Completion]]:
-        """Ask all servers at the same time for their shares."""
         found: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()

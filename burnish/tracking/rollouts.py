@@ -103,7 +103,7 @@ def by_place(places: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def chosen(step: int, rewards: Sequence[float], order: Sequence[int]) -> set[int]:
-    """Return the indices of the rollouts that are kept longest: best, worst and random ones."""
+    """Return the indices of the rollouts that are kept longest."""
     ranked = sorted(order, key=lambda i: rank({"reward": rewards[i]}))
     others = ranked[EXTREMES:-EXTREMES]
     drawn = random.Random(step if rewards else 0).sample(others, min(RANDOMS, len(others)))

@@ -82,7 +82,7 @@ class Traces:
         advantages: Sequence[float] | None,
         kept: Collection[int],
     ) -> None:
-        """Trace a step's rollouts, without `advantages` a validation's: a share of all, and those of the indices `kept`."""
+        """Trace a step's rollouts, without `advantages` a validation's."""
         kind: files.Kind = "validation" if advantages is None else "step"
         wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*kept}
         traces = []

@@ -455,7 +455,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def json_number(value: float) -> float | str:
-    """Return `value` as JSON can hold it: itself if finite, else "NaN", "Infinity" or "-Infinity"."""
+    """Return `value` as JSON can hold it."""
     return value if math.isfinite(value) else json.dumps(value)
 
 

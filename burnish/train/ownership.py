@@ -1,6 +1,6 @@
 """Ownership of a run: its directory and its mirror belong to this run, or are refused unchanged.
 
-environment.json names the owner: `run` is the run's id, `start` that of one start.
+environment.json names the owner: `run` is the run's id for life, `start` that of one start.
 """
 
 from __future__ import annotations

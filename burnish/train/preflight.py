@@ -263,7 +263,6 @@ def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishErr
 
 
 def _importable(package: str) -> bool:
-    """Return whether a top-level module can be imported, without importing it."""
     try:
         found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except (ValueError, ImportError):

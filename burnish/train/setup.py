@@ -317,7 +317,7 @@ def make_loader(
     *,
     by_epoch: bool,
 ) -> Loader:
-    """Return what draws samples of `data.train`. `by_epoch`: one take never crosses an epoch's end."""
+    """Return what draws samples of `data.train`."""
     shuffle = data.shuffle
     if data.streaming:
         streamed: Loader = import_module("burnish.data.streaming").StreamLoader(
@@ -353,10 +353,7 @@ def example_dataset(
 def make_engine(
     foundation: Foundation, optim: OptimConfig | None, beside: Engine | None = None
 ) -> Engine:
-    """Make the configured engine without weights; frozen if `optim` is None.
-
-    It shares the process groups of `beside`.
-    """
+    """Make the configured engine without weights; see `burnish.engines.factory.make_engine`. Collective."""
     in_bf16 = foundation.config.engine.precision == "bf16"
     if beside is None and in_bf16 and not has_bf16_products(foundation.device):
         _log.warning(

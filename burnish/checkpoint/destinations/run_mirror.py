@@ -1,7 +1,7 @@
 """A run's mirror on one rank: resume from it, and sync it in a process beside each disk's leader.
 
 A failed sync is retried after the next save and at the end. After a hung write the process ends, so that the write cannot
-happen late. In environment.json, `run` is the run's id for life, `start` that of one start.
+happen late.
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ class MegatronEngine(ShardedEngine):
         device: torch.device,
         mesh: MegatronMesh | None = None,
     ) -> None:
-        """`mesh` is that of another engine at this layout; None makes one."""
         require_fitting(hf_config, config)
         layout = replace(
             layout,

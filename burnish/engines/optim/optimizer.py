@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards, and Muon for matrices of the layers."""
+"""The optimizer of this rank's shards."""
 
 from __future__ import annotations
 

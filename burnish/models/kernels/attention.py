@@ -153,7 +153,7 @@ class PackedLayout:
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """See `Attends.attend`. A token sees its own sequence up to itself."""
+        """See `Attends.attend`."""
         window = window if window and window < self.max_seqlen else None
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:

@@ -67,7 +67,7 @@ class Change:
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
 
-        A fused expert has its own rows of A [E r, in] and every E-th column of B [out, r E].
+        `burnish.models.lora.experts` says how those of fused experts lie.
         """
         rank = len(a) // self.experts
         own = a[self.expert * rank : (self.expert + 1) * rank]
@@ -258,7 +258,7 @@ def _saved_name(parameter: str) -> str:
 class FreshAdapter:
     """A `ShardSource` of initial values: A as PEFT draws it, B zero, so the model starts unchanged.
 
-    Each A follows from its name and the run's seed, so the number of ranks does not matter.
+    Each A follows from its name and the run's seed.
     """
 
     def __init__(self, seed: int) -> None:

@@ -44,7 +44,7 @@ class DrawingLogitProcessor(CustomLogitProcessor):
     def __call__(
         self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> Tensor:
-        """Draw a token for every row, given each row's request."""
+        """Draw a token for every row."""
         rows: dict[DrawSettings, list[int]] = {}
         numbers = []
         for row, given in enumerate(custom_param_list or ()):

@@ -235,7 +235,6 @@ class SglangGenerator(EngineGenerator):
         return int(ended)
 
     def _update(self, tensors: Sequence[tuple[str, Tensor]], **how: str) -> None:
-        """Hand tensors to every worker."""
         serialize = import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
         update = self._messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[serialize(tensors) for _ in range(self._tensor_parallel)],

@@ -290,7 +290,6 @@ class VllmGenerator(EngineGenerator):
             return self._call(function, *arguments)[0]
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in vLLM's workers."""
         return self._engine.collective_rpc(function, args=arguments)
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
