@@ -409,7 +409,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
             Rollout(task, n, completion(size), "", reward, {"exact_match": reward})
             for n, (size, reward) in enumerate(zip(row, rng.random(SAMPLES).tolist(), strict=True))
         ]
-        told = None, RolloutTable.of([group]).told(), {"generate": 1.5, "score": 0.5}
+        told = None, RolloutTable.of([group]).encoded(), {"generate": 1.5, "score": 0.5}
         messages.append(pickle.dumps(told))
     config, seconds = RunConfig.model_validate(CONFIG), dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
@@ -429,7 +429,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
 
     table = clock(
         "hearing of all",
-        lambda: RolloutTable.heard([pickle.loads(message)[1] for message in messages]),  # noqa: S301 - our own
+        lambda: RolloutTable.gathered([pickle.loads(message)[1] for message in messages]),  # noqa: S301 - our own
     )
     credit = clock("advantages", lambda: update.assign_credit(table))
     lengths, shares = clock("dividing", divided)

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.save import Assets, Contents, Saved, Saver, check_new
-from burnish.checkpoint.subprocess import Companion, accompany, told
+from burnish.checkpoint.subprocess import Companion, accompany, as_burnish_error
 from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.environment import place_of
@@ -167,7 +167,7 @@ def _answer(
             return saver.save(job.step, contents, fence)
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
         do = "correct what it names; the next save tries again"
-        return told(error, f"step {job.step} could not be saved", do)
+        return as_burnish_error(error, f"step {job.step} could not be saved", do)
 
 
 @contextmanager

@@ -114,8 +114,8 @@ class Companion:
         return None
 
 
-def told(error: Exception, what: str, do: str) -> BurnishError:
-    """Return an error of slow work for the training process."""
+def as_burnish_error(error: Exception, what: str, do: str) -> BurnishError:
+    """Return an error that the training process can raise."""
     if isinstance(error, BurnishError):
         return error
     have = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

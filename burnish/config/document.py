@@ -52,7 +52,7 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True."""
+        """Write a value out in full wherever it occurs."""
         return True
 
     def serialize(self, node: yaml.Node) -> None:

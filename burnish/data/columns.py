@@ -14,7 +14,7 @@ from burnish.errors import UsageError
 if TYPE_CHECKING:
     from burnish.data.sources import Rows
 
-Kind = Literal["chat", "pair", "text"]
+ExampleKind = Literal["chat", "pair", "text"]
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ def files_here(path: str) -> list[Path]:
     return [each for name in glob.glob(str(plain), recursive=True) if (each := Path(name)).exists()]
 
 
-def example_format(data: DataConfig, rows: Rows) -> tuple[Kind, tuple[str, ...]]:
+def example_format(data: DataConfig, rows: Rows) -> tuple[ExampleKind, tuple[str, ...]]:
     """Choose how to read examples, and from which columns: by settings, else by the usual names.
 
     The first present counts. Raises `MissingError`.
@@ -69,12 +69,12 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[Kind, tuple[str, ...]]
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     completion = "output" if prompt == INSTRUCTION_COLUMN else "completion"
     messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
-    formats: dict[Kind, dict[str, str]] = {
+    formats: dict[ExampleKind, dict[str, str]] = {
         "chat": {"messages": messages},
         "pair": {"prompt": prompt, "completion": data.completion_column or completion},
         "text": {"text": data.text_column or "text"},
     }
-    named: dict[Kind, str | None] = {
+    named: dict[ExampleKind, str | None] = {
         "pair": data.prompt_column or data.completion_column,
         "chat": data.messages_column,
         "text": data.text_column,

@@ -88,7 +88,7 @@ class ShardedEngine(ABC):
         routers, experts, chosen = self._router_sizes()
         if routers == 0:
             raise IncompatibleError(
-                "the experts of a model were asked for, which has no known routers",
+                "experts were asked of a model without known routers",
                 want="a mixture of experts",
                 do="set algorithm.router_replay=none",
             )

@@ -14,7 +14,7 @@ from burnish.records.samples import Completion, Prompt, Rollout, StopReason, dig
 
 Groups = Sequence[Sequence[Rollout]]
 """Rollouts by prompt: a `RolloutTable`, or lists."""
-Told = tuple[bytes, bytes, bytes, Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]
+EncodedTable = tuple[bytes, bytes, bytes, Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]
 """A table as it travels, without owners and objects."""
 Column = npt.NDArray[Any]
 
@@ -35,7 +35,7 @@ _ROLLOUT = np.dtype(
 _MOST_TOKENS = 1 << 40
 
 
-class Kind(NamedTuple):
+class RolloutKind(NamedTuple):
     """What many rollouts have alike, noted once."""
 
     stop_reason: StopReason | None
@@ -74,7 +74,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     """Parts of all rewards, end to end, fp64."""
     prompt_kinds: Sequence[tuple[bool, str]]
     """Whether a prompt is a chat, and its source."""
-    kinds: Sequence[Kind]
+    kinds: Sequence[RolloutKind]
     owners: Column
     """[N] the rank that has each; -1: all have it."""
     held: Column
@@ -89,7 +89,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
                 return groups
             return replace(groups, owners=np.full_like(groups.owners, owner))
         objects = [each for group in groups for each in group]
-        prompt_kinds, kinds = dict[tuple[bool, str], int](), dict[Kind, int]()
+        prompt_kinds, kinds = dict[tuple[bool, str], int](), dict[RolloutKind, int]()
         prompts, rows, parts = [], [], list[float]()
         for place, group in enumerate(groups):
             prompt = group[0].prompt
@@ -98,7 +98,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             digest = prompt.digest or digest_of(prompt.token_ids)
             prompts.append((prompt.index, len(prompt.token_ids), digest, number, len(group)))
             for each in group:
-                number = kinds.setdefault(Kind.of(each), len(kinds))
+                number = kinds.setdefault(RolloutKind.of(each), len(kinds))
                 greedy = nan if each.greedy_reward is None else each.greedy_reward
                 length = len(each.completion.token_ids)
                 rows.append((place, each.sample, length, number, len(parts), each.reward, greedy))
@@ -116,10 +116,12 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         )
 
     @classmethod
-    def heard(cls, told: Sequence[Told], own: RolloutTable | None = None) -> RolloutTable:
-        """Return the groups that ranks 0, 1, ... have told; `own` is this rank's table."""
-        columns, counts = _joined(told)
-        owners = np.repeat(np.arange(len(told)), counts)
+    def gathered(
+        cls, tables: Sequence[EncodedTable], own: RolloutTable | None = None
+    ) -> RolloutTable:
+        """Join the tables of ranks 0, 1, ...; `own` is this rank's."""
+        columns, counts = _joined(tables)
+        owners = np.repeat(np.arange(len(tables)), counts)
         held = np.full(len(owners), -1)
         if own is not None:
             held[np.isin(owners, own.owners)] = own.held
@@ -128,7 +130,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     @classmethod
     def joined(cls, tables: Sequence[RolloutTable]) -> RolloutTable:
         """Return tables one after the other."""
-        columns, counts = _joined([each.told() for each in tables])
+        columns, counts = _joined([each.encoded() for each in tables])
         starts = np.cumsum([0, *(len(each.objects) for each in tables)])[:-1]
         held = np.concatenate([each.held for each in tables])
         return cls(
@@ -138,7 +140,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             [one for each in tables for one in each.objects],
         )
 
-    def told(self) -> Told:
+    def encoded(self) -> EncodedTable:
         """Return it without owners and objects."""
         return (
             self.prompts.tobytes(),
@@ -225,7 +227,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         kinds = [self.kinds[number] for number in self.rows["kind"][np.sort(first)]]
         return list(dict.fromkeys(name for kind in kinds for name in kind.parts))
 
-    def by_kind(self, value: Callable[[Kind], int]) -> Column:
+    def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
         """[N] int64, what `value` returns of each rollout's kind."""
         values = np.array([value(each) for each in self.kinds], np.int64)
         found: Column = values[self.rows["kind"]]
@@ -256,9 +258,9 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return [numbers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
-    def rollouts(self) -> Sequence[Rollout]:
-        """The rollouts, made as they are asked for."""
-        return _Rollouts(self)
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts as objects."""
+        return [self.rollout(number) for number in range(len(self.rows))]
 
     def rollout(self, number: int) -> Rollout:
         """Return a rollout. Another rank's has tokens -1 and log-probs NaN, without memory."""
@@ -309,34 +311,14 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return [self.rollout(each) for each in range(end - int(self.sizes[number]), end)]
 
 
-class _Rollouts(Sequence[Rollout]):
-    def __init__(self, table: RolloutTable) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table.owners)
-
-    @overload
-    def __getitem__(self, index: int) -> Rollout: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Rollout]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        found = range(len(self))[index]
-        return (
-            self._table.rollout(found)
-            if isinstance(found, int)
-            else [self._table.rollout(number) for number in found]
-        )
-
-
 def _ids(count: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.int64(-1), _MOST_TOKENS)[:count]
 
 
-def _joined(told: Sequence[Told]) -> tuple[tuple[Any, Any, Any, Any, Any], list[int]]:
+def _joined(tables: Sequence[EncodedTable]) -> tuple[tuple[Any, Any, Any, Any, Any], list[int]]:
     """Return the columns of tables end to end, and the number of rollouts of each."""
     dtypes = (_PROMPT, _ROLLOUT, np.dtype(np.float64))
-    *data, prompt_kinds, kinds = zip(*told, strict=True) if told else [()] * 5
+    *data, prompt_kinds, kinds = zip(*tables, strict=True) if tables else [()] * 5
     prompts, rows, parts = (
         np.frombuffer(bytearray().join(each), dtype)
         for each, dtype in zip(data, dtypes, strict=True)
@@ -348,7 +330,7 @@ def _joined(told: Sequence[Told]) -> tuple[tuple[Any, Any, Any, Any, Any], list[
     for name, before in (("group", asked), ("place", sizes)):
         rows[name] += np.repeat(np.cumsum([0, *before])[:-1], counts).astype(np.int32)
     of_prompts = _merge(prompts["kind"], prompt_kinds, asked)
-    of_rollouts = [Kind(*each) for each in _merge(rows["kind"], kinds, counts)]
+    of_rollouts = [RolloutKind(*each) for each in _merge(rows["kind"], kinds, counts)]
     return (prompts, rows, parts, of_prompts, of_rollouts), counts
 
 

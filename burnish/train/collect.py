@@ -28,7 +28,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
-from burnish.records.rollout_table import Groups, RolloutTable, Told
+from burnish.records.rollout_table import EncodedTable, Groups, RolloutTable
 from burnish.rewards.overview import Complaints, rollout_stats
 from burnish.rollout.base import Continuable, Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
@@ -88,13 +88,13 @@ class Collector:
         if self.generator.central and self.layout.world > 1:
             own: list[RolloutTable] = []
 
-            def made(beat: Callable[[], None]) -> Told:
+            def made(beat: Callable[[], None]) -> EncodedTable:
                 main = replace(self.on_main, stopper=_BeatingStopper(self.stopper.check, beat))
                 own.append(main.collect(prompts, first_key, samples, sampling))
-                return own[0].told()
+                return own[0].encoded()
 
-            told = _from_main(made, self.layout)
-            return self.judge(own[0] if own else RolloutTable.heard([told]))
+            encoded = _from_main(made, self.layout)
+            return self.judge(own[0] if own else RolloutTable.gathered([encoded]))
         shared = share_evenly(
             np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
         )
@@ -113,11 +113,11 @@ class Collector:
             stopped = request.signal_number
         took = {"generate": generated - began, "score": time.monotonic() - generated}
         mine_alone = RolloutTable.of(groups, self.layout.rank)
-        shares = gather_objects((stopped, mine_alone.told(), took), self.layout)
+        shares = gather_objects((stopped, mine_alone.encoded(), took), self.layout)
         for signal_number, _, _ in shares:
             if signal_number is not None:
                 raise StopRequested(signal_number)
-        everything = RolloutTable.heard([told for _, told, _ in shares], mine_alone)
+        everything = RolloutTable.gathered([table for _, table, _ in shares], mine_alone)
         numbers = np.array([number for theirs in shared for number in theirs], np.int64)
         table = everything.take(np.argsort(numbers))
         self.complaints.hear(table)
@@ -181,18 +181,20 @@ class DrawnBatch:
         whole = ([[next(rollouts) for _ in range(n)] for n in table.sizes] for table in tables)
         return DrawnBatch(self.step, *whole)
 
-    def told(self) -> tuple[int, Told, Told]:
+    def encoded(self) -> tuple[int, EncodedTable, EncodedTable]:
         """Return what all ranks know of it."""
-        groups, left_out = (table.told() for table in self.tables)
+        groups, left_out = (table.encoded() for table in self.tables)
         return self.step, groups, left_out
 
     @classmethod
-    def from_main(cls, mine: DrawnBatch | None, told: tuple[int, Told, Told]) -> DrawnBatch:
-        """Return rank 0's batch: there `mine`, elsewhere what it told."""
-        step, *both = told
+    def from_main(
+        cls, mine: DrawnBatch | None, encoded: tuple[int, EncodedTable, EncodedTable]
+    ) -> DrawnBatch:
+        """Return rank 0's batch: there `mine`, elsewhere as it was `encoded`."""
+        step, *both = encoded
         if mine is not None:
             return cls(step, *(RolloutTable.of(table, 0) for table in mine.tables))
-        return cls(step, *(RolloutTable.heard([table]) for table in both))
+        return cls(step, *(RolloutTable.gathered([table]) for table in both))
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,13 +318,13 @@ class RolloutQueue:
             meanwhile = _BeatingStopper(check, beat).check
             drawn = [drawing.next(meanwhile) for _ in range(count)]
             mine.extend(batch for batch, _ in drawn)
-            return [(batch.told(), state) for batch, state in drawn]
+            return [(batch.encoded(), state) for batch, state in drawn]
 
         drawn = _from_main(taken, collector.layout)
         drawing.left -= count
         self._waited += time.monotonic() - began
-        for number, (told, self._sampler.loader.state) in enumerate(drawn):
-            batch = DrawnBatch.from_main(mine[number] if mine else None, told)
+        for number, (encoded, self._sampler.loader.state) in enumerate(drawn):
+            batch = DrawnBatch.from_main(mine[number] if mine else None, encoded)
             self._pending.append(DrawnBatch(batch.step, *map(collector.judge, batch.tables)))
 
     def idle(self) -> None:

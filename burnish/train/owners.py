@@ -21,7 +21,7 @@ _ROUND_TOKENS = 1 << 20
 
 def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
     """Return the rollouts, all of them whole on rank 0. Collective."""
-    found, everything = list(table.rollouts), range(len(table.rows))
+    found, everything = table.rollouts, range(len(table.rows))
     for number, rollout in arriving(table, everything, everything, layout):
         found[number] = rollout
     return found

@@ -1,6 +1,7 @@
 """Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
 
-A step generates completions for each prompt, scores them, updates critic and policy, and publishes the weights. Left out: turns.
+A step generates completions for each prompt, scores them, turns rewards into advantages, updates critic and policy, and publishes
+the weights. Left out: turns.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class Run:
                     if by_token is not None:
                         arrays = by_token["advantages"]
                         advantages = [float(a.mean()) if len(a) else 0.0 for a in arrays]
-                    told = (step, list(table.rollouts), advantages, by_token, come, whole)
+                    told = (step, table.rollouts, advantages, by_token, come, whole)
                     self._observers.rollouts_scored(*told)
             finally:
                 for _ in come:  # on all ranks, whatever was raised
@@ -402,7 +402,7 @@ class Run:
         with agree(self._layout):
             if self._layout.is_main:
                 pending, partial = read_ahead(step, files)
-        told = from_main([batch.told() for batch in pending], self._layout)
+        told = from_main([batch.encoded() for batch in pending], self._layout)
         pending = [
             DrawnBatch.from_main(pending[i] if self._layout.is_main else None, told[i])
             for i in range(len(told))

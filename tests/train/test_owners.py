@@ -59,7 +59,7 @@ def groups_of(count: int, samples: int = SAMPLES) -> Groups:
 def divided(groups: Groups, layout: Layout) -> RolloutTable:
     """What a rank knows of groups that ranks made in turns."""
     tables = [RolloutTable.of(groups[rank :: layout.world], rank) for rank in range(layout.world)]
-    heard = RolloutTable.heard([table.told() for table in tables], tables[layout.rank])
+    heard = RolloutTable.gathered([table.encoded() for table in tables], tables[layout.rank])
     numbers = [n for rank in range(layout.world) for n in range(rank, len(groups), layout.world)]
     return heard.take(np.argsort(numbers))
 
@@ -212,7 +212,7 @@ def test_numbers_of_others_are_those_of_their_rollouts() -> None:
     groups[3][1] = replace(groups[3][1], reward_error="a: slow", reward_parts={})
     shares = [groups[:2], [], groups[2:4], groups[4:]]
     tables = [RolloutTable.of(some, rank) for rank, some in enumerate(shares)]
-    table = RolloutTable.heard([each.told() for each in tables], tables[2])
+    table = RolloutTable.gathered([each.encoded() for each in tables], tables[2])
     for mine, theirs in zip(table, groups, strict=True):
         assert [*map(named, mine)] == [*map(named, theirs)]
     assert table.owners.tolist() == [0] * 8 + [2] * 7 + [3] * 4

@@ -49,7 +49,7 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
-from burnish.checkpoint.subprocess import accompany, told
+from burnish.checkpoint.subprocess import accompany, as_burnish_error
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
@@ -188,7 +188,7 @@ def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
         return Synced(tuple(sync.run(meter, pause)), None)
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
         do = "correct what it names; the next save, or the same command again, goes on from there"
-        return Synced((), told(error, f"{remote} could not be brought in line", do))
+        return Synced((), as_burnish_error(error, f"{remote} could not be brought in line", do))
 
 
 class Sync:

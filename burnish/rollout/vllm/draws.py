@@ -79,7 +79,7 @@ class DrawingProcessor(LogitsProcessor):
         self._keys = torch.zeros(0, dtype=torch.int64)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False."""
+        """Return False: it changes the largest logit."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

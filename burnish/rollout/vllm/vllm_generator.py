@@ -62,7 +62,7 @@ class VllmGenerator(EngineGenerator):
     """Sample with vLLM what the built-in generator samples; a `Continuable`.
 
     A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once.
-    `experts` allows to record those of tokens. `lora` is an adapter beside the model.
+    With `experts` it can record those of tokens. `lora` is an adapter beside the model.
     """
 
     def __init__(  # noqa: PLR0913
