@@ -237,3 +237,6 @@ def test_numbers_of_others_are_those_of_their_rollouts() -> None:
     greedy = turned.with_rewards(turned.rewards + 1, turned.rewards)
     assert [each.reward - 1 for each in greedy.rollouts] == pytest.approx(turned.rewards)
     assert [each.greedy_reward for each in greedy.rollouts] == turned.rewards.tolist()
+    everyone = RolloutTable.of(groups)
+    assert set(everyone.owners.tolist()) == {-1}
+    assert set(RolloutTable.of(everyone, 0).owners.tolist()) == {0}
