@@ -146,9 +146,11 @@ def run_command(
             model, step = training.newest_model(run_dir, config.model)
             config = config.model_copy(update={"model": model})
 
+        root = run_dir or config.directory
+
         def measure(layout: Layout, device: torch.device) -> dict[str, float]:
-            _, local = local_inputs(config, device, layout, trains=False)
-            measured: dict[str, float] = training.evaluate(local, step, layout, device)
+            inputs = local_inputs(config, device, layout, trains=False)
+            measured: dict[str, float] = training.evaluate(*inputs, step, root, layout, device)
             return measured
 
         return launch(measure, config.distributed)

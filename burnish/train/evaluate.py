@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +23,28 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import Committed, check_small_files
+from burnish.config.document import dump_yaml
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
+from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import StoppedError
-from burnish.records.rollout_table import RolloutTable
+from burnish.records.rollout_table import Groups, RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rollouts import by_place, chosen, texts_of_tokens, write_rollouts
+from burnish.tracking.rundir import TRAINER, RunDirectory, environment, write_atomically
 from burnish.tracking.stats import Mean, Stats
+from burnish.tracking.trackers import JsonlTracker
 from burnish.train.collect import Collector, Judge, sampling
 from burnish.train.intact import Intact
+from burnish.train.owners import arriving
 from burnish.train.pins import newest_step
 from burnish.train.reward_models import load_judge
 from burnish.train.run import Validation
@@ -159,42 +166,92 @@ def example_validation(
 
 
 def evaluate(
-    config: RunConfig, step: Committed | None, layout: Layout, device: torch.device
+    config: RunConfig,
+    local: RunConfig,
+    step: Committed | None,
+    root: Path,
+    layout: Layout,
+    device: torch.device,
 ) -> dict[str, float]:
     """Validate a model, with the weights of `step` if given. Collective.
 
-    With reward functions the held-out data are prompts, else examples.
+    With reward functions the held-out data are prompts, else examples. Completions are kept below `root`.
     """
     with catch_signals(layout) as stopper:
         try:
-            progress = Progress(config.tracking.progress and layout.is_main)
-            if config.rollout.engine == "openai":
-                tokenizer = model_tokenizer(config.model)
-                return _measured(
-                    TextFoundation(config, tokenizer, layout, device), stopper, progress
-                )
-            foundation = lay_foundation(config, layout, device)
-            Intact(layout, progress).require(*foundation.places(fresh=step is None))
-            if step is not None:
-                same_on_all_ranks(str(step.path), "the step to evaluate", layout)
-                require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
-                foundation = replace(foundation, source=CheckpointSource(step, layout))
-                if layout.is_main:
-                    log.info("evaluating %s", step.path)
-            return _measured(foundation, stopper, progress)
+            progress = Progress(local.tracking.progress and layout.is_main)
+            foundation: TextFoundation
+            if local.rollout.engine == "openai":
+                tokenizer = model_tokenizer(local.model)
+                foundation = TextFoundation(local, tokenizer, layout, device)
+            else:
+                foundation = _loaded(lay_foundation(local, layout, device), step, progress)
+            measured, groups = _measured(foundation, stopper, progress)
+            if groups is not None and local.tracking.rollouts_every:
+                number = 0 if step is None else step.step
+                _keep(root, dump_yaml(config), foundation, number, measured, groups)
+            return measured
         except StopRequested as request:
             raise StoppedError(
                 f"{request}; nothing was written", signal_number=request.signal_number
             ) from None
 
 
-def _measured(foundation: TextFoundation, stopper: Stopper, progress: Progress) -> dict[str, float]:
+def _loaded(foundation: Foundation, step: Committed | None, progress: Progress) -> Foundation:
+    layout = foundation.layout
+    Intact(layout, progress).require(*foundation.places(fresh=step is None))
+    if step is None:
+        return foundation
+    same_on_all_ranks(str(step.path), "the step to evaluate", layout)
+    require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
+    if layout.is_main:
+        log.info("evaluating %s", step.path)
+    return replace(foundation, source=CheckpointSource(step, layout))
+
+
+def _keep(
+    root: Path,
+    config: str,
+    foundation: TextFoundation,
+    step: int,
+    measured: Mapping[str, float],
+    groups: Groups,
+) -> None:
+    """Write `evaluations/N` below `root`, like a run. Collective."""
+    layout, table = foundation.layout, RolloutTable.of(groups)
+    order = by_place(table.places)
+    come = arriving(table, order, chosen(step, table.rewards.tolist(), order), layout)
+    texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
+    with agree(layout):
+        try:
+            if layout.is_main:
+                places = (root / "evaluations" / str(number) for number in count(1))
+                kept = RunDirectory(next(place for place in places if not place.exists()))
+                given = texts if foundation.config.tracking.rollout_tokens else None
+                write_rollouts(kept.rollouts, step, table.rollouts, None, given, arriving=come)
+                write_atomically(kept.config, config)
+                with closing(JsonlTracker(kept.metrics)) as metrics:
+                    metrics.log(step, measured)
+                kept.write_status(step, "finished")
+                found = environment(device_name(foundation.device), layout.world)
+                kept.write_environment({TRAINER: "eval", **found})
+                log.info("the completions are in %s", kept.rollouts)
+        except OSError as error:  # somebody else's run, or a full disk
+            log.warning("the completions are not kept: %s", error)
+        finally:
+            for _ in come:  # on all ranks, whatever was raised
+                pass
+
+
+def _measured(
+    foundation: TextFoundation, stopper: Stopper, progress: Progress
+) -> tuple[dict[str, float], Groups | None]:
     config = foundation.config
     paths, setting = config.data.validation, "data.validation"
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.reward.given:
             engine = load_frozen(foundation)
-            return example_validation(foundation, engine, stopper.check_all, progress)()[0]
+            return example_validation(foundation, engine, stopper.check_all, progress)()
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
             pool.require_answer(held_out[0], held_out.first_row)
@@ -207,7 +264,7 @@ def _measured(foundation: TextFoundation, stopper: Stopper, progress: Progress) 
             with closing(collector.generator) as generator:
                 if model is not None:
                     generator.load_weights(model.published(), version=0)
-                measured = prompt_validation(foundation, collector, held_out)()[0]
+                measured = prompt_validation(foundation, collector, held_out)()
             with agree(foundation.layout):
                 collector.complaints.require_answer()
             return measured

@@ -377,11 +377,12 @@ def test_each_command_starts_its_trainer(
     assert [given[:3] for given in started[:3]] == [
         ("sft.train", config, config),
         ("rl.train", config, config),
-        ("evaluate.evaluate", config, None),
+        ("evaluate.evaluate", config, config),
     ]
-    (_, evaluated, *given) = started[3]
+    assert started[2][3:5] == (None, config.directory)
+    (_, evaluated, _, *given) = started[3]
     assert isinstance(evaluated, RunConfig)
-    assert (evaluated.model, given[0]) == (model, step)
+    assert (evaluated.model, *given[:2]) == (model, step, directory)
 
 
 @pytest.mark.parametrize("directory", ["file", "file/run", "loop/run", "/dev/null/x"])

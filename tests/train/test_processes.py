@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from same_runs import RL, assert_same
-from training_files import done, metrics, ranks
+from training_files import done, metrics, ranks, rollouts
 
 from burnish.checkpoint.steps import committed
 
@@ -74,6 +74,15 @@ def test_two_processes_evaluate_what_one_trained(work):
     assert [each.wait() for each in started] == [0, 0], "".join(each.output for each in started)
     (said,) = re.findall(r"^val/loss +(\S+)", started[0].output, re.MULTILINE)
     assert float(said) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+    run = done(work, *RL, "name=answered_by_two", "steps=2", "evaluation.every=2")
+    for command in (started := ranks(work, ["eval", str(run)], 2)):
+        assert command.wait() == 0, "".join(each.output for each in started)
+    rows = rollouts(run / "evaluations" / "1", 2, "validation")
+    alike = ("completion", "reward", "answer", "prompt", "sample")
+    trained = rollouts(run, 2, "validation")
+    assert [[row[name] for name in alike] for row in rows] == [
+        [row[name] for name in alike] for row in trained
+    ]
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
+from contextlib import closing
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from burnish.tracking.stats import Stats
 from burnish.tracking.traces import read_traces
 from burnish.tracking.trackers import read_metrics
 from burnish.train.run import Run
+from burnish.view.answers import Answers, Query
 
 
 def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
@@ -251,6 +253,14 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
         worth = sum(row["reward"] for row in rows) / len(rows)
         assert worth == pytest.approx(metrics(run)[-1]["val/reward"])
         assert {row["advantage"] for row in rows} == {None}
+        kept = run / "evaluations" / "1"
+        assert [{**row, "weights_version": 3} for row in rollouts(kept, 3, "validation")] == rows
+        (row,) = metrics(kept)
+        assert row["val/mean@1"] == pytest.approx(metrics(run)[-1]["val/mean@1"])
+        query = Query.of({"run": ["evaluations/1"]})
+        with closing(Answers(run)) as page:
+            assert page.rollouts(query)["total"] == len(rows)
+            assert [each["kind"] for each in page.runs(query)["runs"]] == ["eval", "rl"]
 
 
 def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
