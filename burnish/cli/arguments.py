@@ -105,7 +105,7 @@ _COMMANDS = {
         "Serve a web page that shows runs and rollouts, also while they grow. It changes no run.",
     ),
     "serve": (
-        "serve:serve_run",
+        "run:serve_run",
         "CONFIG key=value --port --host",
         "Generate completions for a run with rollout.place=servers, until ctrl-C. Start this command once for each server, on "
         "any machine that sees the run's directory.",
@@ -197,6 +197,17 @@ def _place(text: str) -> PurePath:
     from burnish.cli.ckpt import place
 
     return place(text)
+
+
+def _processes(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UsageError(
+        "--processes is not a number of processes",
+        have=text,
+        want="1 or more",
+        do="correct it, or leave it out",
+    )
 
 
 def _argument(help_: str, **how: Any) -> dict[str, Any]:
@@ -296,13 +307,17 @@ _OPTIONS = {
     ),
     "--processes": _argument(
         "start this many processes, and start the run again when one dies; default: one process, or with --ray one per GPU",
-        type=int,
+        type=_processes,
     ),
-    "check --processes": _argument("start this many processes on this machine's CPU", type=int),
-    "doctor --processes": _argument("check from this many processes on this machine", type=int),
+    "check --processes": _argument(
+        "start this many processes on this machine's CPU", type=_processes
+    ),
+    "doctor --processes": _argument(
+        "check from this many processes on this machine", type=_processes
+    ),
     "view --port": _argument("port to listen on; default: 7007; 0: any free port", type=int),
     "plan --devices": _argument("such as 64xH100-80G or 2xCPU-24G; default: this machine's"),
-    "submit --processes": _argument("number of processes; default: one per GPU", type=int),
+    "submit --processes": _argument("number of processes; default: one per GPU", type=_processes),
     "gc --dry-run": _flag("print what would be removed, and stop"),
     "--ray": _argument(
         "start the processes on a Ray cluster: HOST:PORT, or auto for this machine's cluster",

@@ -1,4 +1,4 @@
-"""`burnish sft`, `rl` and `eval`: run what `burnish.api` runs, or with `--dry-run` say what it would do."""
+"""`burnish sft`, `rl`, `eval`, `submit` and `serve`: run what `burnish.api` runs, or with `--dry-run` say what it would do."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from burnish.cli.plan import devices_of, fit
 from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
+from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, UsageError, install, refusing, table
 from burnish.launch.elastic import has_layout, planner_of
 from burnish.launch.local import LocalLauncher
@@ -93,8 +94,6 @@ def supervise(given: Namespace) -> None:
             "torchrun has started this process, so it cannot start the run's processes",
             do="leave out torchrun, or --processes and --ray",
         )
-    if world is not None and world < 1:
-        raise UsageError("--processes is not a number of processes", have=world, want="1 or more")
     config = load_config(given.config, given.overrides).config
     argv = [command, *filter(None, [given.config]), *given.overrides]
     rollout = config.rollout
@@ -127,6 +126,20 @@ def submit(given: Namespace) -> None:
     argv = [given.kind, *filter(None, [given.config]), *given.overrides, "--ray", "auto"]
     argv += [] if given.processes is None else ["--processes", str(given.processes)]
     raise SystemExit(jobs.submit(given.address, argv))
+
+
+def serve_run(given: Namespace) -> None:
+    """Generate completions for the run that a configuration names until ctrl-C."""
+    config = load_config(given.config, given.overrides).config
+    check(config, "rl", None)
+    from burnish.distributed.device import pick_device
+    from burnish.train.localize import local_inputs
+    from burnish.train.serve import serve
+    from burnish.train.setup import lay_foundation
+
+    device = pick_device(local_rank=0)
+    _, local = local_inputs(config, device, trains=False)
+    serve(lay_foundation(local, Layout(), device), given.host, given.port or 0)
 
 
 def _started(arguments: Sequence[str], world: int) -> str:

@@ -48,6 +48,7 @@ Constraint = tuple[str, str, str]
 """When the first holds, the second must hold; the third says why.
 
 Both are `SETTING`, which holds if the setting (or one of a section) is not its default, or `SETTING=VALUE|VALUE`.
+An empty second never holds.
 """
 _NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
 _UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
@@ -97,6 +98,10 @@ _OF_TRAINING: Sequence[Constraint] = (
     ("optim.decay_steps", "optim.schedule=wsd", ""),
     ("optim.min_lr_ratio", "optim.schedule=linear|cosine|wsd", "a constant rate does not decay"),
 )
+_OF_SFT: Sequence[Constraint] = (
+    ("data.curriculum=measured", "", "examples have no rewards; a column of numbers has an order"),
+    ("engine.park", "", "nothing is generated; engine.optimizer_offload saves memory here"),
+)
 _OF_SAMPLING: Sequence[Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
     ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it wants a process of its own"),
@@ -115,6 +120,12 @@ _OF_ENDPOINTS: Sequence[Constraint] = (
     ("rollout.model", "rollout.engine=openai", ""),
 )
 _OF_RL: Sequence[Constraint] = (
+    (
+        "rollout.engine=openai",
+        "",
+        "the weights of an endpoint cannot be set; burnish eval uses one",
+    ),
+    ("rollout.temperature=0.0", "", "all would be the same; evaluation.temperature may be 0"),
     ("rollout.n=1", _UNGROUPED, "others compare the completions of a prompt, and would all be 0"),
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one has no variance"),
     ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
@@ -160,7 +171,8 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
     else:
         problems += _of_training(config, config.critic.warmup_steps if command == "rl" else 0)
     if command == "sft":
-        problems += _of_sft(config, shares)
+        problems += _broken(config, _OF_SFT)
+        problems += _of_examples(config, shares)
     if command == "rl":
         problems += _of_rl(config, shares)
     files = "data.validation" if command == "eval" else "data.train"
@@ -192,9 +204,18 @@ def _refuse(problems: Sequence[BurnishError], subject: str) -> None:
 
 def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[BurnishError]:
     for when, requires, why in constraints:
-        if not _holds(config, when) or _holds(config, requires):
+        if not _holds(config, when) or (requires and _holds(config, requires)):
             continue
         settings, (needed, values) = _given(config, when), _parts(requires)
+        if not needed:
+            name, _ = _parts(when)
+            yield UsageError(
+                f"{name} cannot be as it is: {why}",
+                have=_have(config, name),
+                want=f"another value of {name}",
+                do=f"change {name}",
+            )
+            continue
         some, wanted = " and ".join(settings), " or ".join(values)
         first = f"set {needed}={values[0]}" if values else f"set {needed}"
         last = "change" if _parts(when)[1] else "remove"
@@ -430,35 +451,9 @@ def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
         )
 
 
-def _of_sft(config: RunConfig, shares: int) -> Iterator[BurnishError]:
-    yield from _of_examples(config, shares)
-    if config.data.curriculum == "measured":
-        yield UsageError(
-            "data.curriculum measured is for reinforcement learning: examples have no rewards",
-            have="data.curriculum: measured",
-            want="a column of numbers",
-            do="name a column in data.curriculum, or remove it",
-        )
-    if config.engine.park:
-        yield UsageError(
-            "engine.park is for reinforcement learning: nothing is generated here",
-            have="engine.park: true",
-            want="false",
-            do="remove engine.park; engine.optimizer_offload and engine.activation_offload save memory here",
-        )
-
-
 def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
-    yield from _broken(config, _OF_RL)
-    yield from _broken(config, _OF_SAMPLING)
+    yield from _broken(config, (*_OF_RL, *_OF_SAMPLING))
     yield from _of_completions(config, shares)
-    if config.rollout.engine == "openai":
-        yield UsageError(
-            "rollout.engine openai is for burnish eval: the weights of an endpoint cannot be set",
-            have="rollout.engine: openai",
-            want="builtin",
-            do="set rollout.engine=builtin",
-        )
     if not config.reward.given:
         yield UsageError(
             "there is no reward to learn from",
@@ -472,13 +467,6 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
             have=_have(config, "algorithm.overlong.buffer", "rollout.max_response_length"),
             want=f"at most {config.rollout.max_response_length}",
             do="lower algorithm.overlong.buffer",
-        )
-    if config.rollout.temperature == 0:
-        yield UsageError(
-            "rollout.temperature 0 always takes the same completion, so there is nothing to compare",
-            have="rollout.temperature: 0",
-            want="more than 0",
-            do="set rollout.temperature=1.0; evaluation.temperature may be 0",
         )
     part, names = config.algorithm.dynamic_sampling.part, config.reward.part_names
     if part is not None and part not in names and part.rpartition("/")[0] not in names:

@@ -89,11 +89,6 @@ def require_divisible(sizes: ModelSizes, engine: EngineConfig) -> None:
         raise problem
 
 
-def is_divisible(sizes: ModelSizes, engine: EngineConfig) -> bool:
-    """Return whether the settings can divide the model."""
-    return next(indivisible(sizes, engine), None) is None
-
-
 def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     """Yield an error for every setting that cannot divide a model. Unknown sizes, 0, are not checked."""
     divided = _by_megatron if engine.kind == "megatron" else _by_torch

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 from burnish.config.constraints import check_layout, divisors
 from burnish.config.remedies import remedies
 from burnish.config.schema import EngineConfig, RunConfig
-from burnish.distributed.layout import is_divisible, require_divisible
-from burnish.errors import BurnishError, UsageError
+from burnish.distributed.layout import indivisible
+from burnish.errors import BurnishError, UsageError, bytes_text
 from burnish.families import ModelShape, names_of
 from burnish.plan.devices import PER_MACHINE, Clock, Devices
 from burnish.plan.memory import MegatronNeeds, Needs, Parts, phases_of, total_of
@@ -140,7 +140,8 @@ class Planner:
         config, engine = self._config, self._config.engine
         try:
             check_layout(config, self._command, self._devices.count)
-            self._require_divisible()
+            for problem in self._indivisible(engine):
+                raise problem
         except BurnishError as error:
             return None, error
         plan = next(self._plans(engine, [engine.activation_checkpointing]))
@@ -149,7 +150,7 @@ class Planner:
     def refusal(self, plan: Plan) -> UsageError:
         """Return the error of a plan that does not fit, with remedies."""
         parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
-        most = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts[:4])
+        most = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:4])
         settings = self._config.model_copy(update={"engine": plan.engine})
         # Only a smaller model makes the generator smaller, so that comes last unless nothing else can help.
         usable = self._devices.usable
@@ -159,8 +160,8 @@ class Planner:
         helpful = remedies(settings, self._command, plan.fullest, names, on_cpu=on_cpu)
         return UsageError(
             f"this run does not fit on {plan.devices}",
-            have=f"{gigabytes(plan.need)} GB in {plan.fullest} ({most})",
-            want=f"at most {gigabytes(plan.devices.usable)} GB on each device",
+            have=f"{bytes_text(plan.need)} in {plan.fullest} ({most})",
+            want=f"at most {bytes_text(plan.devices.usable)} on each device",
             do=f"try {', or '.join(helpful[:3])}",
         )
 
@@ -175,33 +176,29 @@ class Planner:
             plans, key=lambda p: (not p.fits, p.step_seconds if p.fits else p.need, p.need)
         )
 
-    def _require_divisible(self) -> None:
-        engine, shape = self._config.engine, self.model.shape
-        if engine.kind == "torch" and engine.tensor_parallel > 1 and not shape.family.cuts_heads:
-            raise UsageError(
-                "the torch engine does not divide the matrices of this family",
-                have=f"engine.tensor_parallel: {engine.tensor_parallel}",
-                want="1",
-                do="set engine.tensor_parallel=1",
-            )
-        require_divisible(shape, engine)
-        for judge in self._judges:
-            require_divisible(judge.shape, _without_experts(engine))
+    def _indivisible(self, engine: EngineConfig) -> Iterator[UsageError]:
+        """Yield an error for every setting that cannot divide the policy or a reward model."""
+        plain = engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
+        beside = [(judge.shape, plain) for judge in self._judges]
+        for shape, settings in ((self.model.shape, engine), *beside):
+            tensor = 1 if engine.kind == "megatron" else engine.tensor_parallel
+            if tensor > 1 and not shape.family.cuts_heads:
+                yield UsageError(
+                    "the torch engine does not divide the matrices of this family",
+                    have=f"engine.tensor_parallel: {tensor}",
+                    want="1",
+                    do="set engine.tensor_parallel=1",
+                )
+            yield from indivisible(shape, settings)
 
     def _divides(self, engine: EngineConfig) -> bool:
-        config, shapes = self._config, [judge.shape for judge in self._judges]
-        known = all(shape.family.cuts_heads for shape in (self.model.shape, *shapes))
-        if engine.kind == "torch" and engine.tensor_parallel > 1 and not known:
-            return False
+        config = self._config
         if self._devices.count // engine.sharing > self.work.sequences // self.work.updates:
             return False
         longest = config.longest_completed if self.work.slots else config.data.max_length or 0
         if longest > config.batch.tokens_per_device * engine.sequence_parallel:
             return False
-        beside = _without_experts(engine)
-        return is_divisible(self.model.shape, engine) and all(
-            is_divisible(shape, beside) for shape in shapes
-        )
+        return next(self._indivisible(engine), None) is None
 
     def _machine(self) -> Iterator[EngineConfig]:
         """Ways to share a micro-batch within a machine."""
@@ -226,7 +223,7 @@ class Planner:
             engine = given.model_copy(update=single)
             rest = self._devices.count // engine.sharing
             within = {1, engine.tensor_parallel} if experts else {1}
-            if not is_divisible(self.model.shape, engine):
+            if next(self._indivisible(engine), None) is not None:
                 continue
             for stages, virtual in product(divisors(rest), _VIRTUAL_STAGES):
                 if stages == 1 < virtual or stages * virtual > self.model.shape.depth:
@@ -277,16 +274,7 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
             groups.setdefault((plan.fullest, max(parts, key=parts.__getitem__)), []).append(plan)
     lines = []
     for (phase, part), some in sorted(groups.items(), key=lambda item: -len(item[1])):
-        least, most = (gigabytes(extreme(p.need for p in some)) for extreme in (min, max))
+        least, most = (bytes_text(extreme(p.need for p in some)) for extreme in (min, max))
         span = least if len(some) == 1 else f"{least} to {most}"
-        lines.append(f"{len(some)} need {span} GB in {phase}, most of it {part}")
+        lines.append(f"{len(some)} need {span} in {phase}, most of it {part}")
     return lines
-
-
-def gigabytes(size: float) -> str:
-    """Format bytes as GB with at least three digits."""
-    return f"{size / 1e9:.3g}" if size < 999.5e9 else f"{size / 1e9:,.0f}"
-
-
-def _without_experts(engine: EngineConfig) -> EngineConfig:
-    return engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})

@@ -9,7 +9,7 @@ from burnish.config.load import load_config
 from burnish.config.schema import LoraConfig, RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
-from burnish.plan.layouts import Planner, gigabytes, why_not
+from burnish.plan.layouts import Planner, why_not
 from burnish.plan.model import PlannedModel
 
 SFT = {
@@ -375,11 +375,3 @@ def test_experts_are_not_cut_finer_than_grouped_products_take(width, most):
     }  # fmt: skip
     plans = planner(SFT | {"model": {"fresh": fresh, "tokenizer": "t"}}).all_plans()
     assert max(plan.engine.tensor_parallel for plan in plans) == most
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(37.46e9, "37.5"), (999.4e9, "999"), (999.6e9, "1,000"), (2.0789e12, "2,079")],
-)
-def test_amounts_of_memory_are_plain_numbers(size, text):
-    assert gigabytes(size) == text
