@@ -5,6 +5,7 @@ runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
   profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
+  evaluations/1/{config.yaml,metrics.jsonl,rollouts/,...}
 ```
 """
 
@@ -38,7 +39,7 @@ STATUS, STEPS, STATE = "status.json", "steps", "state"
 
 
 class RunDirectory:
-    """The paths of one run under `root` (`runs/NAME`). Constructing it touches no file."""
+    """The paths of one run under `root` (`runs/NAME`).."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

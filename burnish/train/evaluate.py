@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +224,7 @@ def _keep(
     with agree(layout):
         try:
             if layout.is_main:
-                places = (root / "evaluations" / str(number) for number in count(1))
-                kept = RunDirectory(next(place for place in places if not place.exists()))
+                kept = RunDirectory(_next_directory(root / "evaluations"))
                 given = texts if foundation.config.tracking.rollout_tokens else None
                 write_rollouts(kept.rollouts, step, table.rollouts, None, given, arriving=come)
                 write_atomically(kept.config, config)
@@ -241,6 +239,16 @@ def _keep(
         finally:
             for _ in come:  # on all ranks, whatever was raised
                 pass
+
+
+def _next_directory(parent: Path) -> Path:
+    """Make a numbered directory that no other process has."""
+    number = 0
+    while True:
+        number += 1
+        with suppress(FileExistsError):
+            (parent / str(number)).mkdir(parents=True)
+            return parent / str(number)
 
 
 def _measured(

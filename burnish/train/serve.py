@@ -65,7 +65,7 @@ log = logging.getLogger("burnish")
 
 
 def served_generator(foundation: Foundation) -> ServedGenerator:
-    """Return the generator that `rollout.place` names: processes beside the ranks, or servers. Collective.
+    """Return the generator that `rollout.place` names. Collective.
 
     Raises `UsageError` for too few servers, and `BurnishError` if a process does not start.
     """

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -23,6 +24,7 @@ from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.stats import Stats
 from burnish.tracking.traces import read_traces
 from burnish.tracking.trackers import read_metrics
+from burnish.train.evaluate import _next_directory
 from burnish.train.run import Run
 from burnish.view.answers import Answers, Query
 
@@ -261,6 +263,12 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
         with closing(Answers(run)) as page:
             assert page.rollouts(query)["total"] == len(rows)
             assert [each["kind"] for each in page.runs(query)["runs"]] == ["eval", "rl"]
+
+
+def test_evaluations_at_the_same_moment_have_directories_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        places = list(pool.map(_next_directory, [tmp_path / "evaluations"] * 40))
+    assert {int(place.name) for place in places} == {*range(1, 41)}
 
 
 def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
