@@ -9,6 +9,7 @@ It ends when its standard input is closed, which the end of the test run does.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -45,12 +46,23 @@ PRELOAD = (
     "peft",
     "pytest",
     "transformers.models.qwen3.modeling_qwen3",
+    "burnish.algorithms.advantages",
+    "burnish.algorithms.policy_loss",
+    "burnish.check.proof",
     "burnish.checkpoint.destinations.run_mirror",
     "burnish.checkpoint.subprocess",
     "burnish.cli.main",
     "burnish.cli.run",
+    "burnish.data.kept_lengths",
+    "burnish.distributed.stall",
     "burnish.engines.megatron.megatron_engine",
+    "burnish.models.lora.adapter",
     "burnish.models.lora.experts",
+    "burnish.rollout.builtin.shared_cache",
+    "burnish.tracking.traces",
+    "burnish.train.guard",
+    "burnish.train.localize",
+    "burnish.train.model_card",
     "burnish.train.rl",
     "burnish.train.sft",
     "burnish.train.evaluate",
@@ -150,6 +162,7 @@ class Server:
         gc.collect()
         gc.freeze()  # a collection in a fork would copy every page that it looks at
         gc.enable()
+        _gather_pages()
         with selectors.DefaultSelector() as self._selector:
             self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
             self._selector.register(self._listening, selectors.EVENT_READ, self._fork)
@@ -229,11 +242,30 @@ def _compute_what_all_need() -> None:
 
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from burnish.check import proof
+    from burnish.config.keys import known_keys
     from burnish.view import report
 
+    known_keys()  # the schema, in words
+    proof._own_code()  # reads the library's files, once
     get_checkpoint_conversion_mapping("qwen3")  # compiles 600 regular expressions, once
     codecs.lookup("idna")  # which every name of a host asks for
     report._page()  # reads it, once
+
+
+def _gather_pages() -> None:
+    """Let Linux keep what was imported in huge pages, of which a fork copies and frees 512 times fewer."""
+    if sys.platform != "linux":
+        return
+    collapse, size = 25, 2 << 20  # MADV_COLLAPSE, of Linux 6.1; one before refuses it
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, *_, inode = line.split()[:5]
+        if rights == "rw-p" and inode == "0":
+            first, end = (int(each, 16) for each in addresses.split("-"))
+            for start in range(-(-first // size) * size, end - size + 1, size):
+                madvise(start, size, collapse)  # fails where nothing is
 
 
 class Forked:

@@ -276,5 +276,5 @@ class FreshSource:
             if value is not None
         ]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(self._seed, "init", module_name))
+            torch.default_generator.manual_seed(derive_seed(self._seed, "init", module_name))
             return initialized(module_name, module, owner, keys)
