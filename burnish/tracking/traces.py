@@ -227,13 +227,14 @@ def read_traces(path: Path) -> Iterator[Attributes]:
         yield from found
 
 
-def spans_of(path: Path, prompt_index: int, sample: int) -> list[Attributes]:
+def spans_of(path: Path, row: files.Row) -> list[Attributes]:
     """Return a rollout's spans, the root first, in seconds from its begin; none if it has no trace. Raises `CorruptError`."""
+    # A step may ask a prompt of a small data set twice.
+    place = {name: row.get(name) for name in ("prompt_index", "sample", "reward", "advantage")}
     for trace in read_traces(path):
         with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
             root = trace["spans"][0]
-            place = [root["attributes"].get(f"burnish.{n}") for n in ("prompt_index", "sample")]
-            if place == [prompt_index, sample]:
+            if place == {name: root["attributes"].get(f"burnish.{name}") for name in place}:
                 return [_shown(each, root["startTimeUnixNano"]) for each in trace["spans"]]
     return []
 

@@ -167,7 +167,7 @@ class Answers:
         path = self._within(rollouts_path(run.traces, row["step"], kind))
         trace: Answer | None = None
         try:
-            if spans := spans_of(path, row["prompt_index"], row.get("sample", 0)):
+            if spans := spans_of(path, {"sample": 0, **row}):
                 trace = {"spans": spans}
         except FileNotFoundError:
             pass

@@ -284,11 +284,12 @@ def test_the_trace_of_a_rollout(tmp_path: Path) -> None:
         RewardCall("late", None, "TimeoutError: <b>", 102.0, 5.0),
     )
     rollouts = [made_rollout(5, 0), made_rollout(5, 1, error="late", calls=calls)]
-    write_rollouts(run.rollouts, 9, rollouts, [0.0, 0.0])
+    rollouts += [made_rollout(5, 0, reward=0.0)]  # the prompt again
+    write_rollouts(run.rollouts, 9, rollouts, [0.0] * 3)
     with viewer(tmp_path) as found:
-        first, second = found.get("rollouts", run="a", from_step=9)["rows"]
+        first, again, second = found.get("rollouts", run="a", from_step=9)["rows"]
         assert found.get("rollout", run="a", id=second["id"])["trace"] is None
-        Traces(run, TracesConfig(), 10**9, 0).take(9, rollouts, [0.0, 0.0], [0, 1])
+        Traces(run, TracesConfig(), 10**9, 0).take(9, rollouts, [0.0] * 3, [0, 1, 2])
         told = found.get("rollout", run="a", id=second["id"])["trace"]
         spans = {
             span["name"]: (span["start"], span["seconds"], span["depth"], span["error"])
@@ -303,6 +304,8 @@ def test_the_trace_of_a_rollout(tmp_path: Path) -> None:
         assert told["spans"][0]["attributes"]["burnish.sample"] == 1
         other = found.get("rollout", run="a", id=first["id"])["trace"]["spans"]
         assert other[0]["attributes"]["burnish.sample"] == 0
+        other = found.get("rollout", run="a", id=again["id"])
+        assert other["trace"]["spans"][0]["attributes"]["burnish.reward"] == other["reward"] == 0
         rollouts_path(run.traces, 9).write_bytes(b"no gzip")
         assert found.get("rollout", run="a", id=second["id"])["trace"]["problem"]
 
