@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -22,24 +22,25 @@ _MARK = "####"
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
     """Return 1 if the completion, stripped, is the ground truth or one of its list. Raises `ValueError` without one."""
     said = solution_str.strip()
-    wanted = [str(_known(one)).strip() for one in _as_list(ground_truth)]
+    wanted = [text.strip() for text in _texts(ground_truth)]
     if ignore_case:
         return float(said.casefold() in {one.casefold() for one in wanted})
     return float(said in wanted)
 
 
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
-    r"""Return 1 if the completion's last number is the ground truth's, at most `tolerance` apart.
+    r"""Return 1 if the completion's last number is a ground truth's, at most `tolerance` apart.
 
     Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the text. It may have a sign, thousands'
     commas, a decimal point or an exponent, or be a fraction `3/4` or `\frac{3}{4}`. Compares exactly. Raises `ValueError` for a
     ground truth without a number.
     """
-    wanted = last_number(_final_part(str(_known(ground_truth)))[0])
-    if wanted is None:
+    wanted = [last_number(_final_part(text)[0]) for text in _texts(ground_truth)]
+    numbers = [number for number in wanted if number is not None]
+    if len(numbers) < len(wanted):
         raise ValueError(f"the ground truth {ground_truth!r} holds no number")
     said = last_number(_final_part(solution_str)[0])
-    return float(said is not None and abs(said - wanted) <= Fraction(tolerance))
+    return float(said is not None and any(abs(said - n) <= Fraction(tolerance) for n in numbers))
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
@@ -114,11 +115,10 @@ def _last_boxed(text: str) -> str | None:
     return None  # cut off before it was closed
 
 
-def _as_list(ground_truth: Any) -> list[Any]:
-    return list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
-
-
-def _known(ground_truth: Any) -> Any:
-    if ground_truth is None:
-        raise ValueError("the prompt has no ground truth")
-    return ground_truth
+def _texts(ground_truth: Any) -> list[str]:
+    texts = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not texts or any(one is None or isinstance(one, Mapping) for one in texts):
+        raise ValueError(
+            f"the ground truth is {ground_truth!r}, no text or number; data.answer_column names its column"
+        )
+    return [str(one) for one in texts]

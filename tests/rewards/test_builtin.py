@@ -94,6 +94,9 @@ def test_long_texts_come_to_an_end(text: str) -> None:
         (r"\boxed{4", "4", 1),  # cut off: the last number of the text
         (r"\boxed{2^{10} = 1024} and 5", "1024", 1),
         ("1,000", "1000", 1),
+        ("it is 4", ["4", "5.0"], 1),
+        ("it is 5", [4, 5.0], 1),
+        ("it is 6", ["4", "5"], 0),
     ],
 )
 def test_numeric(completion: str, truth: object, want: float) -> None:
@@ -105,7 +108,7 @@ def test_numeric_tolerance() -> None:
     assert numeric("3.1", "3.14159", tolerance=0.01) == 0
 
 
-@pytest.mark.parametrize("truth", [None, "many"])
+@pytest.mark.parametrize("truth", [None, "many", [], ["4", "many"], {"value": 4}])
 def test_numeric_needs_a_number_to_compare_with(truth: object) -> None:
     with pytest.raises(ValueError, match="ground truth"):
         numeric("4", truth)
@@ -119,8 +122,9 @@ def test_exact_match() -> None:
     assert exact_match("b", ["a", "b"]) == 1
     assert exact_match("Paris", "paris") == 0
     assert exact_match("Paris", "paris", ignore_case=True) == 1
-    with pytest.raises(ValueError, match="ground truth"):
-        exact_match("4", None)
+    for truth in (None, [], [None], {"value": 4}):
+        with pytest.raises(ValueError, match=r"data\.answer_column"):
+            exact_match("4", truth)
 
 
 def test_regex() -> None:
