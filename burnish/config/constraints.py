@@ -125,7 +125,7 @@ _OF_RL: Sequence[Constraint] = (
         "",
         "the weights of an endpoint cannot be set; burnish eval uses one",
     ),
-    ("rollout.temperature=0.0", "", "all would be the same; evaluation.temperature may be 0"),
+    ("rollout.temperature=0.0", "", "all completions would be the same"),
     ("rollout.n=1", _UNGROUPED, "others compare the completions of a prompt, and would all be 0"),
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one has no variance"),
     ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
@@ -209,11 +209,12 @@ def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[Bu
         settings, (needed, values) = _given(config, when), _parts(requires)
         if not needed:
             name, _ = _parts(when)
+            default = _text(_default(config, name))
             yield UsageError(
-                f"{name} cannot be as it is: {why}",
+                f"{name} cannot be {_text(_value(config, name))} here: {why}",
                 have=_have(config, name),
-                want=f"another value of {name}",
-                do=f"change {name}",
+                want=f"another value, such as {default}",
+                do=f"set {name}={default}",
             )
             continue
         some, wanted = " and ".join(settings), " or ".join(values)
@@ -248,9 +249,13 @@ def _given(config: RunConfig, condition: str) -> list[str]:
     value = _value(config, name)
     if isinstance(value, Section):
         return [f"{name}.{field}" for field in value.model_dump(exclude_defaults=True)]
+    return [name] if values or value != _default(config, name) else []
+
+
+def _default(config: RunConfig, name: str) -> Any:
     above, _, last = name.rpartition(".")
     section = _value(config, above) if above else config
-    return [name] if values or value != section.__class__.model_fields[last].default else []
+    return section.__class__.model_fields[last].default
 
 
 def _value(config: RunConfig, name: str) -> Any:

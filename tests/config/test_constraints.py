@@ -201,7 +201,7 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
     ),
     ("rl", ["rollout.max_response_length=8192"], ["8193"]),
     ("rl", ["algorithm.overlong.buffer=257"], ["257", "256"]),
-    ("rl", ["rollout.temperature=0"], ["rollout.temperature: 0", "evaluation.temperature"]),
+    ("rl", ["rollout.temperature=0"], ["rollout.temperature: 0", "rollout.temperature=1.0"]),
     (
         "rl",
         ["rollout.temperature=0.7", "algorithm.old_logprobs=rollout"],
