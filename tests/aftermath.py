@@ -9,8 +9,7 @@ from checkpoints_for_tests import fill_and_compare, make_state
 
 from burnish.checkpoint.manager import Checkpoints, Load
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 

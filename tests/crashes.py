@@ -35,9 +35,8 @@ from power_loss import EXPORT_BYTES, finite_weights
 from ranks import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.steps import open_step, verify
 from burnish.checkpoint.tools.export import StepModel, export
-from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine
@@ -303,7 +302,7 @@ def _export(layout, step, target, moment="", fault=""):
         storage = FaultStorage(moment, fault, target.parent, totals=totals)
         signals = catch_signals()
     with signals:
-        model = StepModel(open_step(Path(step), LocalStorage()), storage=storage)
+        model = StepModel(replace(open_step(Path(step)), source=storage))
         export(model, target, torch.float32, EXPORT_BYTES, storage)
     return _content(target)
 

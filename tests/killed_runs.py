@@ -10,8 +10,7 @@ from pathlib import Path
 
 from training_files import done, ranks
 
-from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, verify
 
 AHEAD = [
     *("rl", "rl.yaml", "rollout.ahead=2", "algorithm.mismatch_cap=2", "algorithm.advantage=gae"),

@@ -22,8 +22,7 @@ from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote, RetryPolicy

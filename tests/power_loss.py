@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -133,7 +134,9 @@ def record_export(disk, storage_type=RecordingStorage):
     path = save_once(disk.with_name("source"), 1, weights=weights)
     step = open_step(path, LocalStorage())
     storage = storage_type()
-    export(StepModel(step, storage=storage), disk / "out", torch.float32, EXPORT_BYTES, storage)
+    export(
+        StepModel(replace(step, source=storage)), disk / "out", torch.float32, EXPORT_BYTES, storage
+    )
     storage.ack(1)
     return History(disk, storage.log)
 

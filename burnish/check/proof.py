@@ -51,7 +51,7 @@ from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
 from burnish.files.cache import cache_root
 from burnish.files.durable import make_dirs_durably, write_durably
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL
 from burnish.models.meta_init import build_on_meta, plain_model, position_limit
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
@@ -329,8 +329,8 @@ def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
 def _keep(place: Path, layout: Layout) -> None:
     if layout.local_rank == 0:
         with suppress(OSError):  # the next run proves it again
-            make_dirs_durably(LocalStorage(), place.parent, above=2)
-            write_durably(LocalStorage(), place, b"passed\n")
+            make_dirs_durably(LOCAL, place.parent, above=2)
+            write_durably(LOCAL, place, b"passed\n")
 
 
 def _model_code(hf_config: PretrainedConfig) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Lock
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
-from burnish.files.storage import LOCAL, Source
 
 _HELD_BYTES = 8 << 20
 # Of blocks that were read and may hold more that is wanted; two blocks at least.
@@ -51,13 +50,12 @@ class StepReader(TensorReader):
     def __init__(
         self,
         step: Committed,
-        storage: Source = LOCAL,
         headers: Mapping[str, Header] | None = None,
         arena: Arena | None = None,
     ) -> None:
-        self._step, self._storage, self._arena = step, storage, arena
+        self._step, self._arena = step, arena
         if headers is None:
-            headers = _read_headers(step, _tensor_files(step), self._storage)
+            headers = _read_headers(step, _tensor_files(step))
         places = [(f"{set_of(name)}/", name, header) for name, header in headers.items()]
         super().__init__(step.path, locate(step.path, places))
         self._residuals = _residuals(self.locations)
@@ -70,10 +68,8 @@ class StepReader(TensorReader):
         self.apart_bytes = max(
             (step.manifest.files[name].block_bytes for name in headers), default=1
         )
-        self._held = max(2, _HELD_BYTES // self.apart_bytes)
-        self._files = OpenFiles(lambda name: self._storage.open(step.path / name))
-        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-        self._lock = Lock()
+        self._block = lru_cache(max(2, _HELD_BYTES // self.apart_bytes))(self._read_block)
+        self._files = OpenFiles(lambda name: step.source.open(step.path / name))
 
     def read(self, key: str, box: Box, into: Tensor) -> None:
         """See `TensorReader.read`."""
@@ -96,19 +92,11 @@ class StepReader(TensorReader):
                 into[:count] = self._block(file, number)[skipped : skipped + count]
             into, offset = into[count:], offset + count
 
-    def _block(self, file: str, number: int) -> memoryview:
-        with self._lock:
-            if (file, number) in self._blocks:
-                self._blocks.move_to_end((file, number))
-                return self._blocks[file, number]
+    def _read_block(self, file: str, number: int) -> memoryview:
         record = self._step.manifest.files[file]
         size = min(record.block_bytes, record.size - number * record.block_bytes)
         data = np.empty(size, np.uint8).data
         read_blocks(self._files[file], self._step, file, number, data)
-        with self._lock:
-            self._blocks[file, number] = data
-            if len(self._blocks) > self._held:
-                self._blocks.popitem(last=False)
         return data
 
     def _new_buffer(self, size: int) -> Tensor:
@@ -117,7 +105,7 @@ class StepReader(TensorReader):
     def close(self) -> None:
         """Close the files and free memory."""
         super().close()
-        self._blocks.clear()
+        self._block.cache_clear()
         self._files.close()
 
 
@@ -125,8 +113,8 @@ def _tensor_files(step: Committed) -> list[str]:
     return [name for name in sorted(step.manifest.files) if set_of(name) is not None]
 
 
-def _read_headers(step: Committed, names: Iterable[str], storage: Source) -> dict[str, Header]:
-    return {name: checked_header(step, name, storage) for name in names}
+def _read_headers(step: Committed, names: Iterable[str]) -> dict[str, Header]:
+    return {name: checked_header(step, name) for name in names}
 
 
 def _residuals(keys: Iterable[str]) -> dict[str, str]:
@@ -145,23 +133,16 @@ class CheckpointSource:
     A shard is named by its weight, or `slot/weight`.
     """
 
-    def __init__(
-        self,
-        committed: Committed,
-        layout: Layout,
-        storage: Source = LOCAL,
-        arena: Arena | None = None,
-    ) -> None:
+    def __init__(self, committed: Committed, layout: Layout, arena: Arena | None = None) -> None:
         self._step = committed
         self._layout = layout
-        self._storage = storage
         names = _tensor_files(committed)
         with agree(layout):
-            mine = _read_headers(committed, names[layout.rank :: layout.world], self._storage)
+            mine = _read_headers(committed, names[layout.rank :: layout.world])
         headers = {name: h for theirs in gather_objects(mine, layout) for name, h in theirs.items()}
         with agree(layout):
             headers = {name: headers[name] for name in names}
-            self._reader = StepReader(committed, self._storage, headers, arena)
+            self._reader = StepReader(committed, headers, arena)
         self._prefix = prefix_of(MAIN)
 
     def of(self, role: str) -> CheckpointSource:
@@ -185,7 +166,7 @@ class CheckpointSource:
         if names:
             with agree(self._layout), naming_failures(f"{step.path} cannot be read"):
                 if self._layout.is_main:
-                    found = {name: read_file(step, name, self._storage) for name in names}
+                    found = {name: read_file(step, name) for name in names}
         return found
 
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
@@ -237,7 +218,7 @@ class CheckpointSource:
         shards = list(shards)
         with agree(self._layout):
             keyed = [(self._checked(shard), shard) for shard in shards]
-        readers = max(_READERS, self._storage.reads_at_once)
+        readers = max(_READERS, self._step.source.reads_at_once)
         what = f"{self._step.path} cannot be read"
         with agree(self._layout), naming_failures(what), self._reader:
             places = self._reader.locations

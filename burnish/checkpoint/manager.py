@@ -299,9 +299,9 @@ class Checkpoints:
                     if self._layout.is_main:
                         _say(step, skipped)
                         assets = [n for n in small_files(step) if not n.startswith(AHEAD)]
-                        for damage in verify_files(step, assets, side.source):
+                        for damage in verify_files(step, assets):
                             _log.warning("the run goes on without it, but %s", damage)
-                load(step, CheckpointSource(step, self._layout, side.source, arena))
+                load(step, CheckpointSource(step, self._layout, arena))
             except CorruptError as error:
                 skipped.append(str(error))
                 with agree(self._layout), naming_failures(f"{path} cannot be set aside"):

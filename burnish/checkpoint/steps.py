@@ -61,6 +61,8 @@ class Committed:
     manifest: Manifest
     state: Mapping[str, Any]
     """The trainer's position: the content of state.json."""
+    source: Source = LOCAL
+    """The reader of `path`."""
 
     @property
     def step(self) -> int:
@@ -117,21 +119,18 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
     return commit
 
 
-def open_step(path: PurePath, storage: Source, below: str | None = None) -> Committed:
+def open_step(path: PurePath, storage: Source = LOCAL, below: str = "") -> Committed:
     """Open a step: check COMMIT, manifest, state and every file's size.
 
     With `below` ("model/"), open only that directory, without the state; uncommitted files may lie there. Raises `CorruptError`
     for a damaged, missing or foreign file, `IncompatibleError` for another format.
     """
-    _check_directory(path, storage)
-    sizes = dict(files_below(path, "", storage)) if below is None else {}
     commit = read_commit(path, storage)
     data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
     manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
-    if below is not None:
-        files = {name: each for name, each in manifest.files.items() if name.startswith(below)}
-        manifest = replace(manifest, files=files)
-        sizes = dict(files_below(path / below, below, storage, files))
+    files = {name: each for name, each in manifest.files.items() if name.startswith(below)}
+    manifest = replace(manifest, files=files)
+    sizes = dict(files_below(path / below, below, storage, files if below else None))
     for name in sorted((sizes.keys() - {COMMIT, MANIFEST}) ^ manifest.files.keys()):
         is_there = name in sizes
         raise CorruptError(
@@ -148,8 +147,8 @@ def open_step(path: PurePath, storage: Source, below: str | None = None) -> Comm
                 want=f"{record.size} bytes",
                 do=ANOTHER_STEP,
             )
-    state = {} if below is not None else _state(path, manifest, storage)
-    return Committed(path, commit, manifest, state)
+    state = {} if below else _state(path, manifest, storage)
+    return Committed(path, commit, manifest, state, storage)
 
 
 def require_healthy(step: Committed) -> None:
@@ -248,11 +247,11 @@ def files_below(
             )
 
 
-def empty_directories(step: Committed, storage: Source) -> Iterator[str]:
+def empty_directories(step: Committed) -> Iterator[str]:
     """Yield a step's directories without a committed file."""
     waiting = [""]
     for prefix in waiting:
-        for entry in storage.entries(step.path / prefix):
+        for entry in step.source.entries(step.path / prefix):
             name = f"{prefix}{entry.name}/"
             if entry.kind == "directory":
                 waiting.append(name)
@@ -300,12 +299,24 @@ class DamagedBlock(CorruptError):
         return (*super().__reduce__(), place)
 
 
-def verify_files(
-    step: Committed, names: Iterable[str], storage: Source = LOCAL
+def verify(
+    path: PurePath, storage: Source = LOCAL, *, fast: bool = False
 ) -> Iterator[CorruptError]:
+    """Read a step, of tensor files only headers if `fast`; yield an error for each damaged block and impossible header.
+
+    Raises `CorruptError` if COMMIT, manifest, state or the list of files is damaged.
+    """
+    step = open_step(path, storage)
+    yield from verify_files(step, small_files(step) if fast else step.manifest.files)
+    for name in step.manifest.files if fast else ():
+        if name.endswith(SUFFIX):
+            yield from _header_problem(step, name)
+
+
+def verify_files(step: Committed, names: Iterable[str]) -> Iterator[CorruptError]:
     """Read files in several threads; yield an error for each damaged block and impossible header."""
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
-    threads = storage.reads_at_once + 1
+    threads = step.source.reads_at_once + 1
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(threads):
         buffers.put(memoryview(bytearray(min(largest, step.manifest.total_bytes))))
@@ -320,13 +331,13 @@ def verify_files(
     with ThreadPoolExecutor(threads) as pool:
         for name in names:
             record, is_whole = step.manifest.files[name], True
-            with storage.open(step.path / name) as file:
+            with step.source.open(step.path / name) as file:
                 starts = range(0, record.size, _run(record))
                 for found in pool.map(partial(damages, file, name), starts):
                     is_whole = is_whole and not found
                     yield from found
             if is_whole and name.endswith(SUFFIX):
-                yield from header_problem(step, name, storage)
+                yield from _header_problem(step, name)
 
 
 def _run(record: FileRecord) -> int:
@@ -355,33 +366,26 @@ def small_files(step: Committed) -> list[str]:
     return [name for name in step.manifest.files if not name.endswith(SUFFIX)]
 
 
-def check_small_files(step: Committed, storage: Source = LOCAL) -> None:
-    """Raise `DamagedBlock` unless all files without tensors are whole."""
-    for name in small_files(step):
-        read_file(step, name, storage)
-
-
-def read_file(step: Committed, name: str, storage: Source) -> bytes:
+def read_file(step: Committed, name: str) -> bytes:
     """Return a small file. Raises `DamagedBlock`."""
     data = bytearray(step.manifest.files[name].size)
-    with storage.open(step.path / name) as file:
+    with step.source.open(step.path / name) as file:
         read_blocks(file, step, name, 0, memoryview(data))
     return bytes(data)
 
 
-def header_problem(step: Committed, name: str, storage: Source) -> Iterator[CorruptError]:
-    """Yield a tensor file's header error, if any."""
+def _header_problem(step: Committed, name: str) -> Iterator[CorruptError]:
     try:
-        checked_header(step, name, storage)
+        checked_header(step, name)
     except CorruptError as error:
         yield error
 
 
-def checked_header(step: Committed, name: str, storage: Source) -> Header:
+def checked_header(step: Committed, name: str) -> Header:
     """Return a tensor file's header, from checked blocks."""
     record, path = step.manifest.files[name], step.path / name
     data, size = b"", 1
-    with storage.open(path) as file:
+    with step.source.open(path) as file:
         while len(data) < size:  # the first block says how long the header is
             stop = min(-(-size // record.block_bytes) * record.block_bytes, record.size)
             more = bytearray(stop - len(data))

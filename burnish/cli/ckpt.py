@@ -32,8 +32,8 @@ from burnish.checkpoint.steps import (
     open_step,
     step_number,
     step_paths,
+    verify,
 )
-from burnish.checkpoint.tools.verify import verify
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
@@ -52,7 +52,7 @@ from burnish.files.durable import Removals, move_aside, naming_failures
 from burnish.files.lease import LEASE, Lease
 from burnish.files.remote import Remote
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.storage import LOCAL, Source
 from burnish.files.urls import Url, is_url
 from burnish.tracking.rundir import CHECKPOINTS, LATEST
 
@@ -60,7 +60,6 @@ Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
 P = TypeVar("P", bound=PurePath)
 
-_LOCAL = LocalStorage()
 _OF_PARSER = ("command", "subcommand", "function", "json")
 # What the parser says beside a command's own arguments.
 
@@ -110,12 +109,12 @@ def source_of(directory: PurePath) -> Source:
     """Return the reader of a directory of steps."""
     if isinstance(directory, RemotePath):
         return RemoteSteps(Remote(str(directory)))
-    return _LOCAL
+    return LOCAL
 
 
 def is_step(path: PurePath) -> bool:
     """Whether this is a step by its name, whole or not."""
-    if step_number(path.name) is None or (isinstance(path, Path) and not _LOCAL.kind(path)):
+    if step_number(path.name) is None or (isinstance(path, Path) and not LOCAL.kind(path)):
         return False
     return path in step_paths(path.parent, source_of(path.parent)).values()
 
@@ -145,7 +144,7 @@ def _steps_directory(path: P) -> P:
     if isinstance(path, RemotePath):
         names = Remote(str(path)).names()
     else:
-        entries = _LOCAL.entries(path) if Path(path).is_dir() else ()
+        entries = LOCAL.entries(path) if Path(path).is_dir() else ()
         names = [entry.name for entry in entries if entry.kind == "directory"]
     if CHECKPOINTS in names:
         return path / CHECKPOINTS
@@ -234,12 +233,11 @@ def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
 def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
     """Show one step: who wrote it, its contents, the run's position."""
     step = one_step(path)
-    source = source_of(step.path.parent)
-    sets = _sets(step, source)
+    sets = _sets(step)
     facts = {
         "step": step.step,
         "healthy": step.healthy,
-        "pinned": read_pins(step.path.parent, source).get(step.step),
+        "pinned": read_pins(step.path.parent, step.source).get(step.step),
         "bytes": step.manifest.total_bytes,
         "saved": _saved(step.path),
         "version": step.commit.version,
@@ -282,14 +280,14 @@ def _saved(path: PurePath) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _sets(step: Committed, source: Source) -> dict[str, list[TensorEntry]]:
+def _sets(step: Committed) -> dict[str, list[TensorEntry]]:
     sets: dict[str, list[TensorEntry]] = {}
     for name in sorted(step.manifest.files):
         directory, _, file = name.rpartition("/")
         if file.endswith(".safetensors"):
             stem = file.removesuffix(".safetensors").partition("-")[0]
             key = directory if directory.endswith(stem) else f"{directory}/{stem}"
-            entries = checked_header(step, name, source).entries.values()
+            entries = checked_header(step, name).entries.values()
             sets.setdefault(key, []).extend(entries)
     return sets
 
@@ -357,7 +355,7 @@ def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
     if other_format:
         verdict, rate = "not checked", ""
     say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
-    extra = [] if errors else list(empty_directories(open_step(path, source), source))
+    extra = [] if errors else list(empty_directories(open_step(path, source)))
     if extra:
         say(f"  also there, and no part of the step: {few(extra)}, without files")
     return {
@@ -399,9 +397,9 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
 def pin(say: Say, path: Path, *, reason: str) -> Outcome:
     """Keep a step whatever retention says. Raises `MissingError`, and `CorruptError` for a damaged one; does not read tensors."""
     step = _local_step(path)
-    with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, _LOCAL) as pins:
+    with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, LOCAL) as pins:
         if not is_step(path):
-            names = [step.name for step in step_paths(path.parent, _LOCAL).values()]
+            names = [step.name for step in step_paths(path.parent, LOCAL).values()]
             raise MissingError(
                 f"there is no step {path}",
                 have=few(names) or "none",
@@ -419,7 +417,7 @@ def pin(say: Say, path: Path, *, reason: str) -> Outcome:
 def unpin(say: Say, path: Path) -> Outcome:
     """Let retention decide again. Raises `MissingError` for a step that is not pinned."""
     step = _local_step(path)
-    with naming_failures(f"{path} cannot be unpinned"), holding_pins(path.parent, _LOCAL) as pins:
+    with naming_failures(f"{path} cannot be unpinned"), holding_pins(path.parent, LOCAL) as pins:
         if step not in pins:
             have = ", ".join(map(str, pins)) or "no pins"
             raise MissingError(
@@ -452,23 +450,23 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
     config, gone = root.parent / "config.yaml", list[Path]()
     removals = Removals(root)
     with naming_failures(f"{root} could not be cleared"), Lease(root / LEASE):
-        rest = leftovers(root, _LOCAL)
-        with holding_pins(root, _LOCAL) as pins:
+        rest = leftovers(root, LOCAL)
+        with holding_pins(root, LOCAL) as pins:
             if config.is_file():
                 loaded = load_config(config).config
                 retention = Retention.of(loaded.checkpoint, loaded.mirror_url)
-                paths = step_paths(root, _LOCAL)
-                gone = [paths[step] for step in retention.removable(root, _LOCAL, pins)]
+                paths = step_paths(root, LOCAL)
+                gone = [paths[step] for step in retention.removable(root, LOCAL, pins)]
             freed = sum(map(_file_bytes, [*rest, *gone]))
             for step in () if dry_run else gone:
                 with removals.trying():
-                    move_aside(_LOCAL, step, root / TRASH)
+                    move_aside(LOCAL, step, root / TRASH)
         if not dry_run:
-            clear(root, _LOCAL, removals)
-            still = [step for step in gone if _LOCAL.kind(step) is not None]
-            freed -= sum(map(_file_bytes, [*still, *leftovers(root, _LOCAL)]))
-        kept = [str(p) for p in step_paths(root, _LOCAL).values() if not dry_run or p not in gone]
-    removed = [str(p) for p in [*rest, *gone] if dry_run or _LOCAL.kind(p) is None]
+            clear(root, LOCAL, removals)
+            still = [step for step in gone if LOCAL.kind(step) is not None]
+            freed -= sum(map(_file_bytes, [*still, *leftovers(root, LOCAL)]))
+        kept = [str(p) for p in step_paths(root, LOCAL).values() if not dry_run or p not in gone]
+    removed = [str(p) for p in [*rest, *gone] if dry_run or LOCAL.kind(p) is None]
     for name in removed:
         say(f"{'would remove' if dry_run else 'removed'} {name}")
     if not config.is_file():

@@ -17,7 +17,7 @@ from burnish.checkpoint.tools.diff import Compared, Distance, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
-from burnish.cli.ckpt import Outcome, Say, is_step, one_step, source_of
+from burnish.cli.ckpt import Outcome, Say, is_step, one_step
 from burnish.errors import UsageError, bytes_text, count_text
 from burnish.files.cache import copied, select
 from burnish.files.hub import is_elsewhere
@@ -66,8 +66,7 @@ def _apart(found: Compared) -> float:
 def _open(path: PurePath) -> TensorReader:
     if isinstance(path, Path) and not is_step(path) and any(path.glob(f"*{SUFFIX}")):
         return DirectoryReader(path, f"{MODEL}/")
-    step = one_step(path)
-    return StepReader(step, source_of(step.path.parent))
+    return StepReader(one_step(path))
 
 
 def _words(found: Compared) -> str:
@@ -122,14 +121,13 @@ def exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -
             want="--merged",
             do="add it, or leave out --base",
         )
-    source = source_of(step.path.parent)
     if not merged:
-        return StepModel(step, role, source)
+        return StepModel(step, role)
     if base is None:
         recorded = adapter_of(step)["base"]
         phase = Progress(True).phase
         base = local_directory(recorded, phase) if is_elsewhere(recorded) else Path(recorded)
-    return MergedModel(step, base, source)
+    return MergedModel(step, base)
 
 
 def import_weights(

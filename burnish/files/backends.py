@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from burnish.files.durable import make_dirs_durably
-from burnish.files.storage import Bytes, LocalStorage
+from burnish.files.storage import LOCAL, Bytes
 from burnish.files.urls import Url
 
 Pulse = Callable[[int], None]
@@ -283,7 +283,6 @@ class _Local(Backend):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self._storage = LocalStorage()
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
         """Follow links to files, not to directories."""
@@ -314,10 +313,10 @@ class _Local(Backend):
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
         target, size, offset = Path(path), _size_of(source), 0
-        make_dirs_durably(self._storage, target.parent, above=2)
+        make_dirs_durably(LOCAL, target.parent, above=2)
         temporary = target.with_name(_unfinished(target.name))
         try:
-            with self._storage.create(temporary, size) as file:
+            with LOCAL.create(temporary, size) as file:
                 for piece in _pieces_of(source):
                     file.pwrite(piece, offset)
                     offset += len(piece)
@@ -325,18 +324,18 @@ class _Local(Backend):
                 if offset != size:
                     raise OSError(f"{offset} of {size} bytes were written")
                 file.sync()
-            self._storage.rename(temporary, target)
+            LOCAL.rename(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        self._storage.sync_dir(target.parent)
+        LOCAL.sync_dir(target.parent)
 
     def remove(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
         if Path(path).exists():
-            self._storage.remove(Path(path))
+            LOCAL.remove(Path(path))
 
 
 def _found_here(file: Path) -> RemoteFile:

@@ -25,7 +25,7 @@ from typing import Any
 
 from burnish import __version__
 from burnish.files.durable import write_durably
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL
 from burnish.files.strict_json import parse_object
 
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
@@ -136,7 +136,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     r"""Put `content` at `path`, whole or not at all; text is UTF-8, lone surrogates become `\udXXX`. Raises `OSError`."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(LocalStorage(), path, data)
+    write_durably(LOCAL, path, data)
 
 
 def discard_leftovers(directory: Path) -> None:

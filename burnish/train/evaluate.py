@@ -21,7 +21,7 @@ import xxhash
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, check_small_files
+from burnish.checkpoint.steps import Committed, small_files, verify_files
 from burnish.config.document import dump_yaml
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
@@ -284,7 +284,8 @@ def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, 
     An adapter's base stays where it was. Raises `MissingError` without a step.
     """
     step = newest_step(RunDirectory(run_directory).checkpoints)
-    check_small_files(step)
+    for damage in verify_files(step, small_files(step)):
+        raise damage
     own = str(step.path / "model")
     found: dict[str, Any] = {"tokenizer": own, "chat_template": None}
     if not model.adapter:

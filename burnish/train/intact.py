@@ -18,7 +18,6 @@ from burnish.checkpoint.steps import (
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.layout import Layout
 from burnish.files.durable import naming_failures
-from burnish.files.storage import LocalStorage
 from burnish.tracking.progress import Progress
 
 _MEGA = 1e6
@@ -57,7 +56,7 @@ def _step_of(directory: Path) -> Committed | None:
     for path in directory.parents[:2]:
         if step_number(path.name) is not None and (path / COMMIT).is_file():
             below = f"{directory.relative_to(path).as_posix()}/"
-            step = open_step(path, LocalStorage(), below)
+            step = open_step(path, below=below)
             require_healthy(step)
             return step
     return None

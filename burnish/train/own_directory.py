@@ -12,7 +12,7 @@ from burnish.config.document import recorded
 from burnish.config.resume import RunIdentity, difference
 from burnish.errors import MissingError, UsageError
 from burnish.files.lease import LEASE, Lease
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL
 from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
 
 _log = logging.getLogger("burnish")
@@ -75,7 +75,7 @@ def committed_steps(directory: Path) -> list[Path]:
     have = None if file is None else f"{file}, which is no directory"
     try:
         if have is None:
-            return list(step_paths(directory / CHECKPOINTS, LocalStorage()).values())
+            return list(step_paths(directory / CHECKPOINTS, LOCAL).values())
     except OSError as error:
         have = f"{error.filename}: {error.strerror}"
     raise UsageError(

@@ -23,7 +23,7 @@ from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, refusing
 from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
-from burnish.files.storage import LocalStorage
+from burnish.files.storage import LOCAL
 from burnish.files.urls import Url
 from burnish.tracking.rollouts import Kind, rollouts_path
 from burnish.tracking.rundir import RunDirectory
@@ -211,7 +211,7 @@ class Answers:
         """Return a run's steps with their health."""
         run = self._one(query)
         if self._url is None:
-            return list_steps(self._within(run.checkpoints), LocalStorage())
+            return list_steps(self._within(run.checkpoints), LOCAL)
         if self._url.startswith("hf://"):
             return {"steps": [], "latest": None, "problem": None}
         url = Url.parse(self._url).below(self._id(run.root)).below(run.checkpoints.name)

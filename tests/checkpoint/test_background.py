@@ -34,8 +34,7 @@ from burnish.checkpoint.background import Memory, stage, staged_in
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, verify
 from burnish.distributed.environment import STOPPING
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError

@@ -25,10 +25,9 @@ from burnish.checkpoint.load import CheckpointSource, StepReader
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import ModelContents
-from burnish.checkpoint.steps import newest
+from burnish.checkpoint.steps import newest, verify
 from burnish.checkpoint.tools.diff import compare
 from burnish.checkpoint.tools.export import StepModel, export
-from burnish.checkpoint.tools.verify import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, MissingError
 

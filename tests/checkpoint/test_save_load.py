@@ -30,8 +30,7 @@ from burnish.checkpoint import layout as planning
 from burnish.checkpoint.layout import MAIN, Disks, WritePlan
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import newest, open_step
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import newest, open_step, verify
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import in_groups
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError

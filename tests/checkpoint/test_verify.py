@@ -14,8 +14,7 @@ from checkpoints_for_tests import BIG_SHAPES, make_state, save_once, shards_of
 from corruption import flip
 
 from burnish.checkpoint.load import CheckpointSource
-from burnish.checkpoint.steps import newest, open_step
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import newest, open_step, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
 from burnish.files.storage import LocalFile, LocalStorage
@@ -152,7 +151,7 @@ def test_verifying_loads_no_torch(step):
     code = """
 import sys
 from pathlib import Path
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import verify
 assert list(verify(Path(sys.argv[1]))) == []
 print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
 """

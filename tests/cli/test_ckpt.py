@@ -19,7 +19,7 @@ from corruption import flip
 from tiny import save_tiny, tiny_model
 
 from burnish.checkpoint.manifest import sha256
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import verify
 from burnish.cli.main import main
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from training_files import Command, burnish, done, make_files, metrics
 
-from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, verify
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from ranks import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 

@@ -15,8 +15,7 @@ from burnish.checkpoint.destinations.mirror import Meter, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import committed, newest
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, newest, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote, RetryPolicy
@@ -55,7 +54,7 @@ def check(mirror, step):
     found = newest(steps.root, steps)
     assert found.step == step
     assert list(verify(found.path, steps)) == []
-    source = CheckpointSource(found, Layout(), steps)
+    source = CheckpointSource(found, Layout())
     fill_and_compare(source, *make_state(step, BIG_SHAPES), Layout())
 
 

@@ -28,8 +28,7 @@ from training_files import FRESH, RL, At, burnish, done, outcome, ranks, rollout
 from burnish.api import run_command
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
-from burnish.checkpoint.steps import Committed, committed
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import Committed, committed, verify
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError

@@ -85,7 +85,7 @@ def test_a_model_in_fp32_has_no_residual_and_either_kind_goes_on_as_the_other(wo
     done(work, *argv, "steps=3")
     whole = done(work, *argv, "checkpoint.background=true")
     assert not (step_of(whole) / "training/residual.safetensors").exists()
-    step = StepModel(open_step(step_of(split), LocalStorage()), storage=LocalStorage())
+    step = StepModel(open_step(step_of(split)))
     export(step, work / "exported", torch.float32, 1 << 30)
     found, exported = (
         AutoModelForCausalLM.from_pretrained(path)

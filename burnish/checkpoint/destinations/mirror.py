@@ -53,7 +53,7 @@ from burnish.checkpoint.subprocess import accompany, as_burnish_error
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote
-from burnish.files.storage import LocalStorage, Source
+from burnish.files.storage import LOCAL, Source
 from burnish.files.strict_json import encode_json, parse_json
 from burnish.tracking.rundir import CHECKPOINTS, STATUS
 
@@ -196,7 +196,6 @@ class Sync:
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
-        self._storage = LocalStorage()
         self._there = mirror.steps()
         self._markers = self._there.remote.below(PORTIONS)
         self._meter = Meter()
@@ -248,19 +247,19 @@ class Sync:
     def _compare(self) -> None:
         self._there.refresh()
         paths = step_paths(self._there.root, self._there)
-        self._local = _commits(step_paths(self._mirror.root, self._storage), self._storage)
+        self._local = _commits(step_paths(self._mirror.root, LOCAL), LOCAL)
         known = {s: c for s, c in self._remote.items() if s in paths and s not in self._local}
         self._remote = known | _commits(_without(paths, known), self._there)
         retention = self._mirror.retention
         if retention is None:
             return
         facts = [self._facts[step] for step in known if step in self._facts]
-        facts += retention.facts(map(self._path, self._local), self._storage)
+        facts += retention.facts(map(self._path, self._local), LOCAL)
         others = _without(paths, self._local.keys() | known)
         facts += retention.facts(others.values(), self._there)
         self._facts = {each.step: each for each in completed(facts)}
         try:
-            self._pins = read_pins(self._mirror.root, self._storage)
+            self._pins = read_pins(self._mirror.root, LOCAL)
         except CorruptError as error:
             _log.warning("nothing is removed from the mirror: %s", error)
             self._pins = None
@@ -286,7 +285,7 @@ class Sync:
     def _note(self) -> None:
         root, url = self._mirror.root, str(self._mirror.remote)
         with naming_failures(f"{root} cannot be written"):
-            write_mirrored(root, url, self._settled(), self._storage)
+            write_mirrored(root, url, self._settled(), LOCAL)
 
     def _retain(self) -> set[int]:
         """Remove dropped and unfinished steps; return those that another disk has yet to see."""
@@ -305,7 +304,7 @@ class Sync:
 
     def _send_step(self, step: int) -> bool:
         def send(path: Path) -> bool:
-            opened = open_step(path, self._storage)
+            opened = open_step(path)
             if self._send_files(opened, opened.manifest.files):
                 self._seal(opened)
             return True
@@ -322,7 +321,7 @@ class Sync:
             with naming_failures(f"{path} cannot be read"):
                 return use(path)
         except BurnishError as error:
-            if self._storage.kind(path) is None:
+            if LOCAL.kind(path) is None:
                 _log.warning("%s is not on the mirror: it went from here meanwhile", path)
             elif isinstance(error, CorruptError):
                 self._failed = self._failed or error
@@ -406,10 +405,8 @@ class Sync:
         return self._there.remote.below(step_name(step.step))
 
     def _partials(self) -> list[Partial]:
-        paths = reversed(portion_paths(self._mirror.root, self._storage))
-        found = [
-            self._tried(path, lambda path: open_partial(path, self._storage)) for path in paths
-        ]
+        paths = reversed(portion_paths(self._mirror.root, LOCAL))
+        found = [self._tried(path, open_partial) for path in paths]
         return [partial for partial in found if partial is not None]
 
     def _bring(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
@@ -484,7 +481,7 @@ class Sync:
     def _remove(self, step: Committed) -> None:
         path = Path(step.path)
         with naming_failures(f"{path} cannot be removed"):
-            discard(self._storage, path, self._mirror.root / TRASH)
+            discard(LOCAL, path, self._mirror.root / TRASH)
         self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
@@ -516,13 +513,13 @@ class Sync:
                     del self._outputs[name]
 
 
-def open_partial(path: Path, storage: Source) -> Partial:
+def open_partial(path: Path) -> Partial:
     """Open a partial checkpoint. Raises `CorruptError` for a wrong seal, manifest or name."""
-    seal = read_small(path, SEAL, COMMIT_LIMIT, storage)
+    seal = read_small(path, SEAL, COMMIT_LIMIT, LOCAL)
     commit = parse_commit(seal, f"{path / SEAL}")
-    data = read_small(path, MANIFEST, MANIFEST_LIMIT, storage)
+    data = read_small(path, MANIFEST, MANIFEST_LIMIT, LOCAL)
     manifest = parse_manifest(data, commit, f"{path / MANIFEST}")
-    names = {name for name, _ in files_below(path, "", storage)} - {SEAL, MANIFEST}
+    names = {name for name, _ in files_below(path, "", LOCAL)} - {SEAL, MANIFEST}
     if alien := names - manifest.files.keys():
         raise CorruptError(
             f"{path / min(alien)} is in no manifest",

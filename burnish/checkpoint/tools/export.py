@@ -34,7 +34,7 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, write_new
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
-from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage, Source
+from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage
 from burnish.models.loading import read_model_config
 from burnish.models.lora.adapter import Adapter, Change
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
@@ -55,13 +55,13 @@ class StepModel(Closing):
     Raises `MissingError` for an absent role, `IncompatibleError` for a model without its configuration.
     """
 
-    def __init__(self, step: Committed, role: str = MAIN, storage: Source = LOCAL) -> None:
-        self._step, self._storage = step, storage
+    def __init__(self, step: Committed, role: str = MAIN) -> None:
+        self._step = step
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
         self.what = role or ("the adapter" if is_adapter else "the model")
         """What it is, for people."""
-        self._tensors = StepReader(step, storage)
+        self._tensors = StepReader(step)
         self.weights: Mapping[str, TensorInfo] = {
             key.removeprefix(self._directory): described
             for key, described in self._tensors.tensors.items()
@@ -77,7 +77,7 @@ class StepModel(Closing):
     def assets(self) -> dict[str, bytes]:
         """Return the small files by name."""
         return {
-            path.removeprefix(self._directory): read_file(self._step, path, self._storage)
+            path.removeprefix(self._directory): read_file(self._step, path)
             for path in small_files(self._step)
             if path.startswith(self._directory) and not path.endswith(INDEX)
         }
@@ -95,13 +95,13 @@ class MergedModel(Closing):
 
     what = "the model, with the adapter merged in,"
 
-    def __init__(self, step: Committed, base: Path, storage: Source = LOCAL) -> None:
+    def __init__(self, step: Committed, base: Path) -> None:
         record = adapter_of(step)
         _check_base(step, record, base)
         self._base = base
         root = math.sqrt(record["rank"]) if record["rslora"] else record["rank"]
         self._scale = record["alpha"] / root
-        self._adapter, self._tensors = StepModel(step, storage=storage), DirectoryReader(base)
+        self._adapter, self._tensors = StepModel(step), DirectoryReader(base)
         self._changes = _changes(record, base, self._adapter.weights)
         self._factors = lru_cache(maxsize=1)(self._read_factors)
         plain = self._tensors.tensors

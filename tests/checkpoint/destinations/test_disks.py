@@ -31,8 +31,7 @@ from burnish.checkpoint.destinations.mirror import Sync, open_partial
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.layout import Disks, owners_by_disk
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import PORTION, committed, portion_paths
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import PORTION, committed, portion_paths, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.remote import Remote
@@ -115,7 +114,7 @@ def files_of(path):
 def test_a_portion_is_whole_files_and_no_step(tmp_path):
     disks = where(tmp_path, 0, 1, 1)
     run_ranks(save_portions, 3, disks, 1, BIG_SHAPES)
-    portions = [open_partial(*portions_on(disks, rank), LOCAL) for rank in (0, 1)]
+    portions = [open_partial(*portions_on(disks, rank)) for rank in (0, 1)]
     (step, first), (_, second) = portions
     assert {*first, *second} == step.manifest.files.keys()
     assert not {*first} & {*second}
@@ -330,7 +329,7 @@ def test_nobody_waits_for_another_on_the_way(two):
 
 def test_a_word_of_another_writing_does_not_count(two):
     disks, first, second = two
-    _, names = open_partial(*portions_on(disks, 1), LOCAL)
+    _, names = open_partial(*portions_on(disks, 1))
     word = json.dumps({"files": names}).encode()
     for name in names:
         first.remote.put(f"checkpoints/step-00000001/{name}", b"of an attempt before")
@@ -346,7 +345,7 @@ def test_nothing_is_sealed_that_is_not_there(two):
     """Somebody removes a file after it was read back: it is sent again."""
     disks, first, second = two
     sync(second, 1)
-    name = open_partial(*portions_on(disks, 1), LOCAL)[1][0]
+    name = open_partial(*portions_on(disks, 1))[1][0]
     first.remote.remove(f"checkpoints/step-00000001/{name}")
     with pytest.raises(BurnishError) as caught:
         sync(first, 0)

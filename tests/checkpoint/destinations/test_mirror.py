@@ -16,8 +16,7 @@ from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import MIRRORED, Retention, holding_pins, read_mirrored
-from burnish.checkpoint.steps import committed, newest, open_step, read_commit
-from burnish.checkpoint.tools.verify import verify
+from burnish.checkpoint.steps import committed, newest, open_step, read_commit, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.remote import Remote, RetryPolicy
@@ -108,7 +107,7 @@ def test_everything_goes_up_and_commit_comes_last(mirror):
     assert str(step.path) == f"{mirror.remote}/checkpoints/step-00000001"
     assert step.commit == open_step(path, LOCAL).commit
     assert list(verify(step.path, steps)) == list(verify(step.path, steps, fast=True)) == []
-    fill_and_compare(CheckpointSource(step, Layout(), steps), *make_state(1), Layout())
+    fill_and_compare(CheckpointSource(step, Layout()), *make_state(1), Layout())
 
 
 def test_what_is_there_is_not_sent_again(mirror):
@@ -406,7 +405,7 @@ def test_only_blocks_that_are_wanted_are_read(mirror):
     sync(mirror)
     mirror.remote.calls.clear()
     steps = mirror.steps()
-    source = CheckpointSource(newest(steps.root, steps), Layout(), steps)
+    source = CheckpointSource(newest(steps.root, steps), Layout())
     weights, _ = make_state(1)
     fill_and_compare(source, weights, {}, Layout())
     reads = [name.rpartition("/")[2] for name in mirror.remote.done("read")]

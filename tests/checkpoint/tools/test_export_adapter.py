@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import Committed, newest, open_step
+from burnish.checkpoint.steps import Committed, newest, open_step, verify
 from burnish.checkpoint.tools.export import MergedModel, StepModel, adapter_of, export
-from burnish.checkpoint.tools.verify import verify
 from burnish.cli.main import main
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout

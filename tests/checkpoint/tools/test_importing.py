@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.checkpoint.load import StepReader
-from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.steps import open_step, verify
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.checkpoint.tools.importing import hugging_face, mapped_tensors, save_foreign
-from burnish.checkpoint.tools.verify import verify
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.lease import Lease
 from burnish.files.storage import LocalStorage

@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from burnish.checkpoint.load import StepReader
-from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.steps import open_step, verify
 from burnish.checkpoint.tools import import_pickled as pickled
 from burnish.checkpoint.tools.import_pickled import guarded_by, pickled_kind
 from burnish.checkpoint.tools.importing import save_foreign
 from burnish.checkpoint.tools.unpickle import convert
-from burnish.checkpoint.tools.verify import verify
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.storage import LocalStorage
 

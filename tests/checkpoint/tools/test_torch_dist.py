@@ -14,12 +14,11 @@ from transformer_engine_names import use_stand_ins
 from transformers import AutoConfig
 
 from burnish.checkpoint.load import StepReader
-from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.steps import open_step, verify
 from burnish.checkpoint.tools import import_pickled as pickled
 from burnish.checkpoint.tools.import_pickled import pickled_kind
 from burnish.checkpoint.tools.importing import mapped_tensors, save_foreign
 from burnish.checkpoint.tools.unpickle import convert
-from burnish.checkpoint.tools.verify import verify
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
