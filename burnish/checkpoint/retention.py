@@ -5,10 +5,8 @@ Only the disk decides. The newest healthy step and all after it stay.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ from burnish.checkpoint.steps import TRASH, open_step, portion_paths, read_commi
 from burnish.config.schema import CheckpointConfig, KeepBestConfig
 from burnish.errors import CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
+from burnish.files.lease import locked
 from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import encode_json, parse_json, shortened
 
@@ -57,18 +56,13 @@ def read_pins(root: PurePath, storage: Source) -> dict[int, str]:
 @contextmanager
 def holding_pins(root: Path, storage: LocalStorage) -> Iterator[dict[int, str]]:
     """Hold the pins exclusively; write changes to the dictionary at the end. Raises as `read_pins` does."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(root / _LOCK, flags, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with locked(root / _LOCK):
         pins = read_pins(root, storage)
         before = dict(pins)
         yield pins
         if pins != before:
             by_step = {str(step): reason for step, reason in pins.items()}
             write_durably(storage, root / PINS, encode_json({"format": _FORMAT, "pins": by_step}))
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(path: PurePath, have: object) -> CorruptError:

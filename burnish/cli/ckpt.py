@@ -10,12 +10,10 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
-from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.retention import Retention, holding_pins, read_pins
 from burnish.checkpoint.steps import (
     INFLIGHT,
@@ -55,6 +53,7 @@ from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import LOCAL, Source
 from burnish.files.urls import Url, is_url
 from burnish.tracking.rundir import CHECKPOINTS, LATEST
+from burnish.view import runs
 
 Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
@@ -180,14 +179,8 @@ def _empty(path: PurePath) -> MissingError:
 def list_steps(say: Say, path: PurePath) -> Outcome:
     """List a run's steps, and what else is there."""
     root = _steps_directory(path)
-    source, pins, error = source_of(root), {}, None
-    try:
-        pins = read_pins(root, source)
-    except CorruptError as damaged:
-        error = damaged
-    steps = [
-        _listed(step, source, pins.get(number)) for number, step in step_paths(root, source).items()
-    ]
+    source = source_of(root)
+    steps, error = runs.list_steps(root, source)
     heads = ("step", "size", "saved", "state", "pinned")
     _say_section(say, str(root), [heads, *map(_row, steps)], right=2)
     beside = _beside(root, source)
@@ -195,18 +188,6 @@ def list_steps(say: Say, path: PurePath) -> Outcome:
         if found:
             say(f"  {what}: {', '.join(found)}")
     return Outcome({"path": str(root), "steps": steps, **beside}, error)
-
-
-def _listed(path: PurePath, source: Source, reason: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": str(path), "step": step_number(path.name), "pinned": reason}
-    try:
-        with naming_failures(f"{path} cannot be read"):
-            step = open_step(path, source)
-    except BurnishError as error:
-        damaged = not isinstance(error, IncompatibleError)
-        return {**found, "damaged": damaged, "problem": error.problem}
-    size, saved = step.manifest.total_bytes, _saved(path)
-    return {**found, "bytes": size, "saved": saved, "healthy": step.healthy}
 
 
 def _row(step: dict[str, Any]) -> tuple[str, ...]:
@@ -239,7 +220,7 @@ def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
         "healthy": step.healthy,
         "pinned": read_pins(step.path.parent, step.source).get(step.step),
         "bytes": step.manifest.total_bytes,
-        "saved": _saved(step.path),
+        "saved": runs.saved_at(step.path),
         "version": step.commit.version,
         "processes": step.manifest.world,
         "uuid": step.commit.uuid,
@@ -270,14 +251,6 @@ def _word(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
-
-
-def _saved(path: PurePath) -> str:
-    """Return when a step was committed; "" on a mirror, which got it later."""
-    if not isinstance(path, Path):
-        return ""
-    seconds = (path / COMMIT).stat().st_mtime
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def _sets(step: Committed) -> dict[str, list[TensorEntry]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -116,10 +116,11 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
             yield indent + line, "" if number else prefix + name
 
 
-def recorded(path: Path) -> RunConfig:
-    """Read what `dump_yaml` wrote. Raises `CorruptError` for a changed file."""
+def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
+    """Read what `dump_yaml` wrote, or has in a file elsewhere. Raises `CorruptError` for a changed file."""
     try:
-        return RunConfig.model_validate(yaml.load(path.read_text(), CoreLoader))
+        content = Path(path).read_bytes() if content is None else content
+        return RunConfig.model_validate(yaml.load(content, CoreLoader))
     except (OSError, yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
         raise CorruptError(
             f"{path} is not as the run wrote it",

@@ -8,7 +8,6 @@ The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Use
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -17,7 +16,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from multiprocessing.pool import ThreadPool
@@ -28,6 +27,8 @@ import xxhash
 
 from burnish.errors import BurnishError, MissingError, UsageError, few
 from burnish.files.backends import RemoteFile
+from burnish.files.durable import write_durably
+from burnish.files.lease import locked
 from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL
 
@@ -157,29 +158,18 @@ def made_once(name: str, make: Callable[[], bytes]) -> bytes:
     Without a sound file, `make` is called again.
     """
     path = cache_root() / name
-    lock = path.with_name(f"{path.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:
-        return make()
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        with suppress(OSError):  # a file system without locks, or no place for a cache
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(path.with_name(f"{path.name}.lock")))
         with suppress(OSError):
             digest, _, content = path.read_bytes().partition(b"\n")
             if xxhash.xxh3_128_hexdigest(content).encode() == digest:
                 return content
         made = make()
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_bytes(xxhash.xxh3_128_hexdigest(made).encode() + b"\n" + made)
-            partial.rename(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            write_durably(LOCAL, path, xxhash.xxh3_128_hexdigest(made).encode() + b"\n" + made)
         return made
-    finally:
-        os.close(descriptor)
 
 
 class _Copy:
@@ -202,16 +192,13 @@ class _Copy:
     @contextmanager
     def locked(self) -> Iterator[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with ExitStack() as held:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.enter_context(locked(self._lock, wait=False))
             except BlockingIOError:
                 log.info("another process is copying %s; waiting for it", self._remote.url)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                held.enter_context(locked(self._lock))
             yield
-        finally:
-            os.close(descriptor)
 
     def make(self, watch: Watch | None) -> None:
         if self.path.exists():  # somebody removed files from it

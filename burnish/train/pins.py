@@ -6,18 +6,19 @@ config.yaml records them. Loads no torch.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from burnish.checkpoint.destinations.remote_steps import RemotePath
 from burnish.checkpoint.steps import Committed, newest, step_number
 from burnish.config.document import recorded
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
 from burnish.files.remote import Remote
+from burnish.files.urls import Url
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 
 _CONFIG_LIMIT = 16 << 20
@@ -145,10 +146,7 @@ def _recorded(run_dir: Path, mirror: str | None) -> RunConfig | None:
         content = Remote(mirror).read(path.name, _CONFIG_LIMIT)
     except MissingError:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, path.name)
-        copy.write_bytes(content)
-        return recorded(copy)
+    return recorded(RemotePath.of(Url.parse(mirror)) / path.name, content)
 
 
 def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:

@@ -210,12 +210,15 @@ class Answers:
     def checkpoints(self, query: Query) -> Answer:
         """Return a run's steps with their health."""
         run = self._one(query)
+        steps: list[Answer]
         if self._url is None:
-            return list_steps(self._within(run.checkpoints), LOCAL)
-        if self._url.startswith("hf://"):
-            return {"steps": [], "latest": None, "problem": None}
-        url = Url.parse(self._url).below(self._id(run.root)).below(run.checkpoints.name)
-        return list_steps(RemotePath.of(url), RemoteSteps(Remote(url)))
+            steps, problem = list_steps(self._within(run.checkpoints), LOCAL)
+        elif self._url.startswith("hf://"):
+            steps, problem = [], None
+        else:
+            url = Url.parse(self._url).below(self._id(run.root)).below(run.checkpoints.name)
+            steps, problem = list_steps(RemotePath.of(url), RemoteSteps(Remote(url)))
+        return {"steps": steps, "problem": problem and problem.problem}
 
     def log(self, query: Query) -> Answer:
         """Return the last lines of a rank's log before an offset, in all of its files."""

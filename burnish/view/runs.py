@@ -16,7 +16,8 @@ from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.retention import read_pins
 from burnish.checkpoint.steps import open_step, step_paths
 from burnish.config.document import CoreLoader, recorded
-from burnish.errors import BurnishError, CorruptError, count_text
+from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.files.durable import naming_failures
 from burnish.files.lease import LEASE, is_held
 from burnish.files.storage import Source
 from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory, dotted
@@ -87,33 +88,33 @@ def beside(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [each.get(name) for each in settings] for name in names}
 
 
-def list_steps(root: PurePath, source: Source) -> dict[str, Any]:
-    """Return the steps of a directory of checkpoints, oldest first, and the newest that can be continued from."""
+def list_steps(root: PurePath, source: Source) -> tuple[list[dict[str, Any]], CorruptError | None]:
+    """Return the steps of a directory of checkpoints, oldest first, and what is wrong with its pins."""
     pins, problem = {}, None
     try:
         pins = read_pins(root, source)
     except CorruptError as error:
-        problem = error.problem
-    steps = [_step(n, path, source, pins) for n, path in step_paths(root, source).items()]
-    healthy = [each["step"] for each in steps if each["health"] == "committed"]
-    return {"steps": steps, "latest": healthy[-1] if healthy else None, "problem": problem}
+        problem = error
+    paths = step_paths(root, source)
+    return [_step(path, source, n, pins.get(n)) for n, path in paths.items()], problem
 
 
-def _step(number: int, path: PurePath, source: Source, pins: Mapping[int, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": number, "pinned": pins.get(number)}
+def _step(path: PurePath, source: Source, number: int, reason: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": str(path), "step": number, "pinned": reason}
     try:
-        step = open_step(path, source)
-        seconds = (path / COMMIT).stat().st_mtime if isinstance(path, Path) else None
-    except (BurnishError, OSError) as error:
-        problem = error.problem if isinstance(error, BurnishError) else error
-        unknown = dict.fromkeys(("committed", "bytes", "files", "layout"))
-        return {**found, **unknown, "health": f"damaged: {problem}"}
-    saved = None if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return {
-        **found,
-        "committed": saved and saved.isoformat(timespec="seconds"),
-        "bytes": step.manifest.total_bytes,
-        "files": len(step.manifest.files),
-        "layout": count_text(step.manifest.world, "process"),
-        "health": "committed" if step.healthy else "unhealthy",
-    }
+        with naming_failures(f"{path} cannot be read"):
+            step, saved = open_step(path, source), saved_at(path)
+    except BurnishError as error:
+        damaged = not isinstance(error, IncompatibleError)
+        return {**found, "damaged": damaged, "problem": error.problem}
+    size, files = step.manifest.total_bytes, len(step.manifest.files)
+    found |= {"bytes": size, "files": files, "processes": step.manifest.world}
+    return {**found, "saved": saved, "healthy": step.healthy}
+
+
+def saved_at(path: PurePath) -> str:
+    """Return when a step was committed; "" on a mirror, which got it later."""
+    if not isinstance(path, Path):
+        return ""
+    seconds = (path / COMMIT).stat().st_mtime
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

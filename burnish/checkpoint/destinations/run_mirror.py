@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from burnish.checkpoint.steps import step_paths
 from burnish.checkpoint.subprocess import Companion
 from burnish.config.document import recorded
 from burnish.config.resume import RunIdentity
-from burnish.config.schema import CheckpointConfig, RunConfig
+from burnish.config.schema import CheckpointConfig
 from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
@@ -244,7 +243,9 @@ class RunMirror:
             )
         if names or theirs.get(RUN) != mine:
             run.require_trainer(self.url, theirs.get(TRAINER))
-            run.require_same(self.root.parent, self._recorded_config())
+            config = self.root.parent / directory.config.name
+            told = self._mirror.remote.read(config.name, _CONFIG_LIMIT)
+            run.require_same(self.root.parent, recorded(config, told))
         if directory.config.exists() and theirs.get(RUN) != mine:
             raise IncompatibleError(
                 f"{self.url} is the mirror of another run than {directory.root} is",
@@ -270,12 +271,6 @@ class RunMirror:
                 do="put that of the run's directory there, or give this run a mirror of its own",
             ) from error
         return found
-
-    def _recorded_config(self) -> RunConfig:
-        with tempfile.TemporaryDirectory() as name:
-            path = RunDirectory(Path(name)).config
-            path.write_bytes(self._mirror.remote.read(path.name, _CONFIG_LIMIT))
-            return recorded(path)
 
     def claim(self, directory: RunDirectory) -> None:
         """See `Destination`."""

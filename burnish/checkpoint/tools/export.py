@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
-import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import naming_failures, write_new
+from burnish.files.lease import locked
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
 from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage
 from burnish.models.loading import read_model_config
@@ -327,9 +326,8 @@ def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
     for entry in storage.entries(target.parent):
         path = target.with_name(entry.name)
         if entry.kind == "directory" and name.fullmatch(entry.name):
-            with suppress(OSError), _opened(path) as descriptor:
-                # It stays where somebody holds it, or where the system cannot tell.
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It stays where somebody holds it, or where the system cannot tell.
+            with suppress(OSError), locked(path, wait=False):
                 try:
                     storage.remove(path)
                 except OSError as error:
@@ -337,20 +335,11 @@ def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     storage.make_dirs(path)
     try:
-        with _opened(path) as descriptor:
+        with ExitStack() as held:
             with suppress(OSError):  # a file system without such locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                held.enter_context(locked(path))
             yield path
     except BaseException:
         with suppress(OSError):
             storage.remove(path)
         raise
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -5,18 +5,18 @@ import {frozen, get} from "./data.js";
 import {button, bytes, cells, count, date, h, options, plural, searchBox, table, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
 
-const STEPS = [["step"], ["health", "health"], ["pinned"], ["committed", "mid soft"], ["size", "right"], ["files", "right mid"], ["layout", "mid soft"]];
+const STEPS = [["step"], ["health", "health"], ["pinned"], ["saved", "mid soft"], ["size", "right"], ["files", "right mid"], ["layout", "mid soft"]];
 const MOST_OF_A_LINE = 2000, MOST_OF_A_VALUE = 400, AT_END = 60;
 
 export function checkpointsView(body) {
   const row = (step, latest) => h("tr", {tabindex: -1, "data-row": true}, cells(STEPS, [
     [h("b", count(step.step)), step.step === latest ? h("span.unit", "latest") : null],
-    h(`span.${step.health === "committed" ? "good" : "bad"}`, words(step.health)),
+    h(`span.${step.healthy ? "good" : "bad"}`, words(step.problem ? `${step.damaged ? "damaged: " : ""}${step.problem}` : step.healthy ? "committed" : "unhealthy")),
     step.pinned ? h("span.warn", words(step.pinned)) : h("span.faint", "–"),
-    date(step.committed), bytes(step.bytes ?? 0), count(step.files), words(step.layout ?? "–")]));
+    date(step.saved), bytes(step.bytes ?? 0), count(step.files), step.processes ? `${count(step.processes)} process${step.processes === 1 ? "" : "es"}` : "–"]));
 
   async function update({run}) {
-    const {steps, latest, problem: wrong} = await get("checkpoints", {run}), size = steps.map((step) => step.bytes ?? 0).reduce((a, b) => a + b, 0);
+    const {steps, problem: wrong} = await get("checkpoints", {run}), latest = steps.findLast((step) => step.healthy)?.step, size = steps.map((step) => step.bytes ?? 0).reduce((a, b) => a + b, 0);
     body.replaceChildren(
       h("div.head", h("h1", "Checkpoints"), h("span.soft", steps.length ? `${count(steps.length)}, ${bytes(size)}` : "")),
       wrong ? h("div.notice", words(wrong)) : "",
