@@ -416,7 +416,7 @@ def test_gc_says_what_it_would_do(long_run: Path, capsys: pytest.CaptureFixture[
 def test_gc_goes_on_where_the_disk_does_not_let_go(
     long_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burnish.cli.ckpt._LOCAL", StubbornStorage())
+    monkeypatch.setattr("burnish.cli.ckpt.LOCAL", StubbornStorage())
     code, found = as_json(capsys, "gc", long_run)
     assert code == found["error"]["exit_code"] == 1
     assert found["bytes"] == 0
