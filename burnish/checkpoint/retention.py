@@ -9,14 +9,14 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Self
 
 from burnish.checkpoint.steps import TRASH, open_step, portion_paths, read_commit, step_paths
 from burnish.config.schema import CheckpointConfig, KeepBestConfig
-from burnish.errors import CorruptError, IncompatibleError, UsageError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
 from burnish.files.lease import locked
 from burnish.files.storage import LocalStorage, Source
@@ -91,6 +91,8 @@ class Facts:
     """The validation's numbers at this step, by name; anything but finite numbers is overlooked."""
     later: Mapping[str, Any] = field(default_factory=dict)
     """The same of earlier steps that were saved before they were validated, by step."""
+    uuid: str = ""
+    """Names its writing."""
 
 
 def completed(steps: Collection[Facts]) -> list[Facts]:
@@ -156,31 +158,37 @@ class Retention:
 
     def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
         """Return the steps that may go: outlived, and on any mirror."""
-        awaited = self._awaited(root, storage)
-        gone = self.outlived(self._all_facts(root, storage), pins)
-        return [step for step in gone if step not in awaited]
+        outlived, awaited = self._outlived_and_awaited(root, storage, pins)
+        return [step for step in outlived if step not in awaited]
 
     def waiting(self, root: Path, storage: LocalStorage) -> list[int]:
         """Return the steps that wait only for the mirror."""
         if self.mirror is None:
             return []
-        outlived = set(self.outlived(self._all_facts(root, storage)))
-        waiting = outlived & self._awaited(root, storage)
-        return sorted({*portion_paths(root, storage).values(), *waiting})
+        outlived, awaited = self._outlived_and_awaited(root, storage)
+        return sorted({*portion_paths(root, storage).values(), *awaited.intersection(outlived)})
 
-    def apply(self, root: Path, storage: LocalStorage) -> list[int]:
-        """Remove outlived steps, through the trash, and return them.
+    def _outlived_and_awaited(
+        self, root: Path, storage: LocalStorage, pins: Iterable[int] = ()
+    ) -> tuple[list[int], set[int]]:
+        facts = completed(self.facts(step_paths(root, storage).values(), storage))
+        outlived = self.outlived(facts, pins)
+        if self.mirror is None:
+            return outlived, set()
+        settled = read_mirrored(root, self.mirror, storage)
+        return outlived, {each.step for each in facts if settled.get(each.step) != each.uuid}
 
-        Unreadable steps stay; if `pins.json` is unreadable, all stay. Raises `NotRemovedError` at the end.
+    def apply(self, root: Path, storage: LocalStorage) -> BurnishError | None:
+        """Remove outlived steps, through the trash; return an error if not all could be removed.
+
+        Unreadable steps stay; if `pins.json` is unreadable, all stay.
         """
         removals = Removals(root)
-        gone: list[int] = []
         aside: list[Path] = []
         try:
             with removals.trying(), holding_pins(root, storage) as pins:
-                gone = self.removable(root, storage, pins)
                 paths = step_paths(root, storage)
-                for step in gone:
+                for step in self.removable(root, storage, pins):
                     with removals.trying():
                         aside.append(move_aside(storage, paths[step], root / TRASH))
         except CorruptError as error:
@@ -188,42 +196,26 @@ class Retention:
         for path in aside:
             with removals.trying():
                 storage.remove(path)
-        removals.check()
-        return gone
-
-    def _awaited(self, root: Path, storage: LocalStorage) -> set[int]:
-        if self.mirror is None:
-            return set()
-        settled = read_mirrored(root, self.mirror, storage)
-        found = set()
-        for step, path in step_paths(root, storage).items():
-            with suppress(CorruptError, IncompatibleError):  # which `facts` has told of
-                if settled.get(step) != read_commit(path, storage).uuid:
-                    found.add(step)
-        return found
-
-    def _all_facts(self, root: Path, storage: LocalStorage) -> list[Facts]:
-        return completed(self.facts(step_paths(root, storage).values(), storage))
+        return removals.error()
 
     def facts(self, paths: Iterable[PurePath], storage: Source) -> list[Facts]:
         """Return the facts of the readable steps; log the others."""
-        found = (self._fact(path, storage) for path in paths)
-        return [each for each in found if each is not None]
-
-    def _fact(self, path: PurePath, storage: Source) -> Facts | None:
-        try:
-            commit = read_commit(path, storage)
-        except (CorruptError, IncompatibleError) as error:
-            _log.warning("left alone, for it cannot be read: %s", error)
-            return None
-        state: Mapping[str, Any] = {}
-        if self.keep_best.metric:
+        found = []
+        for path in paths:
             try:
-                state = open_step(path, storage).state
+                commit = read_commit(path, storage)
             except (CorruptError, IncompatibleError) as error:
-                _log.warning("counts as not measured: %s", error)
-        both = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
-        return Facts(commit.step, commit.healthy, *both)
+                _log.warning("left alone, for it cannot be read: %s", error)
+                continue
+            state: Mapping[str, Any] = {}
+            if self.keep_best.metric:
+                try:
+                    state = open_step(path, storage).state
+                except (CorruptError, IncompatibleError) as error:
+                    _log.warning("counts as not measured: %s", error)
+            measured, later = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
+            found.append(Facts(commit.step, commit.healthy, measured, later, commit.uuid))
+        return found
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:

@@ -68,13 +68,7 @@ from burnish.distributed.collectives import agree, from_main, gather_objects, sa
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, bytes_text, few
-from burnish.files.durable import (
-    NotRemovedError,
-    Removals,
-    Syncs,
-    discard,
-    naming_failures,
-)
+from burnish.files.durable import Removals, Syncs, discard, naming_failures
 from burnish.files.lease import Token
 from burnish.files.storage import LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json
@@ -318,7 +312,7 @@ class Saved:
 
     path: Path
     """Its directory, or that of this rank's partial checkpoint."""
-    warning: NotRemovedError | None
+    warning: BurnishError | None
     """Rank 0: what could not be removed beside it; None where all could."""
 
 
@@ -509,7 +503,7 @@ class Saver:
             return True
         return False
 
-    def discard(self, step: int, *, portion: bool) -> NotRemovedError | None:
+    def discard(self, step: int, *, portion: bool) -> BurnishError | None:
         """Remove a failed save; return the failures. For leaders."""
         removals = Removals(self.root)
         with removals.trying():
@@ -521,14 +515,9 @@ class Saver:
             if entry.name.startswith(tuple(f"{kind}{name}" for kind in kinds)):
                 discard(self.storage, self.root / entry.name, self.root / TRASH)
 
-    def let_go(self) -> NotRemovedError | None:
+    def let_go(self) -> BurnishError | None:
         """Remove steps that retention drops; return the failures. For rank 0."""
-        try:
-            if self.retention is not None:
-                self.retention.apply(self.root, self.storage)
-        except NotRemovedError as error:
-            return error
-        return None
+        return self.retention.apply(self.root, self.storage) if self.retention else None
 
 
 def _stored(contents: Contents) -> Iterator[StoredShard]:

@@ -69,15 +69,6 @@ def _sync_and_close(file: LocalFile) -> None:
         file.sync()
 
 
-def write_new(
-    storage: LocalStorage, files: Mapping[Path, Bytes], dirs: Iterable[Path] = ()
-) -> None:
-    """Write new files. Their content and the names in `dirs` survive a power loss."""
-    with Syncs() as syncs:
-        syncs.write_new(storage, files, dirs)
-        syncs.finish()
-
-
 def make_dirs_durably(storage: LocalStorage, path: Path, *, above: int) -> None:
     """Make a directory; make its name and the `above` - 1 directories over it, if accessible, survive a power loss."""
     storage.make_dirs(path)
@@ -130,12 +121,8 @@ def naming_failures(what: str) -> Iterator[None]:
         ) from error
 
 
-class NotRemovedError(BurnishError):
-    """Something unwanted is still there."""
-
-
 class Removals:
-    """Removals, each inside `trying`; then `check` or `error`."""
+    """Removals, each inside `trying`; then `error`."""
 
     def __init__(self, root: PurePath) -> None:
         self._root = root
@@ -149,16 +136,11 @@ class Removals:
         except OSError as error:
             self._failed.append(str(error))
 
-    def check(self) -> None:
-        """Raise `error()`, if any."""
-        if (error := self.error()) is not None:
-            raise error
-
-    def error(self) -> NotRemovedError | None:
+    def error(self) -> BurnishError | None:
         """Return an error that names the refusals, if any."""
         if not self._failed:
             return None
-        return NotRemovedError(
+        return BurnishError(
             f"not all that is no longer wanted in {self._root} could be removed",
             have=few(self._failed),
             want="its room on the disk back",

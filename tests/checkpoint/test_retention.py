@@ -113,10 +113,11 @@ def fill(root):
 def test_the_best_are_found_on_disk(tmp_path):
     fill(tmp_path)
     policy = Retention(1, keep_best=kept_best("val/loss", "min", 2))
-    assert policy.apply(tmp_path, LocalStorage()) == [1, 4]
+    assert policy.apply(tmp_path, LocalStorage()) is None
     assert steps_in(tmp_path) == [2, 3, 5]
     assert list((tmp_path / "trash").iterdir()) == []
-    assert policy.apply(tmp_path, LocalStorage()) == []
+    assert policy.apply(tmp_path, LocalStorage()) is None
+    assert steps_in(tmp_path) == [2, 3, 5]
 
 
 def test_pins_are_kept(tmp_path):
@@ -130,7 +131,7 @@ def test_pins_are_kept(tmp_path):
 def test_damaged_pins_keep_everything(tmp_path, caplog):
     fill(tmp_path)
     (tmp_path / "pins.json").write_text('{"format": 1, "pins"')
-    assert Retention(1).apply(tmp_path, LocalStorage()) == []
+    assert Retention(1).apply(tmp_path, LocalStorage()) is None
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     assert "pins.json" in caplog.text
 

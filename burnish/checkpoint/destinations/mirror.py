@@ -364,12 +364,7 @@ class Sync:
                 return
         for damage in verify_files(step, [name]):
             raise damage
-        raise BurnishError(
-            f"{remote.url.below(name)} is not what was sent, {_TRIES} times",
-            have="a file of which a block read back has another hash",
-            want="the bytes that were committed",
-            do="see that the service is in order",
-        )
+        raise _altered(remote, name)
 
     def _is_intact(self, remote: Remote, name: str, record: FileRecord) -> bool:
         buffer = memoryview(bytearray(min(record.block_bytes, record.size)))
@@ -391,12 +386,7 @@ class Sync:
             self._mirror.check()
             remote.put(name, data)
             if remote.read(name, MANIFEST_LIMIT) != data:
-                raise BurnishError(
-                    f"{remote.url.below(name)} is not what was sent",
-                    have="other bytes, when it was read back",
-                    want=f"the {len(data)} bytes that were sent",
-                    do="see that the service is in order, and that nobody else writes there",
-                )
+                raise _altered(remote, name)
 
     def _path(self, step: int) -> Path:
         return self._mirror.root / step_name(step)
@@ -528,6 +518,15 @@ def open_partial(path: Path) -> Partial:
             do="move it away",
         )
     return Committed(path, commit, manifest, {}), sorted(names)
+
+
+def _altered(remote: Remote, name: str) -> BurnishError:
+    return BurnishError(
+        f"{remote.url.below(name)} is not what was sent",
+        have="other bytes, when it was read back",
+        want="the bytes that were committed",
+        do="see that the service is in order, and that nobody else writes there",
+    )
 
 
 def _size(step: Committed, names: Iterable[str]) -> int:

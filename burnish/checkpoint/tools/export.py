@@ -30,7 +30,7 @@ from burnish.checkpoint.steps import Committed, files_below, read_file, small_fi
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
-from burnish.files.durable import naming_failures, write_new
+from burnish.files.durable import Syncs, naming_failures
 from burnish.files.lease import locked
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
 from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage
@@ -194,15 +194,17 @@ def export(
         naming_failures(f"{target} could not be written"),
         partial_directory(target, storage) as partial,
     ):
-        _write_tensors(model, partial, dtype, max_file_bytes, storage)
-        assets = {partial / name: data for name, data in model.assets().items()}
+        indices = _write_tensors(model, partial, dtype, max_file_bytes, storage)
+        assets = {partial / name: data for name, data in model.assets().items()} | indices
         if (config := assets.get(partial / CONFIG)) is not None:
             assets[partial / CONFIG] = with_dtype(config, dtype, f"{CONFIG} of {model.what}")
         parents = {partial, *(parent for path in assets for parent in path.parents)}
         directories = sorted(each for each in parents if each.is_relative_to(partial))
         for directory in directories:
             storage.make_dirs(directory)
-        write_new(storage, assets, directories)
+        with Syncs() as syncs:
+            syncs.write_new(storage, assets, directories)
+            syncs.finish()
         found = dict(files_below(partial, "", storage))
         storage.rename(partial, target)
         storage.sync_dir(target.parent)
@@ -215,7 +217,8 @@ def _write_tensors(
     dtype: torch.dtype,
     max_file_bytes: int,
     storage: LocalStorage,
-) -> None:
+) -> dict[Path, bytes]:
+    """Write the tensor files, and return the index files that belong to them."""
     for name, each in model.weights.items():
         if each.dtype.is_floating_point and each.dtype.itemsize == 1:
             raise IncompatibleError(
@@ -232,13 +235,13 @@ def _write_tensors(
     for file in files:  # all of them first, so that a full disk shows at once
         with storage.create(directory / Path(file.path).name, file.size):
             pass
-    write_new(storage, {directory / Path(path).name: data for path, data in indices.items()})
     for file in files:
         with storage.open(directory / Path(file.path).name, write=True) as out:
             out.pwrite(file.header_within(0, file.header_bytes), 0)
             for entry in file.entries:
                 _write_tensor(model, entry, _target(model.weights[entry.name], dtype), out)
             out.sync()
+    return {directory / Path(path).name: data for path, data in indices.items()}
 
 
 def _write_tensor(

@@ -265,10 +265,12 @@ def test_a_local_step_goes_only_when_the_mirror_has_it(mirror):
     retention = Retention(1, mirror=str(mirror.remote))
     for step in (1, 2, 3):
         save_once(mirror.root, step)
-    assert retention.apply(mirror.root, LOCAL) == []
-    sync(mirror)
-    assert retention.apply(mirror.root, LOCAL) == [1, 2]
-    assert Retention(1, mirror="memory://elsewhere").apply(mirror.root, LOCAL) == []
+    for policy in (retention, Retention(1, mirror="memory://elsewhere")):
+        assert policy.apply(mirror.root, LOCAL) is None
+        assert [step.step for step in committed(mirror.root)] == [1, 2, 3]
+        sync(mirror)
+    assert retention.apply(mirror.root, LOCAL) is None
+    assert [step.step for step in committed(mirror.root)] == [3]
 
 
 def test_a_full_disk_takes_no_step_that_is_not_on_the_mirror(mirror):
@@ -296,7 +298,8 @@ def test_a_damaged_note_keeps_all(mirror):
     sync(mirror)
     save_once(mirror.root, 2)
     (mirror.root / MIRRORED).write_text('{"format": 1, "url": 3}')
-    assert Retention(1, mirror=str(mirror.remote)).apply(mirror.root, LOCAL) == []
+    assert Retention(1, mirror=str(mirror.remote)).apply(mirror.root, LOCAL) is None
+    assert [step.step for step in committed(mirror.root)] == [1, 2]
 
 
 def test_who_lost_the_mirror_changes_nothing_there(mirror):
