@@ -74,16 +74,10 @@ class StreamedFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Return bytes, in pieces that retries may repeat."""
-        pieces: list[bytes | bytearray] = []
-        for at in range(begin, end, _PIECE):
-            size = min(_PIECE, end - at)
-            if isinstance(self.source, HubPlace):
-                pieces.append(self.source.read(self.name, at, size))
-            else:
-                piece = bytearray(size)
-                self.source.read_into(self.name, piece, at)
-                pieces.append(piece)
-        return b"".join(pieces)
+        data = memoryview(bytearray(end - begin))
+        for at in range(0, len(data), _PIECE):
+            self.source.read_into(self.name, data[at : at + _PIECE], begin + at)
+        return bytes(data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -161,12 +161,12 @@ class HubPlace:
             raise MissingError(f"{self} has no file {name}", have=have, do="correct the name")
         return place.fetch([name]) / name
 
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file from byte `offset`, of the cache or else of the hub."""
+    def read_into(self, name: str, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer from byte `offset` of a file, of the cache or else of the hub."""
         from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         http: Any = import_module("huggingface_hub.utils")
-        named = {"repo_type": self.kind, "revision": self.revision}
+        named, size = {"repo_type": self.kind, "revision": self.revision}, len(buffer)
         held = try_to_load_from_cache(self.repo, name, **named)
         headers = http.build_hf_headers() | {"range": f"bytes={offset}-{offset + size - 1}"}
         url = hf_hub_url(self.repo, name, **named)
@@ -188,7 +188,7 @@ class HubPlace:
                 want=f"{size} from byte {offset}",
                 do="see that nothing between here and the hub changes requests",
             )
-        return data
+        buffer[:] = data
 
     def _snapshot(self, patterns: Sequence[str], *, shown: bool) -> Path:
         from huggingface_hub import snapshot_download

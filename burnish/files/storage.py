@@ -57,9 +57,8 @@ class ReadableFile(Closing, Protocol):
 class Source(Protocol):
     """A readable directory tree. Methods raise `OSError`."""
 
-    @property
-    def reads_at_once(self) -> int:
-        """How many parallel reads are faster than sequential ones."""
+    reads_at_once: int
+    """How many parallel reads are faster than sequential ones."""
 
     def open(self, path: PurePath) -> ReadableFile:
         """Open a regular file; refuse a link or a device."""

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -179,16 +179,14 @@ def serve(pipe: int, parent: int) -> None:
                     pass
             except EOFError:
                 return
-            synced = _synced(sync, mirror.remote, Meter(connection.send), connection.poll)
-            connection.send(replace(synced, may_change_late=mirror.remote.may_change_late))
-
-
-def _synced(sync: Sync, remote: Remote, meter: Meter, pause: Pause) -> Synced:
-    try:
-        return Synced(tuple(sync.run(meter, pause)), None)
-    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-        do = "correct what it names; the next save, or the same command again, goes on from there"
-        return Synced((), as_burnish_error(error, f"{remote} could not be brought in line", do))
+            steps, failure = list[int](), None
+            try:
+                steps = sync.run(Meter(connection.send), connection.poll)
+            except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
+                what = f"{mirror.remote} could not be brought in line"
+                do = "correct what it names; the next save, or the same command again, goes on from there"
+                failure = as_burnish_error(error, what, do)
+            connection.send(Synced(tuple(steps), failure, mirror.remote.may_change_late))
 
 
 class Sync:
