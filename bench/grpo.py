@@ -143,8 +143,8 @@ class Ours:
         groups = sampler.sample(self.step_number).groups
         marks.append(self.clock())
         update = PolicyUpdate(self.engine, None, None, self.flops, config)
-        batches = update.minibatches(groups, update.assign_credit(groups))
-        for batch in update.with_logprobs(batches, self.step_number):
+        credit = update.assign_credit(groups, update.minibatches(groups))
+        for batch in update.with_logprobs(credit.batches, self.step_number):
             self.engine.forward_backward(batch, self.loss).values()
             self.engine.optim_step(config.optim.lr)
         marks.append(self.clock())

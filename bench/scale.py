@@ -424,14 +424,14 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return made
 
     def divided() -> tuple[npt.NDArray[np.int64], Shares]:
-        outlines, _ = update.outlines(table, np.arange(len(table.rows)), logprobs=True)
+        outlines, _ = update.outlines(table, np.arange(len(table.rows)), "sampled_logprobs")
         return outlines["length"], batching._assign(outlines, ranks, 16 * limit, flops)
 
     table = clock(
         "hearing of all",
         lambda: RolloutTable.gathered([pickle.loads(message)[1] for message in messages]),  # noqa: S301 - our own
     )
-    credit = clock("advantages", lambda: update.assign_credit(table))
+    credit = clock("advantages", lambda: update.assign_credit(table, []))
     lengths, shares = clock("dividing", divided)
     clock("statistics", lambda: rollout_stats(table))
     memory, tokens = peak_memory(CPU) - before, 0

@@ -64,9 +64,10 @@ def make_run(
             [each.reward - 0.5 for each in made],
             lambda ids: [words[each] for each in ids],
             {
-                "advantages": [
-                    np.full(len(each.completion.token_ids), 0.5, np.float32) for each in made
-                ]
+                "advantages": {
+                    n: np.full(len(each.completion.token_ids), 0.5, np.float32)
+                    for n, each in enumerate(made)
+                }
             },
         )
     return directory

@@ -23,7 +23,7 @@ class Traffic(TorchDispatchMode):
         self.layout = layout
         self.sent: list[tuple[str, int]] = []
         self.received = 0
-        """Bytes, by exchanges and gatherings over gloo."""
+        """Bytes, by exchanges, gatherings and sums over gloo."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -41,4 +41,5 @@ class Traffic(TorchDispatchMode):
             size = sum(t.nbytes for t in tree_leaves(given))
             self.sent.append((name, size))
             self.received += size * (self.layout.world - 1) if "allgather" in name else 0
+            self.received += 2 * size if "allreduce" in name else 0
         return func(*args, **kwargs or {})

@@ -6,6 +6,8 @@ prompt's rollouts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -108,23 +110,43 @@ def remax(scored: ScoredRollouts) -> Array:
     return above
 
 
-def reinforce_plus_plus(scored: ScoredRollouts) -> list[Array]:
-    """A_t = R_t, whitened over all tokens of the step (REINFORCE++, arXiv 2501.03262).
-
-    R_t is the reward before KL, less the KL penalties from token t on.
-    """
-    own = scored.rewards + np.array([penalty.sum() for penalty in scored.penalties])
-    returns = [
-        reward - penalty[::-1].cumsum()[::-1]
-        for reward, penalty in zip(own, scored.penalties, strict=True)
-    ]
-    return np.split(standardised(np.concatenate(returns)), scored.lengths.cumsum()[:-1])
-
-
-def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> list[Array]:
+def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> Array:
     """A_i = r_i - mean, whitened over all tokens of the step (arXiv 2501.03262)."""
-    flat = standardised(np.repeat(dr_grpo(scored), scored.lengths))
-    return np.split(flat, scored.lengths.cumsum()[:-1])
+    values = dr_grpo(scored)
+    mean, scale = whitening(token_sums(values[:, None]), scored.lengths)
+    whitened: Array = (values - mean) * scale
+    return whitened
+
+
+def token_sums(rows: Iterable[Array]) -> Array:
+    """Return x_0, Σ (x_t - x_0) and Σ (x_t - x_0)² of each row x, [n, 3]."""
+    found = []
+    for row in rows:
+        apart = row - row[:1]
+        found.append((row[0] if len(row) else 0.0, apart.sum(), np.square(apart).sum()))
+    return np.array(found, np.float64).reshape(-1, 3)
+
+
+def pooled(sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[float, float]:
+    """Return mean and sum of squared deviations of all rows' tokens; exactly 0 if all are equal."""
+    first, apart, squares = sums[lengths > 0].T
+    sizes = lengths[lengths > 0]
+    if not len(first):
+        return 0.0, 0.0
+    mean = float((sizes * first + apart).sum() / sizes.sum())
+    if not squares.any() and (first == first[0]).all():
+        return mean, 0.0
+    offset = first - mean
+    deviations = squares + 2 * apart * offset + sizes * np.square(offset)
+    return mean, max(float(deviations.sum()), 0.0)
+
+
+def whitening(sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[float, float]:
+    """Return mean and 1 / (std + ε) of all rows' tokens; 0 if all are equal."""
+    mean, squares = pooled(sums, lengths)
+    if not squares:
+        return mean, 0.0
+    return mean, 1 / (float(np.sqrt(squares / (lengths.sum() - 1))) + EPSILON)
 
 
 def _alike(values: Array) -> npt.NDArray[np.bool_]:

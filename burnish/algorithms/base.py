@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -21,10 +22,12 @@ from burnish.errors import BurnishError, UsageError
 from burnish.functions import Registry, load_function
 from burnish.records import Floats, MicroBatch
 
+BY_TOKEN = ("gae", "reinforce_plus_plus")
+"""Advantages that differ among the tokens of a completion (`burnish.algorithms.critic.gae`)."""
 ADVANTAGES: Registry = {
     name: f"burnish.algorithms.advantages:{name}"
     for name in get_args(AdvantageName)
-    if name != "gae"  # takes a critic's values
+    if name not in BY_TOKEN
 }
 """Estimators by name."""
 
@@ -40,7 +43,7 @@ LOG_RATIO_BOUND = 20.0
 Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ScoredRollouts:
     """The N rollouts of a step, as host arrays."""
 
@@ -50,8 +53,8 @@ class ScoredRollouts:
     """[N]. Rollouts of one prompt have equal numbers."""
     lengths: npt.NDArray[np.int64]
     """[N] tokens of each completion; 0 is possible."""
-    penalties: tuple[Array, ...]
-    """[length] each: KL in the reward per token, coefficient included; zeros without it."""
+    penalties_of_all: Callable[[], Sequence[Floats]] | None = None
+    """Has all ranks exchange `penalties`. Collective. None without KL in the reward."""
     parts: Mapping[str, Array] = field(default_factory=dict)
     """[N] by reward function or model: its own value, unweighted; 0 where it failed."""
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -59,26 +62,13 @@ class ScoredRollouts:
     greedy_rewards: Array | None = None
     """[N] rewards of the greedy completion of the same prompt; `remax` alone has them generated."""
 
-    @classmethod
-    def of(
-        cls,
-        rewards: Sequence[float] | npt.NDArray[np.floating],
-        groups: Sequence[int] | npt.NDArray[np.integer],
-        lengths: Sequence[int] | npt.NDArray[np.integer],
-        token_penalties: Sequence[Floats] | None = None,
-        **more: Any,
-    ) -> ScoredRollouts:
-        """Subtract `token_penalties` from rewards. Raises `BurnishError` for a reward that is not finite."""
-        sizes = np.asarray(lengths, dtype=np.int64)
-        totals = np.asarray(rewards, dtype=np.float64)
-        if token_penalties:
-            penalties = tuple(np.asarray(penalty, np.float64) for penalty in token_penalties)
-            totals = totals - np.array([penalty.sum() for penalty in penalties])
-        else:
-            zeros = {size: np.broadcast_to(0.0, size) for size in np.unique(sizes).tolist()}
-            penalties = tuple(zeros[size] for size in sizes.tolist())
-        check_finite(totals)
-        return cls(totals, np.asarray(groups, dtype=np.int64), sizes, penalties, **more)
+    @cached_property
+    def penalties(self) -> tuple[Array, ...]:
+        """[length] each: KL in the reward per token, with its coefficient."""
+        if self.penalties_of_all is not None:
+            return tuple(np.asarray(each, np.float64) for each in self.penalties_of_all())
+        zeros = {size: np.broadcast_to(0.0, size) for size in np.unique(self.lengths).tolist()}
+        return tuple(zeros[size] for size in self.lengths.tolist())
 
     def within_groups(self, formula: Callable[[Array], Array], values: Array) -> Array:
         """Apply `formula` to each group's `values`, of [N]."""
@@ -115,10 +105,10 @@ def load_advantage(name: str) -> Advantage:
     function = load_function(name, "algorithm.advantage", ADVANTAGES)
     if name not in ADVANTAGES:
         rewards, groups, lengths = [1.0, 0.0, 0.5, 0.25], [0, 0, 1, 1], [2, 3, 1, 2]
-        made_up = ScoredRollouts.of(
-            rewards,
-            groups,
-            lengths,
+        made_up = ScoredRollouts(
+            np.array(rewards),
+            np.array(groups),
+            np.array(lengths),
             parts={"made_up": np.array(rewards)},
             weights={"made_up": 1.0},
             greedy_rewards=np.full(4, 0.5),
@@ -135,24 +125,22 @@ def load_advantage(name: str) -> Advantage:
     return function
 
 
-def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
-    """Return each completion token's advantage, one read-only fp32 array per rollout.
+def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Floats]:
+    """Return each rollout's advantage, fp32 [N], or an fp32 array for each.
 
     Raises `BurnishError` for other shapes or non-finite numbers.
     """
     lengths = scored.lengths
     if not len(lengths):
-        return []
+        return np.zeros(0, np.float32)
     found: Any = function(scored)
     is_plain = isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype != object
     shapes: Any = [()] * len(found) if is_plain else [np.shape(each) for each in found]
     if shapes == [()] * len(lengths):
-        numbers = np.asarray(found, dtype=np.float32)
-        rows = np.broadcast_to(numbers[:, None], (len(numbers), lengths.max()))  # no memory
-        tokens = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
-        checked = [numbers[lengths > 0]]
+        result: Floats | list[Floats] = np.asarray(found, dtype=np.float32)
+        checked = [np.asarray(result)[lengths > 0]]
     elif shapes == [(length,) for length in lengths.tolist()]:
-        tokens = checked = [np.asarray(each, dtype=np.float32) for each in found]
+        result = checked = [np.asarray(each, dtype=np.float32) for each in found]
     else:
         raise BurnishError(
             "the advantage function returned other shapes than it should",
@@ -167,7 +155,7 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> list[Floats]:
             want="finite fp32 numbers",
             do="correct the function of algorithm.advantage",
         )
-    return tokens
+    return result
 
 
 def check_finite(totals: Array) -> None:

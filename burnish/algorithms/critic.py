@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.algorithms.advantages import standardised
+from burnish.algorithms.advantages import pooled, token_sums, whitening
 from burnish.algorithms.aggregation import aggregation
-from burnish.algorithms.base import check_finite
+from burnish.algorithms.base import Array
 from burnish.algorithms.loss import Loss
 from burnish.config.schema import AggregationKind
 from burnish.records import Floats, MicroBatch, TokenOutputs
@@ -21,12 +21,25 @@ from burnish.tracking.stats import Mean, Stats
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Per rollout, an fp32 array of its completion's tokens."""
+    """Per completion, an array of its tokens."""
 
-    advantages: list[Floats]
-    """Whitened over all tokens of the step."""
+    advantages: list[Array]
+    """fp64, not whitened."""
     returns: list[Floats]
-    """The critic's targets: the advantage before whitening plus the value."""
+    """The critic's targets: the advantage plus the value."""
+
+    @property
+    def sums(self) -> Array:
+        """[n, 6] `token_sums` of advantages and returns."""
+        returns = token_sums(np.asarray(each, np.float64) for each in self.returns)
+        return np.concatenate([token_sums(self.advantages), returns], axis=1)
+
+    def whitened(self, sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[Floats, list[Floats]]:
+        """Return mean advantages of all N completions, from `sums` [N, 6], and arrays of these, whitened."""
+        mean, scale = whitening(sums[:, :3], lengths)
+        means = sums[:, 0] + sums[:, 1] / np.maximum(lengths, 1)
+        own = [((each - mean) * scale).astype(np.float32) for each in self.advantages]
+        return ((means - mean) * scale).astype(np.float32), own
 
 
 def gae(
@@ -43,18 +56,15 @@ def gae(
 
     `values[i][t]` is V(s_t), of the state in which token t was chosen. V is 0 behind the last token,
     even of a truncated completion. r_t is -`token_penalties[i][t]`, plus `rewards[i]` at the last
-    token. Raises `BurnishError` for a reward that is not finite.
+    token. REINFORCE++ (arXiv 2501.03262) has V = 0 and γ = λ = 1.
     """
-    scores = np.asarray(rewards, dtype=np.float64)
     exact = [np.asarray(each, dtype=np.float64) for each in values]
     lengths = [len(each) for each in exact]
     penalties = token_penalties or [np.zeros(length, dtype=np.float32) for length in lengths]
-    paid = [np.asarray(each, dtype=np.float64) for each in penalties]
-    check_finite(scores - np.array([each.sum() for each in paid], dtype=np.float64))
     deltas = np.zeros((max(lengths, default=0), len(lengths)))  # from each rollout's last token
-    for i, (value, penalty) in enumerate(zip(exact, paid, strict=True)):
+    for i, (value, penalty) in enumerate(zip(exact, penalties, strict=True)):
         delta = gamma * np.append(value[1:], 0.0)[: len(value)] - value - penalty
-        delta[-1:] += scores[i]
+        delta[-1:] += rewards[i]
         deltas[: lengths[i], i] = delta[::-1]
     running = np.zeros(len(lengths))
     for row in deltas:
@@ -62,24 +72,23 @@ def gae(
         running = row
     sums = [deltas[:length, i][::-1] for i, length in enumerate(lengths)]
     returns = [(a + v).astype(np.float32) for a, v in zip(sums, exact, strict=True)]
-    flat = standardised(np.concatenate([np.zeros(0), *sums])).astype(np.float32)
-    return Estimates(np.split(flat, np.cumsum(lengths)[:-1]) if lengths else [], returns)
+    return Estimates(sums, returns)
 
 
-def value_stats(values: Sequence[Floats], returns: Sequence[Floats]) -> Stats:
-    """Return `values/mean`, `returns/mean` and `explained_var` over completion tokens.
+def value_stats(sums: Array, lengths: npt.NDArray[np.int64]) -> Stats:
+    """Return `values/mean`, `returns/mean` and `explained_var` over completion tokens, from `Estimates.sums`.
 
     `explained_var` is 1 - Var(R - V) / Var(R), NaN for equal returns.
     """
-    v, r = (np.concatenate([np.zeros(0), *each]) for each in (values, returns))
-    if not len(v):
+    count = int(lengths.sum())
+    if not count:
         return Stats()
-    variance = float(r.var())
+    (above, error), (mean, squares) = pooled(sums[:, :3], lengths), pooled(sums[:, 3:], lengths)
     return Stats(
         {
-            "values/mean": Mean(float(v.sum()), len(v)),
-            "returns/mean": Mean(float(r.sum()), len(r)),
-            "explained_var": Mean(variance - float((r - v).var()), variance),
+            "values/mean": Mean((mean - above) * count, count),
+            "returns/mean": Mean(mean * count, count),
+            "explained_var": Mean((squares - error) / count, squares / count),
         }
     )
 

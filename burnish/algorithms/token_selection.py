@@ -1,44 +1,103 @@
 """Select tokens of high covariance or high entropy, to treat them apart.
 
-All ranks' tokens of a mini-batch are compared, so the cut does not change the choice.
+All ranks' tokens of a mini-batch are compared, by counts of tokens. The cut does not change the choice.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from burnish.config.schema import AlgorithmConfig
+from burnish.distributed.collectives import gather_rows, total
+from burnish.distributed.layout import Layout
 
 _Array = npt.NDArray[np.floating]
+_Integers = npt.NDArray[np.integer]
+_Keys = npt.NDArray[np.uint64]
 _Chosen = npt.NDArray[np.bool_]
 
 
 def select_tokens(
-    logprobs: _Array, entropies: _Array, advantages: _Array, config: AlgorithmConfig, seed: int
+    logprobs: _Array,
+    entropies: _Array,
+    advantages: _Array,
+    sequences: _Integers,
+    config: AlgorithmConfig,
+    seed: int,
+    layout: Layout,
 ) -> _Chosen:
-    """Choose among N trained tokens, in a fixed order; all arrays are [N].
+    """Choose among this rank's n trained tokens; all arrays are [n]. A sequence's tokens are neighbours. Collective.
 
     With c_t = (log π(y_t) - mean log π)(A_t - mean A) (arXiv 2505.22617, equation 10) and
-    k = `cov_ratio` · N, at least 1:
+    k = `cov_ratio` · N, at least 1, of all ranks' N tokens:
 
     - clip_cov: k random tokens with `cov_low` < c_t < `cov_high` (equation 11)
-    - kl_cov: the k tokens of largest c_t (equation 13)
+    - kl_cov: the k tokens of largest c_t in fp32 (equation 13), of equal ones the first
     - `top_entropy`: that share of tokens, of highest entropy (arXiv 2506.01939, equation 5)
     """
-    chosen = np.zeros(len(logprobs), dtype=bool)
-    if not len(logprobs):
-        return chosen
     if config.top_entropy is not None:
-        threshold = np.quantile(entropies, 1 - config.top_entropy)
-        selected: _Chosen = entropies >= threshold
+        count = int(_sum(np.array([len(entropies)]), layout)[0])
+        place = math.ceil((count - 1) * (1 - config.top_entropy))
+        keys = _sortable(entropies)
+        selected: _Chosen = keys >= _largest(keys, count - place, layout)[0]
         return selected
     own, credit = logprobs.astype(np.float64), advantages.astype(np.float64)
-    covariance = (own - own.mean()) * (credit - credit.mean())
-    count = max(1, int(config.cov_ratio * len(own)))
+    numbers, starts, which = np.unique(sequences, return_index=True, return_inverse=True)
+    sums = [np.bincount(which, each, len(numbers)) for each in (np.ones(len(own)), own, credit)]
+    tokens, own_sum, credit_sum = gather_rows(numbers, np.stack(sums, axis=1), layout)[1].sum(0)
+    covariance = (own - own_sum / max(tokens, 1)) * (credit - credit_sum / max(tokens, 1))
+    count, chosen = max(1, int(config.cov_ratio * tokens)), np.zeros(len(own), dtype=bool)
     if config.policy_loss == "kl_cov":
-        chosen[np.argsort(-covariance, kind="stable")[:count]] = True
-        return chosen
-    candidates = np.flatnonzero((covariance > config.cov_low) & (covariance < config.cov_high))
-    chosen[np.random.default_rng(seed).permutation(candidates)[:count]] = True
+        return _choose(_sortable(covariance), count, sequences, layout)
+    draws = np.zeros(len(own), np.uint64)
+    for number, start, size in zip(numbers, starts, np.bincount(which), strict=True):
+        rng = np.random.default_rng([seed, number])
+        draws[start : start + size] = rng.integers(1 << 32, size=size, dtype=np.uint64)
+    between = (covariance > config.cov_low) & (covariance < config.cov_high)
+    chosen[between] = _choose(draws[between], count, sequences[between], layout)
     return chosen
+
+
+def _sortable(values: _Array) -> _Keys:
+    """Return integers below 2^32 in the same order."""
+    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # no zero is negative
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+
+
+def _choose(keys: _Keys, count: int, sequences: _Integers, layout: Layout) -> _Chosen:
+    """Choose the `count` largest keys, of equal ones the first."""
+    least, room = _largest(keys, count, layout)
+    chosen: _Chosen = keys > least
+    alike = np.flatnonzero(keys == least)
+    alike = alike[np.argsort(sequences[alike], kind="stable")]
+    numbers, counts = np.unique(sequences[alike], return_counts=True)
+    everywhere, told = gather_rows(numbers, counts.astype(np.float64), layout)
+    before = np.append(told.cumsum() - told, np.inf)[np.searchsorted(everywhere, numbers)]
+    ranks = np.arange(len(alike)) + np.repeat(before - (counts.cumsum() - counts), counts)
+    chosen[alike[ranks < room]] = True
+    return chosen
+
+
+def _largest(keys: _Keys, count: int, layout: Layout) -> tuple[int, int]:
+    """Return the `count`-th largest key of all ranks, and how many of its equals are chosen."""
+    found, left = 0, count
+    for shift in (24, 16, 8, 0):  # count the next 8 bits of keys that begin alike
+        alike = keys[keys >> np.uint64(shift + 8) == found]
+        digits = (alike >> np.uint64(shift)).astype(np.int64) & 255
+        bins = _sum(np.bincount(digits, minlength=256), layout)
+        reached = bins[::-1].cumsum()[::-1]
+        left = min(left, int(reached[0]))
+        digit = int(np.flatnonzero(reached >= left)[-1])
+        left -= int(reached[digit] - bins[digit])
+        found = found << 8 | digit
+    return found, left
+
+
+def _sum(counts: npt.NDArray[np.int64], layout: Layout) -> npt.NDArray[np.int64]:
+    mine = counts if layout.is_first_peer else np.zeros_like(counts)
+    found: npt.NDArray[np.int64] = total(torch.from_numpy(mine), layout).numpy()
+    return found

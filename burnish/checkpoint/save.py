@@ -1,8 +1,7 @@
 """Write one step and commit it.
 
 Each rank assembles a few spans of blocks at a time from its tensors and other ranks' messages. One thread hashes and writes,
-others sync. All goes into a directory without a step's name, which is renamed at the end. Each of several disks gets a partial
-checkpoint.
+others sync. All goes into a directory without a step's name, which is renamed at the end.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from dataclasses import fields
 from itertools import islice
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +38,19 @@ def gather_objects(value: T, layout: Layout) -> list[T]:
     if layout.world == 1:
         return [value]
     return gather_within(value, layout.groups or (None,))
+
+
+def gather_rows(
+    numbers: Sequence[int] | npt.NDArray[np.integer], rows: npt.NDArray[np.float64], layout: Layout
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    """Return numbered rows of all first peers, by number. Collective."""
+    mine = np.asarray(numbers, np.int32), rows
+    told = [each[: None if layout.is_first_peer else 0].tobytes() for each in mine]
+    shares = gather_objects(told, layout)
+    found = np.frombuffer(b"".join(each for each, _ in shares), np.int32)
+    everything = np.frombuffer(b"".join(each for _, each in shares)).reshape(-1, *rows.shape[1:])
+    order = np.argsort(found, kind="stable")
+    return found[order], everything[order]
 
 
 def gather_within(value: T, groups: Sequence[ProcessGroup | None]) -> list[T]:

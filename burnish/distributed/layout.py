@@ -78,6 +78,11 @@ class Layout:
         return [stage + data_rank * inner + k for stage in stages for k in range(inner)]
 
     @property
+    def is_first_peer(self) -> bool:
+        """Whether it speaks for those with its micro-batches."""
+        return self.rank == self.peers(self.data_rank)[0]
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes the run's logs."""
         return self.rank == 0

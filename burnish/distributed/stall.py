@@ -1,7 +1,7 @@
 """Find out why nothing moves: one report on all ranks, after which the run ends (`distributed.stall_seconds`).
 
 A thread in each rank looks at its main thread every few seconds. The rank moves if the stack is none of those
-seen lately, if a phase begins or ends, or if a bar advances. So a loop that only waits does not move.
+seen lately, if a phase begins or ends, or if a bar advances.
 A rank that stands still says so to rank 0's relay, which then asks every rank and judges the answers.
 """
 

@@ -1,8 +1,4 @@
-"""The common part of both engines: count and skip steps, reduce statistics, even out experts.
-
-The load-balancing loss (`burnish.models.routing`) is a product of two means over tokens. Here, unlike in transformers, they are over all
-tokens of a step on all ranks, so the result does not depend on how the batch is cut.
-"""
+"""The common part of both engines: count and skip steps, reduce statistics, even out experts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Packed sequences: taking rows of tensors, and computing common beginnings of sequences once.
 
 A hidden state depends only on the tokens up to it. So packed sequences form a tree of prefixes
-(a trie), and each node is one row. Only attention goes through every sequence. Results equal those
-of single sequences, up to rounding. Micro-batches share no prefixes.
+(a trie), and each node is one row. Only attention goes through every sequence. Micro-batches
+share no prefixes.
 
 torch's `index_select` adds up gradients of rows in any order on an accelerator. `RowMap` adds a row
 at most once per round, in fp32, so the sum is always the same.

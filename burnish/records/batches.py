@@ -159,8 +159,8 @@ class Batch:
         """Drop the experts, for another model."""
         return self._of(replace(micro, experts=None) for micro in self.microbatches)
 
-    def with_columns(self, columns: Mapping[str, Sequence[Floats]]) -> Batch:
-        """Add fields from an fp32 array per example of the global list. One that is shorter than its example is of its end; 0 before."""
+    def with_columns(self, columns: Mapping[str, Mapping[int, Floats]]) -> Batch:
+        """Add fields from fp32 arrays of this rank's examples. One that is shorter than its example is of its end; 0 before."""
         filled = []
         for micro, numbers in zip(self.microbatches, self.examples, strict=True):
             sizes = micro.cu_seqlens.diff().tolist()

@@ -49,7 +49,7 @@ def write_rollouts(
     rollouts: Sequence[Rollout],
     advantages: Sequence[float] | None,
     token_texts: TokenTexts | None = None,
-    by_token: Mapping[str, Sequence[Floats]] | None = None,
+    by_token: Mapping[str, Mapping[int, Floats]] | None = None,
     arriving: Iterable[tuple[int, Rollout]] | None = None,
 ) -> dict[int, Row]:
     """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
@@ -70,7 +70,8 @@ def write_rollouts(
             if i in longest:
                 if token_texts is not None:
                     said = rollout.completion
-                    values = {name: each[i] for name, each in (by_token or {}).items()}
+                    none = said.logprobs[:0]  # of an empty completion
+                    values = {name: each.get(i, none) for name, each in (by_token or {}).items()}
                     texts = token_texts(said.token_ids.tolist())
                     row["tokens"] = {"texts": texts, "logprobs": _rounded(said.logprobs)}
                     row["tokens"] |= {name: _rounded(each) for name, each in values.items()}

@@ -1,7 +1,7 @@
 """Trace rollouts, to files and by OTLP.
 
 A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each
-call of a reward; turns and tools belong there as well. A file has one trace a line, in JSON with the names of OTLP.
+call of a reward.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Observers:
         step: int,
         rollouts: Sequence[Any],
         advantages: Sequence[float] | None,
-        by_token: Mapping[str, Sequence[Any]] | None = None,
+        by_token: Mapping[str, Mapping[int, Any]] | None = None,
         arriving: Iterable[tuple[int, Any]] = (),
         whole: Container[int] = (),
     ) -> None:

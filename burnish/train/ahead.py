@@ -1,7 +1,6 @@
-"""The files of batches that are drawn and not trained on, in a step's `ahead/`.
+"""The files of batches that are drawn and not trained on, in a step's `ahead/` (docs/reference/checkpoint-format.md).
 
-`batch-N.safetensors` has the tokens of step N's batch, rollouts end to end; `batch-N.jsonl` has a line for each group.
-`partial-N` are the same of begun completions. Prompts lack messages and columns, since rewards are there.
+Prompts lack messages and columns, since rewards are there.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Generator
 from burnish.train.collect import sampling
@@ -45,11 +46,9 @@ class Guard:
             return
         if limit == "auto":
             limit = _HONEST[config.engine.precision]
-        rollouts = self._drawn()
-        said = self.update.raw_logprobs(rollouts)
-        pairs = zip(said, (each.completion.logprobs for each in rollouts), strict=True)
-        apart = np.concatenate([np.abs(mine - theirs) for mine, theirs in pairs])
-        mean = float(apart.mean()) if len(apart) else 0.0
+        drawn = self._drawn()
+        tokens = int(drawn.lengths.sum())
+        mean = float(self.update.disagreement(drawn).sum()) / max(tokens, 1)
         if mean <= limit:
             return
         name, compared = self._first_difference()
@@ -58,15 +57,15 @@ class Guard:
             found = f"all {compared} tensors that the generator reads back are equal"
         raise BurnishError(
             f"generator and engine disagree on the log-probs of the same tokens, with weights of version {version}",
-            have=f"{mean:.3g} nats on average over {len(apart)} tokens; {found}",
+            have=f"{mean:.3g} nats on average over {tokens} tokens; {found}",
             want=f"rollout.max_disagreement: {limit:g} at most",
             do="set rollout.max_disagreement higher if the two compute this differently for a reason you know"
             if name is None
             else "start the same command again; if it comes again, it is a mistake in publishing this tensor",
         )
 
-    def _drawn(self) -> list[Rollout]:
-        """Return a completion of each prompt, from every rank's generator, the same on every rank."""
+    def _drawn(self) -> RolloutTable:
+        """Return a completion of each prompt, from every rank's generator. Collective."""
         config, rank, world = self.update.config, self.layout.rank, self.layout.world
         asking = 1 if self.generator.central else world
         seed = derive_seed(config.seed, "guard") % 2**63
@@ -80,8 +79,11 @@ class Guard:
         drawn: list[list[Completion]] = []
         with agree(self.layout):
             drawn = self.generator.generate(requests, how) if requests else []
-        shares = gather_objects([completion for (completion,) in drawn], self.layout)
-        return [Rollout(prompts[n], 0, shares[n % asking][n // asking], "") for n in numbers]
+        pairs = zip(mine, drawn, strict=True)
+        own = [[Rollout(prompts[n], 0, completion, "")] for n, (completion,) in pairs]
+        table = RolloutTable.of(own, rank)
+        everything = RolloutTable.gathered(gather_objects(table.encoded(), self.layout), table)
+        return everything.take(np.argsort([n % asking for n in numbers], kind="stable").argsort())
 
     def _first_difference(self) -> tuple[str | None, int]:
         """Return the first tensor that differs on any rank, and how many can be compared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from burnish.distributed.collectives import deliver
 from burnish.distributed.layout import Layout
-from burnish.records import Rollout
+from burnish.records import Floats, Rollout
 from burnish.records.rollout_table import RolloutTable
 
 _ROUND_TOKENS = 1 << 20
@@ -49,6 +49,19 @@ def arriving(
             came |= pickle.loads(data)  # noqa: S301 - of this run
         for number in numbers.tolist():
             yield number, _with_texts(table.rollout(number), came.get(number))
+
+
+def arrays_on_main(
+    arrays: Mapping[str, Mapping[int, Floats]], numbers: Iterable[int], layout: Layout
+) -> Mapping[str, Mapping[int, Floats]]:
+    """Return these rollouts' arrays, all on rank 0. Collective."""
+    mine = {name: {n: each[n] for n in numbers if n in each} for name, each in arrays.items()}
+    sends = layout.is_first_peer and any(mine.values())
+    found: dict[str, dict[int, Floats]] = {name: {} for name in arrays}
+    for data in deliver([([0], pickle.dumps(mine))] if sends else [], layout):
+        for name, each in pickle.loads(data).items():  # noqa: S301 - of this run
+            found[name] |= each
+    return found
 
 
 def _ends(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.base import (
+    BY_TOKEN,
     ScoredRollouts,
     advantages,
+    check_finite,
     load_advantage,
     selects_tokens,
 )
@@ -21,7 +23,7 @@ from burnish.algorithms.kl import kl_penalty
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import Outlines, make_batch
 from burnish.data.loader import order
-from burnish.distributed.collectives import gather_objects
+from burnish.distributed.collectives import gather_objects, gather_rows
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
@@ -39,31 +41,18 @@ _CRITIC = "burnish.algorithms.critic"
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What each completion token is trained towards: one fp32 array per rollout."""
+    """What completion tokens are trained towards."""
 
-    advantages: list[Floats]
-    """How much better it was than expected."""
-    returns: list[Floats] | None = None
-    """With a critic: what that is to learn of the state before it."""
-    values: list[Floats] | None = None
-    """With a critic: what that said of this state."""
-    logprobs: list[Floats] | None = None
-    """With KL in the reward: the policy's log-probs before the updates."""
+    batches: list[Batch]
+    """The step's mini-batches, with it."""
+    advantages: Floats
+    """[N] how much better each rollout was than expected: the mean over its tokens."""
+    by_token: Mapping[str, Mapping[int, Floats]]
+    """By their names in an `Example`: arrays of the completions in this rank's micro-batches, by rollout."""
+    stats: Stats
+    """The critic's `critic/...`; nothing without one."""
     kl: float = 0.0
     """With KL in the reward: its mean over all tokens, in nats."""
-
-    @property
-    def stats(self) -> Stats:
-        """The critic's `critic/...`; nothing without one."""
-        if self.values is None or self.returns is None:
-            return Stats()
-        stats: Stats = import_module(_CRITIC).value_stats(self.values, self.returns)
-        return stats.prefixed(f"{CRITIC}/")
-
-    def by_name(self) -> dict[str, list[Floats]]:
-        """The arrays that there are, by their names in an `Example`."""
-        arrays = {"advantages": self.advantages, "returns": self.returns, "old_values": self.values}
-        return {name: each for name, each in arrays.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,60 +68,112 @@ class PolicyUpdate:
     """What sequences cost in an update, by which batches are balanced."""
     config: RunConfig
 
-    def assign_credit(self, groups: Groups, kl_coef: float | None = None) -> Credit:
-        """Return every completion token's advantage, and a critic's targets. Collective.
-
-        `kl_coef` replaces `algorithm.kl.coef` where it adapts.
-        """
-        table = RolloutTable.of(groups)
-        kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
-        penalties = logprobs = None
-        measured = 0.0
-        if kl.coef > 0 and kl.place == "reward":
-            weight = kl.coef if kl_coef is None else kl_coef
-            estimates, logprobs = self._kl_estimates(table)
-            penalties = [np.float32(weight) * each for each in estimates]
-            measured = float(np.concatenate([np.zeros(0), *estimates]).sum())
-            measured /= max(sum(map(len, estimates)), 1)
-        if kind == "gae":
-            values = self._values(table)
-            critic = self.config.critic
-            gae = import_module(_CRITIC).gae
-            found = gae(table.rewards, values, penalties, critic.gamma, critic.lam)
-            return Credit(found.advantages, found.returns, values, logprobs, measured)
-        scored = ScoredRollouts.of(
-            table.rewards,
-            table.groups,
-            table.lengths,
-            penalties,
-            parts={name: table.part(name)[0] for name in self.config.reward.part_names},
-            weights=_part_weights(self.config.reward),
-            greedy_rewards=None if np.isnan(table.greedy_rewards).any() else table.greedy_rewards,
-        )
-        found_advantages = advantages(load_advantage(kind), scored)
-        return Credit(found_advantages, logprobs=logprobs, kl=measured)
-
-    def minibatches(self, groups: Groups, credit: Credit) -> list[Batch]:
+    def minibatches(self, groups: Groups) -> list[Batch]:
         """Return the step's mini-batches, among which groups are divided evenly. Collective.
 
         Rollouts without a trained token, and mini-batches of nothing else, are left out.
         """
-        columns = credit.by_name()
-        updates = self.config.batch.minibatches * self.config.batch.epochs
-        recomputed = self.config.algorithm.old_logprobs == "recompute"
-        if recomputed and credit.logprobs is not None and updates > 1:
-            columns["old_logprobs"] = credit.logprobs
         table, batches = RolloutTable.of(groups), []
-        trained = table.lengths > 0
-        if self.config.algorithm.mask_truncated:
-            trained &= table.by_kind(lambda kind: kind.stop_reason != "length") > 0
+        trained = self._trained(table)
         for part in np.array_split(np.arange(len(table)), self.config.batch.minibatches):
             numbers = np.flatnonzero(np.isin(table.groups, part) & trained)
             if len(numbers):
-                batch = self._batch(table, numbers, logprobs=True)
-                own = {name: [each[n] for n in numbers.tolist()] for name, each in columns.items()}
-                batches.append(batch.with_columns(own))
+                batches.append(self._batch(table, numbers, self._kept))
         return batches
+
+    def assign_credit(
+        self, groups: Groups, batches: Sequence[Batch], kl_coef: float | None = None
+    ) -> Credit:
+        """Return advantages, and a critic's targets, of these mini-batches. Collective.
+
+        `kl_coef` replaces `algorithm.kl.coef` where it adapts.
+        """
+        table, algorithm = RolloutTable.of(groups), self.config.algorithm
+        kind, kl, scored = algorithm.advantage, algorithm.kl, list(batches)
+        in_reward = kl.coef > 0 and kl.place == "reward"
+        untrained = np.flatnonzero((table.lengths > 0) & ~self._trained(table))
+        if len(untrained) and (in_reward or kind in BY_TOKEN):
+            scored.append(self._batch(table, untrained))
+        rewards, penalties, measured = table.rewards, dict[int, Floats](), 0.0
+        if in_reward:
+            weight = kl.coef if kl_coef is None else kl_coef
+            estimates = self._kl_estimates(table, scored)
+            sums = self._of_all(table, {n: each.sum(dtype=float) for n, each in estimates.items()})
+            penalties = {n: np.float32(weight) * each for n, each in estimates.items()}
+            measured = float(sums.sum()) / max(int(table.lengths.sum()), 1)
+            rewards = rewards - weight * sums
+        check_finite(rewards)
+        columns, stats = dict[str, dict[int, Floats]](), Stats()
+        if kind in BY_TOKEN:
+            numbers, columns, stats = self._estimates(table, scored, penalties)
+        else:
+            numbers, by_token = self._advantages(table, rewards, penalties if in_reward else None)
+            rows, lengths = dict[int, Floats](), table.lengths
+            for n in _numbers_of(scored):
+                rows[n] = np.full(lengths[n], numbers[n]) if by_token is None else by_token[n]
+            columns["advantages"] = rows
+        filled = [batch.with_columns(columns) for batch in scored[: len(batches)]]
+        return Credit(filled, np.where(table.lengths, numbers, 0), columns, stats, measured)
+
+    def _trained(self, table: RolloutTable) -> Column:
+        trained: Column = table.lengths > 0
+        if self.config.algorithm.mask_truncated:
+            trained &= table.by_kind(lambda kind: kind.stop_reason != "length") > 0
+        return trained
+
+    def _advantages(
+        self, table: RolloutTable, rewards: Column, penalties: Mapping[int, Floats] | None
+    ) -> tuple[Floats, Sequence[Floats] | None]:
+        """Return each rollout's mean advantage, and what a function says of tokens."""
+
+        def of_all() -> list[Floats]:
+            found: list[Floats] = [np.zeros(0, np.float32)] * len(rewards)
+            mine = penalties if self.engine.layout.is_first_peer else {}
+            for share in gather_objects(mine, self.engine.layout):
+                for number, each in (share or {}).items():
+                    found[number] = each
+            return found
+
+        scored = ScoredRollouts(
+            rewards,
+            table.groups.astype(np.int64),
+            table.lengths,
+            None if penalties is None else of_all,
+            parts={name: table.part(name)[0] for name in self.config.reward.part_names},
+            weights=_part_weights(self.config.reward),
+            greedy_rewards=None if np.isnan(table.greedy_rewards).any() else table.greedy_rewards,
+        )
+        found = advantages(load_advantage(self.config.algorithm.advantage), scored)
+        if isinstance(found, np.ndarray):
+            return found, None
+        return np.array([each.mean() if len(each) else 0 for each in found], np.float32), found
+
+    def _estimates(
+        self, table: RolloutTable, batches: Sequence[Batch], penalties: Mapping[int, Floats]
+    ) -> tuple[Floats, dict[str, dict[int, Floats]], Stats]:
+        """Return the mean advantage of each rollout, the arrays of this rank's, and the critic's statistics."""
+        of_critic, lengths = import_module(_CRITIC), table.lengths
+        numbers, config, gamma, lam = _numbers_of(batches), self.config.critic, 1.0, 1.0
+        values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
+        has_values = self.config.algorithm.advantage == "gae"
+        if has_values:
+            values, gamma, lam = self._values(table, batches), config.gamma, config.lam
+        found = of_critic.gae(
+            table.rewards[numbers],
+            [values[n] for n in numbers],
+            [penalties[n] for n in numbers] if penalties else None,
+            gamma,
+            lam,
+        )
+        sums = self._of_all(table, dict(zip(numbers, found.sums, strict=True)), found.sums.shape[1])
+        means, whitened = found.whitened(sums, lengths)
+        columns = {"advantages": dict(zip(numbers, whitened, strict=True))}
+        stats = Stats()
+        if has_values:
+            columns["returns"] = dict(zip(numbers, found.returns, strict=True))
+            columns["old_values"] = values
+            stats = of_critic.value_stats(sums, lengths).prefixed(f"{CRITIC}/")
+        return means, columns, stats
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """Add the log-probs that the policy's updates are measured against. Collective.
@@ -173,113 +214,111 @@ class PolicyUpdate:
 
     def _with_selected(self, batch: Batch, outputs: Sequence[TokenOutputs], seed: int) -> Batch:
         """Add the tokens that the policy loss treats apart, of all ranks' batches. Collective."""
-        columns = [
-            np.stack(
-                [*map(_numbers, (out.logprobs, out.entropy, micro.advantages, micro.loss_mask))],
-                axis=-1,
-            )
-            for micro, out in zip(batch.microbatches, outputs, strict=True)
+        micros = batch.microbatches
+        masks = [micro.loss_mask.cpu().numpy() for micro in micros]
+        examples = [
+            np.repeat(numbers, micro.cu_seqlens.diff().numpy())
+            for numbers, micro in zip(batch.examples, micros, strict=True)
         ]
-        shares = gather_objects(batch.by_example(columns), self.engine.layout)
-        rows = {number: row for share in shares for number, row in share.items()}
-        rows = dict(sorted(rows.items()))
-        table = np.concatenate([np.zeros((0, 4), np.float32), *rows.values()])
-        trained = table[:, 3] > 0
-        chosen = np.zeros(len(table), dtype=bool)
-        logprobs, entropies, advantages_of = table[trained, :3].T
+
+        def trained(arrays: Iterable[Any]) -> Any:
+            return np.concatenate([each[mask] for each, mask in zip(arrays, masks, strict=True)])
+
         select = import_module("burnish.algorithms.token_selection").select_tokens
-        chosen[trained] = select(logprobs, entropies, advantages_of, self.config.algorithm, seed)
-        ends = np.cumsum([len(row) for row in rows.values()])
-        by_number = dict(zip(rows, np.split(chosen, ends[:-1]), strict=True)) if rows else {}
-        microbatches = []
-        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
-            sizes = micro.cu_seqlens.diff().tolist()
-            parts = [
-                by_number.get(number, np.zeros(size, dtype=bool))
-                for number, size in zip(numbers, sizes, strict=True)
-            ]
-            selected = torch.from_numpy(np.concatenate(parts)).to(micro.loss_mask.device)
-            microbatches.append(replace(micro, selected=selected))
+        chosen = select(
+            trained(_numbers(output.logprobs) for output in outputs),
+            trained(_numbers(output.entropy) for output in outputs),
+            trained(_numbers(micro.advantages) for micro in micros),
+            trained(examples),
+            self.config.algorithm,
+            seed,
+            self.engine.layout,
+        )
+        ends, microbatches = np.cumsum([mask.sum() for mask in masks]), []
+        for micro, mask, part in zip(micros, masks, np.split(chosen, ends[:-1]), strict=True):
+            selected = np.zeros_like(mask)
+            selected[mask] = part
+            on_device = torch.from_numpy(selected).to(micro.loss_mask.device)
+            microbatches.append(replace(micro, selected=on_device))
         return replace(batch, microbatches=tuple(microbatches))
 
-    def _example(self, rollout: Rollout, logprobs: bool) -> Example:
-        """Return a rollout's sequence; with `logprobs`, those of the generator too."""
+    def _example(self, rollout: Rollout, column: str | None) -> Example:
+        """Return a rollout's sequence; `column` names log-probs of the generator."""
         prompt, made = rollout.prompt.token_ids, rollout.completion
-        kept = self.config.algorithm.old_logprobs == "rollout"
-        name, values = ("old_", made.logprobs) if kept else ("sampled_", made.sampled_logprobs)
+        values = made.logprobs if column == "old_logprobs" else made.sampled_logprobs
         zeros = np.zeros(len(prompt), dtype=np.float32)
-        arrays: dict[str, Any] = {f"{name}logprobs": np.concatenate([zeros, values])}
+        arrays: dict[str, Any] = {column: np.concatenate([zeros, values])} if column else {}
         return Example(
             token_ids=np.concatenate([prompt, made.token_ids]),
             loss_mask=np.arange(len(prompt) + len(made.token_ids)) >= len(prompt),
             experts=_to_the_end(made.experts) if self._replayed else None,
-            **(arrays if logprobs else {}),
+            **arrays,
         )
 
     @property
     def _replayed(self) -> bool:
         return self.config.algorithm.router_replay == "rollout"
 
-    def _kl_estimates(self, table: RolloutTable) -> tuple[list[Floats], list[Floats]]:
-        """Return the KL estimate and the policy's log-prob of each completion token. Collective."""
+    @property
+    def _kept(self) -> str:
+        of_rollout = self.config.algorithm.old_logprobs == "rollout"
+        return "old_logprobs" if of_rollout else "sampled_logprobs"
+
+    def _kl_estimates(self, table: RolloutTable, batches: list[Batch]) -> dict[int, Floats]:
+        """Return the KL estimate of each token, by rollout; for several updates, `batches` get log-probs."""
         if self.reference is None:
             raise ValueError("KL in the reward needs a reference model")
-        reference, kl = self.reference, self.config.algorithm.kl
-
-        def both(batch: Batch) -> list[Floats]:
-            mine, theirs = self.engine.forward(batch), reference(batch.without_experts())
-            return [
-                np.stack([_numbers(own.logprobs), _numbers(other.logprobs)], axis=-1)
+        algorithm, found = self.config.algorithm, dict[int, Floats]()
+        updates = self.config.batch.minibatches * self.config.batch.epochs
+        for place, batch in enumerate(batches):
+            mine, theirs = self.engine.forward(batch), self.reference(batch.without_experts())
+            if updates > 1 and algorithm.old_logprobs == "recompute":
+                batches[place] = batch.with_old_logprobs(mine)
+            pairs = [
+                (_numbers(own.logprobs), _numbers(other.logprobs))
                 for own, other in zip(mine, theirs, strict=True)
             ]
+            rows = [kl_penalty(algorithm.kl.estimator, 1.0, *pair) for pair in pairs]
+            found |= _of_completions(table, batch, rows)
+        return found
 
-        found = [pair.reshape(-1, 2) for pair in self._of_completions(table, both)]
-        logprobs = [np.ascontiguousarray(pair[:, 0]) for pair in found]
-        estimates = [
-            kl_penalty(kl.estimator, 1.0, own, np.ascontiguousarray(pair[:, 1]))
-            for own, pair in zip(logprobs, found, strict=True)
+    def disagreement(self, table: RolloutTable) -> Column:
+        """Return by rollout Σ |engine's - generator's log-prob| at temperature 1. Collective."""
+        answered = np.flatnonzero(table.lengths)
+        if not len(answered):
+            return np.zeros(len(table.rows))
+        batch = self._batch(table, answered, "old_logprobs")
+        plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
+        outputs = self.engine.forward(replace(batch, microbatches=plain))
+        apart = [
+            np.abs(_numbers(output.logprobs) - _numbers(micro.old_logprobs))
+            for output, micro in zip(outputs, plain, strict=True)
         ]
-        return estimates, logprobs
+        found = _of_completions(table, batch, apart)
+        return self._of_all(table, {n: each.sum(dtype=float) for n, each in found.items()})
 
-    def raw_logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
-        """Return the engine's log-probs of each completion token at temperature 1, by rollout. Collective."""
-
-        def compute(batch: Batch) -> list[Floats]:
-            plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
-            outputs = self.engine.forward(replace(batch, microbatches=plain))
-            return [_numbers(output.logprobs) for output in outputs]
-
-        return self._of_completions(RolloutTable.of([[each] for each in rollouts]), compute)
-
-    def _values(self, table: RolloutTable) -> list[Floats]:
+    def _values(self, table: RolloutTable, batches: Sequence[Batch]) -> dict[int, Floats]:
         if self.critic is None:
             raise ValueError("generalized advantage estimation needs a critic")
         engine: Engine = self.critic.learner.engine
-
-        def values(batch: Batch) -> list[Floats]:
-            return [_numbers(output.values) for output in engine.forward(batch.without_experts())]
-
-        return self._of_completions(table, values)
-
-    def _of_completions(
-        self, table: RolloutTable, compute: Callable[[Batch], list[Floats]]
-    ) -> list[Floats]:
-        """Return one row per completion token, by rollout, on every rank. Collective.
-
-        `compute` returns the rows of all tokens of this rank's micro-batches.
-        """
-        answered, starts = np.flatnonzero(table.lengths), table.prompt_lengths
-        found: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(starts)
-        if not len(answered):
-            return found
-        batch = self._batch(table, answered)
-        mine = batch.by_example(compute(batch))
-        for share in gather_objects(mine, self.engine.layout):
-            for number, values in share.items():
-                found[answered[number]] = values[starts[answered[number]] :]
+        found = dict[int, Floats]()
+        for batch in batches:
+            outputs = engine.forward(batch.without_experts())
+            found |= _of_completions(table, batch, [_numbers(output.values) for output in outputs])
         return found
 
-    def outlines(self, table: RolloutTable, numbers: Column, *, logprobs: bool) -> Outlines:
+    def _of_all(
+        self, table: RolloutTable, own: Mapping[int, Any], columns: int | None = None
+    ) -> Column:
+        """Return fp64 numbers of all rollouts, [N] or [N, `columns`]. Collective."""
+        shape = () if columns is None else (columns,)
+        found = np.zeros((len(table.rows), *shape))
+        rows = np.array([*own.values()], np.float64).reshape(-1, *shape)
+        numbers, everything = gather_rows([*own], rows, self.engine.layout)
+        found[numbers] = everything
+        return found
+
+    def outlines(self, table: RolloutTable, numbers: Column, column: str | None) -> Outlines:
         """Return what all ranks know of the `_example`s of some rollouts."""
         found = np.zeros(len(numbers), OUTLINE)
         found["start"], found["trained"] = table.prompt_lengths[numbers], table.lengths[numbers]
@@ -287,27 +326,36 @@ class PolicyUpdate:
             found["start"] + found["trained"],
             table.digests[numbers],
         )
-        kept = self.config.algorithm.old_logprobs == "rollout"
-        name = "old_logprobs" if kept else "sampled_logprobs"
-        columns: dict[str, tuple[int, ...]] = {name: ()} if logprobs else {}
+        columns: dict[str, tuple[int, ...]] = {column: ()} if column else {}
         if self._replayed:
             columns["experts"] = _experts_of_a_token(table, numbers)
         return found, columns
 
-    def _batch(self, table: RolloutTable, numbers: Column, *, logprobs: bool = False) -> Batch:
+    def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
         """Return this rank's part of a batch of rollouts that have completions. Collective."""
         layout, owners = self.engine.layout, table.owners[numbers]
         own = np.flatnonzero((owners < 0) | (owners == layout.rank)).tolist()
-        outlines = self.outlines(table, numbers, logprobs=logprobs)
-        return make_batch(
-            {i: self._example(table.rollout(numbers[i]), logprobs) for i in own},
+        batch = make_batch(
+            {i: self._example(table.rollout(numbers[i]), column) for i in own},
             layout,
             self.config.microbatch_tokens,
             self.costs,
             temperature=self.config.rollout.temperature,
-            outlines=outlines,
+            outlines=self.outlines(table, numbers, column),
             owners=owners,
         )
+        names = [*numbers.tolist(), -1]  # examples have the numbers of their rollouts
+        return replace(batch, examples=tuple(tuple(names[i] for i in e) for e in batch.examples))
+
+
+def _numbers_of(batches: Iterable[Batch]) -> list[int]:
+    return [n for batch in batches for some in batch.examples for n in some if n >= 0]
+
+
+def _of_completions(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> dict[int, Floats]:
+    """Return the completions' parts of rows of all tokens."""
+    starts = table.prompt_lengths
+    return {n: row[starts[n] :] for n, row in batch.by_example(rows).items()}
 
 
 def _part_weights(config: RewardConfig) -> dict[str, float]:

@@ -97,8 +97,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 with spans("rollout"):
                     drawn = queue.take(step)
                 with spans("advantages"):
-                    credit = update.assign_credit(drawn.groups, kl_coef)
-                    batches = update.minibatches(drawn.groups, credit)
+                    batches = update.minibatches(drawn.groups)
+                    credit = update.assign_credit(drawn.groups, batches, kl_coef)
+                    batches = credit.batches
                     if learning:
                         batches = update.with_logprobs(batches, step)
                 session.stopper.check_all()
@@ -125,7 +126,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     batches=batches,
                     kl_coef=None if kl.target is None else kl_coef,
                     rollouts=drawn.groups,
-                    by_token=credit.by_name(),
+                    advantages=credit.advantages,
+                    by_token=credit.by_token,
                 )
         with agree(layout):
             collector.complaints.require_answer()

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path, PurePath
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -47,7 +48,7 @@ from burnish.tracking.trackers import (
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch
 from burnish.train.fingerprints import Inputs
-from burnish.train.owners import arriving
+from burnish.train.owners import arrays_on_main, arriving
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
@@ -182,11 +183,12 @@ class Run:
         batches: Sequence[Batch],
         kl_coef: float | None = None,
         rollouts: Groups | None = None,
-        by_token: Mapping[str, Sequence[Floats]] | None = None,
+        advantages: Floats | None = None,
+        by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
         """Count a step as done; validate, save and log it where due. Collective.
 
-        `batches` are those of its updates, made of `rollouts`; `by_token` has `advantages`.
+        `batches` are those of its updates, made of `rollouts`; see `Credit`.
         """
         self._hear_of_saving(wait=False)
         main, pending = self._learners[MAIN].engine, self._drawn_ahead()
@@ -203,7 +205,7 @@ class Run:
         )
         self.pending = pending
         if rollouts is not None:
-            self._write_rollouts(rollouts, by_token)
+            self._write_rollouts(rollouts, advantages, by_token)
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         if self._is_due(self._config.distributed.check_replicas_every):
@@ -267,24 +269,24 @@ class Run:
     def _write_rollouts(
         self,
         groups: Groups,
-        by_token: Mapping[str, Sequence[Floats]] | None = None,
+        advantages: Floats | None = None,
+        by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
-        """Have rank 0 write rollouts if due. A validation has no `by_token`. Collective."""
+        """Have rank 0 write rollouts if due. A validation has no `advantages`. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
         table = RolloutTable.of(groups)
-        wanted = wanted_rollouts(settings, step, total, table, by_token is None)
+        wanted = wanted_rollouts(settings, step, total, table, advantages is None)
         if wanted is None:
             return
         order, whole = wanted
         come = arriving(table, order, whole, self._layout)
+        if settings.rollout_tokens:
+            by_token = arrays_on_main(by_token, whole, self._layout)
         with agree(self._layout), self._writing():
             try:
                 if self._observers is not None:
-                    advantages = None
-                    if by_token is not None:
-                        arrays = by_token["advantages"]
-                        advantages = [float(a.mean()) if len(a) else 0.0 for a in arrays]
-                    told = (step, table.rollouts, advantages, by_token, come, whole)
+                    means = None if advantages is None else advantages.tolist()
+                    told = (step, table.rollouts, means, by_token, come, whole)
                     self._observers.rollouts_scored(*told)
             finally:
                 for _ in come:  # on all ranks, whatever was raised

@@ -1,7 +1,7 @@
 """Index a run's rollouts in SQLite, so that pages of millions are found without reading them.
 
 A row has what filters and sorts need, and where the rollout lies: its file, block and line. Its number orders rollouts
-of a kind by step, newest first, and within a step by prompt and sample. Several viewers may share an index.
+of a kind by step, newest first, and within a step by prompt and sample.
 """
 
 from __future__ import annotations

@@ -9,14 +9,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.algorithms.advantages import EPSILON
-from burnish.algorithms.base import ADVANTAGES, POLICY_LOSSES, ScoredRollouts, load_advantage
+from burnish.algorithms.base import (
+    ADVANTAGES,
+    BY_TOKEN,
+    POLICY_LOSSES,
+    ScoredRollouts,
+    check_finite,
+    load_advantage,
+)
 from burnish.algorithms.base import advantages as compute
+from burnish.algorithms.critic import gae
 from burnish.config.schema import AdvantageName, PolicyLossName
 from burnish.errors import BurnishError, UsageError
 
 
+def scored_rollouts(rewards, groups, lengths, penalties=None, **more):
+    totals = np.array(rewards, np.float64)
+    if penalties is not None:
+        totals -= [float(np.sum(each, dtype=np.float64)) for each in penalties]
+    told = None if penalties is None else lambda: penalties
+    counts = np.array(lengths, np.int64)
+    return ScoredRollouts(totals, np.array(groups, np.int64), counts, told, **more)
+
+
+def by_rollout(found, lengths):
+    """Each token's advantage, where a function may have said one of a whole rollout."""
+    return [
+        np.full(size, row) if row.ndim == 0 else row
+        for row, size in zip(found, lengths, strict=True)
+    ]
+
+
 def advantages(kind, rewards, groups, lengths, penalties=None):
-    return compute(load_advantage(kind), ScoredRollouts.of(rewards, groups, lengths, penalties))
+    """As `PolicyUpdate` has them, of all rollouts on one rank."""
+    scored = scored_rollouts(rewards, groups, lengths, penalties)
+    if kind != "reinforce_plus_plus":
+        return by_rollout(compute(load_advantage(kind), scored), lengths)
+    check_finite(scored.rewards)
+    values = [np.zeros(length, np.float32) for length in lengths]
+    found = gae(rewards, values, penalties, 1.0, 1.0)
+    return found.whitened(found.sums, scored.lengths)[1]
 
 
 KINDS = [
@@ -176,14 +208,14 @@ def test_an_empty_completion_counts_in_its_groups_mean() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_in_nothing_out(kind: str) -> None:
-    assert advantages(kind, [], [], []) == []
+    assert len(advantages(kind, [], [], [])) == 0
     assert [row.shape for row in advantages(kind, [1.0, 2.0], [0, 0], [0, 0])] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e31])
 def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(BurnishError, match="rollout 1"):
-        advantages("grpo", [0.0, bad], [0, 0], [1, 1])
+        check_finite(np.array([0.0, bad]))
 
 
 def test_a_penalty_that_is_not_finite_is_refused() -> None:
@@ -224,7 +256,7 @@ def test_gdpo_normalises_each_part_by_itself() -> None:
     rng = np.random.default_rng(4)
     right, brief = rng.normal(size=8), rng.normal(scale=0.01, size=8)
     groups = np.arange(8) // 4
-    scored = ScoredRollouts.of(
+    scored = scored_rollouts(
         2 * right + 0.5 * brief - 0.25,
         groups,
         np.ones(8, np.int64),
@@ -237,16 +269,15 @@ def test_gdpo_normalises_each_part_by_itself() -> None:
             own = part[group]
             total[group] += weight * (own - own.mean()) / (own.std(ddof=1) + EPSILON)
     want = (total - total.mean()) / (total.std(ddof=1) + EPSILON)
-    got = np.concatenate(compute(load_advantage("gdpo"), scored))
+    got = compute(load_advantage("gdpo"), scored)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_remax_compares_with_the_greedy_completion() -> None:
-    scored = ScoredRollouts.of(
+    scored = scored_rollouts(
         [1.0, 0.0, 0.5], [0, 0, 1], [1, 2, 1], greedy_rewards=np.array([0.25, 0.25, 1.0])
     )
-    got = compute(load_advantage("remax"), scored)
-    assert [row.tolist() for row in got] == [[0.75], [-0.25, -0.25], [-0.5]]
+    assert compute(load_advantage("remax"), scored).tolist() == [0.75, -0.25, -0.5]
     with pytest.raises(BurnishError):
         advantages("remax", [1.0], [0], [1])
 
@@ -291,9 +322,9 @@ def test_a_function_in_a_file(own: str) -> None:
 
 
 def test_one_number_for_all_tokens_of_a_rollout_takes_no_memory() -> None:
-    one, two = advantages("dr_grpo", [0.0, 1.0], [0, 0], [1 << 40, 1 << 41])
-    assert (len(one), one[-1]) == (1 << 40, -0.5)
-    assert (len(two), two[-1]) == (1 << 41, 0.5)
+    scored = scored_rollouts([0.0, 1.0], [0, 0], [1 << 40, 1 << 41])
+    assert compute(load_advantage("dr_grpo"), scored).tolist() == [-0.5, 0.5]
+    assert [len(each) for each in scored.penalties] == [1 << 40, 1 << 41]
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
@@ -304,5 +335,5 @@ def test_a_function_that_cannot_be_used_is_refused_when_it_is_loaded(own: str, n
 
 
 def test_the_registry_is_what_the_setting_takes() -> None:
-    assert {*ADVANTAGES, "gae"} == {*get_args(AdvantageName)}
+    assert {*ADVANTAGES, *BY_TOKEN} == {*get_args(AdvantageName)}
     assert {*POLICY_LOSSES} == {*get_args(PolicyLossName)}

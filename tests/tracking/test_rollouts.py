@@ -85,7 +85,7 @@ def test_tokens_have_texts_and_numbers(tmp_path: Path) -> None:
             ids, lambda held: b"".join(pieces[i] for i in held).decode("utf-8", "replace")
         )
 
-    numbers = {"advantages": [np.full(3, i, np.float32) for i in range(40)]}
+    numbers = {"advantages": {i: np.full(3, i, np.float32) for i in range(40)}}
     path = written(tmp_path, 1, rollouts, [0.0] * 40, texts, numbers)
     for row in read_rollouts(path):
         each = [float(row["prompt_index"])] * 3

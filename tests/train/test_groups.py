@@ -192,12 +192,12 @@ def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage:
     found = []
     for groups in (ended, cut):
         update = made(config)
-        credit = update.assign_credit(groups)
-        (batch,) = update.minibatches(groups, credit)
+        credit = update.assign_credit(groups, update.minibatches(groups))
+        (batch,) = credit.batches
         found.append((credit.advantages, batch))
     (first, one), (second, other) = found
-    assert any(array.any() for array in first)
-    assert all(map(np.array_equal, first, second))
+    assert first.any()
+    assert np.array_equal(first, second)
     assert (one.num_tokens, one.num_sequences) == (other.num_tokens, other.num_sequences)
     for micro, same in zip(one.microbatches, other.microbatches, strict=True):
         for name in ("input_ids", "loss_mask", "advantages"):
@@ -226,7 +226,7 @@ def test_the_policy_is_scored_before_the_first_of_several_updates(
     config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
     groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
     update = made(config, engine)
-    batches = update.minibatches(groups, update.assign_credit(groups))
+    batches = update.assign_credit(groups, update.minibatches(groups)).batches
     measured = update.with_logprobs(batches, 0)
     assert asked == batches[:scored]
     for micro in measured[0].microbatches:
@@ -250,7 +250,7 @@ def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
             ]
 
         update = made(config, SimpleNamespace(layout=Layout(), forward=forward))
-        batches = update.minibatches(groups, update.assign_credit(groups))
+        batches = update.assign_credit(groups, update.minibatches(groups)).batches
         (batch,) = update.with_logprobs(batches, 0)
         assert (len(batch.microbatches) > 1) == (tokens == 8)
         found.append(batch.by_example([micro.selected.numpy() for micro in batch.microbatches]))

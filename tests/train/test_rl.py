@@ -146,7 +146,7 @@ def test_kl_in_the_reward_scores_the_policy_once(
         "evaluation": {"every": 0},
     }
     run_command("rl", RunConfig.model_validate({**RL, **settings}))
-    assert len(passes) == 2
+    assert len(passes) == 2 * 2
     assert sum(passes) == 2 * RL["batch"]["prompts"] * RL["rollout"]["n"]
 
 

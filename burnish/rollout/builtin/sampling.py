@@ -2,7 +2,7 @@
 
 Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Its number t is the t-th output of splitmix64
 seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
-multiply. So batching, order and ranks change nothing.
+multiply.
 
 Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go together. The draw inverts the
 distribution function by id. Masses are fp32, running sums fp64.
