@@ -129,16 +129,6 @@ def one_step(path: PurePath) -> Committed:
     return found
 
 
-def _steps_at(path: PurePath) -> list[PurePath]:
-    if is_step(path):
-        return [path]
-    directory = _steps_directory(path)
-    found = list(step_paths(directory, source_of(directory)).values())
-    if not found:
-        raise _empty(path)
-    return found
-
-
 def _steps_directory(path: P) -> P:
     if isinstance(path, RemotePath):
         names = Remote(str(path)).names()
@@ -277,7 +267,13 @@ def _size(entries: list[TensorEntry]) -> int:
 
 def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
     """Check a step, or every step of a run, and report each problem as it is found. Raises `MissingError` if all are gone."""
-    results = [each for step in _steps_at(path) if (each := _verified(step, say, fast))]
+    steps = [path]
+    if not is_step(path):
+        root = _steps_directory(path)
+        steps = list(step_paths(root, source_of(root)).values())
+    if not steps:
+        raise _empty(path)
+    results = [each for step in steps if (each := _verified(step, say, fast))]
     if not results:
         raise MissingError(
             f"{path} was removed while it was checked",

@@ -48,7 +48,8 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome
         verdicts = Counter(e.verdict for e in found if e.key.startswith(f"{name}/"))
         counts = ", ".join(f"{verdict}: {count}" for verdict, count in sorted(verdicts.items()))
         say(f"{name}  relative L2 {total.relative_l2:.3g}; tensors {counts}")
-    differing = sorted((e for e in found if e.verdict != "equal"), key=_apart, reverse=True)
+    differing = [each for each in found if each.verdict != "equal"]
+    differing.sort(key=lambda e: -e.distance.relative_l2 if e.distance else -math.inf)
     for each in differing if tensors else differing[:_SHOWN]:
         say(f"  {each.key}  {_words(each)}")
     if not tensors and len(differing) > _SHOWN:
@@ -57,10 +58,6 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome
     report = {"a": str(first.path), "b": str(second.path), "same": not differing}
     plain = [each.as_json() for each in found]
     return Outcome({**report, "counts": dict(all_verdicts), "tensors": plain})
-
-
-def _apart(found: Compared) -> float:
-    return found.distance.relative_l2 if found.distance else math.inf
 
 
 def _open(path: PurePath) -> TensorReader:

@@ -70,17 +70,13 @@ def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | Non
         return f"not planned: {error.problem}"
     plan, refused = planner.as_configured()
     if refused is not None or plan is None:
-        raise _pointing_to_plan(refused or UsageError("this run cannot be planned"))
+        why = refused or UsageError("this run cannot be planned")
+        do = "; ".join(filter(None, [why.do, "burnish plan CONFIG --devices shows what fits"]))
+        raise type(why)(why.problem, have=why.have, want=why.want, do=do)
     return (
         f"{bytes_text(plan.need)} of {bytes_text(devices.usable)} on each of {devices}, most in "
         f"{plan.fullest}; {_duration(plan.step_seconds)} a step of {_sequences(planner)}"
     )
-
-
-def _pointing_to_plan(error: BurnishError) -> BurnishError:
-    plan = "burnish plan CONFIG --devices shows what fits"
-    do = f"{error.do}; {plan}" if error.do else plan
-    return type(error)(error.problem, have=error.have, want=error.want, do=do)
 
 
 def devices_of(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
@@ -21,12 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.tasks import Lengths
 from burnish.files.cache import cache_root
+from burnish.files.durable import write_durably
+from burnish.files.storage import LOCAL
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 30
 """Of all files together."""
-_HEAD = 32
+_FOLDER, _HEAD = "lengths", 32
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
@@ -50,7 +51,7 @@ def read(key: str | None) -> Lengths | None:
     """Return lengths that are there and whole."""
     if key is None:
         return None
-    file = _directory() / key
+    file = cache_root() / _FOLDER / key
     try:
         content = file.read_bytes()
         os.utime(file)
@@ -70,12 +71,11 @@ def write(key: str | None, lengths: Lengths) -> None:
         return
     tokens, *others = lengths
     body = json.dumps(others).encode() + b"\n" + tokens.tobytes()
-    directory = _directory()
+    directory = cache_root() / _FOLDER
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
-            file.write(xxhash.xxh3_128_hexdigest(body).encode() + body)
-        Path(file.name).rename(directory / key)
+        content = xxhash.xxh3_128_hexdigest(body).encode() + body
+        write_durably(LOCAL, directory / key, content)
         _remove_old(directory)
     except OSError as error:
         logger.warning("the lengths of rows are not kept for the next start: %s", error)
@@ -92,7 +92,3 @@ def _remove_old(directory: Path) -> None:
         total += size
         if total > MOST_BYTES:
             file.unlink(missing_ok=True)
-
-
-def _directory() -> Path:
-    return cache_root() / "lengths"

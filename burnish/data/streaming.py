@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pyarrow.parquet
 import xxhash
@@ -92,6 +92,8 @@ class StreamedRows(Rows):
     shared: str = ""
     """Name of the files in the cache by which a machine's processes share what one of them fetches; "" for none."""
     _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
+    _kept: dict[StreamedFile, bytes] = field(default_factory=dict)
+    """The files of a source that is one window, which every epoch needs."""
     _read: dict[int, Window] = field(default_factory=dict)
     _columns: Row = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -177,6 +179,8 @@ class StreamedRows(Rows):
     def _fetch(self, number: int) -> list[bytes]:
         """Fetch a window in a thread that may end with the process, so without Arrow."""
         parts = list(self._parts(number))
+        if self._kept:
+            return [self._kept[file] for file, _, _ in parts]
 
         def fetch() -> bytes:
             return b"".join(file.read(first, last) for file, first, last in parts)
@@ -185,7 +189,10 @@ class StreamedRows(Rows):
         if self.shared:
             _remove_from_cache(f"{self.shared}-", range(number - 1, number + 2))
         ends = accumulate((last - first for _, first, last in parts), initial=0)
-        return [data[begin:end] for begin, end in pairwise(ends)]
+        found = [data[begin:end] for begin, end in pairwise(ends)]
+        if self.windows == 1:
+            self._kept.update(zip((file for file, _, _ in parts), found, strict=True))
+        return found
 
     def _rows_in(self, number: int, fetched: Sequence[bytes]) -> Window:
         rows: Window = []
@@ -256,12 +263,13 @@ class Stream(Mixture[Item]):
     def __init__(self, parts: Sequence[RowDataset[Any]]) -> None:
         """Raises `UsageError` for a broken row among the first ones."""
         super().__init__(parts)
+        self._rows = tuple(cast("StreamedRows", part.rows) for part in parts)
         self._made: dict[int, Item] = {}
         self._asked: dict[int, Item] = {}
         self._told: dict[str, set[str]] = {}
         self._broken = 0
         for number, part in enumerate(self.parts):
-            for row in islice(range(len(_rows(part).window(0))), _LOOKED_AT):
+            for row in range(min(_LOOKED_AT, len(self._rows[number].window(0)))):
                 part.make(row)
             self._asked[number] = self.at(number, 0)[1]
 
@@ -285,10 +293,10 @@ class Stream(Mixture[Item]):
 
         Raises `UsageError` if an epoch of windows has none.
         """
-        part, row = self.parts[number], place & _ROW
-        first = place >> 32
-        for window in range(first, first + _rows(part).windows + 1):
-            for each in range(row, len(_rows(part).window(window, ahead=ahead))):
+        part, rows = self.parts[number], self._rows[number]
+        first, row = place >> 32, place & _ROW
+        for window in range(first, first + rows.windows + 1):
+            for each in range(row, len(rows.window(window, ahead=ahead))):
                 item = self._usable(part, window << 32 | each)
                 if item is not None:
                     return window << 32 | each, item
@@ -453,12 +461,6 @@ class _Bytes(io.RawIOBase):
             buffer[self._at - begin : self._at - begin + len(piece)] = piece
             self._at += len(piece)
         return self._at - begin
-
-
-def _rows(part: RowDataset[Any]) -> StreamedRows:
-    if not isinstance(part.rows, StreamedRows):
-        raise TypeError("a stream is made of streamed rows")
-    return part.rows
 
 
 def _remove_from_cache(name: str, kept: range) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,26 @@ WORTH_KEEPING = 1 << 20
 _SYSTEM_ROLES = ("system", "developer")
 
 
-class RowDataset(Sequence[Item], ABC, Generic[Item]):
+class ItemSequence(Sequence[Item], ABC):
+    """Items that are made when they are asked for."""
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """Return one item."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self.item(number) for number in range(len(self))[index]]
+        return self.item(index)
+
+
+class RowDataset(ItemSequence[Item]):
     """Make rows into items on demand."""
 
     lengths: npt.NDArray[np.int64]
@@ -73,13 +92,16 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         limit: int | None,
+        setting: str,
         layout: Layout | None,
     ) -> None:
+        """`setting` is what gives the `limit` on tokens."""
         self.rows, self.first_index = rows, 0
         self._data = data
         self._layout = layout or Layout()
         self._tokenizer = tokenizer
-        self.limit = limit
+        self.limit, self._setting = limit, setting
+        self._most = np.inf if limit is None else limit
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
 
     @abstractmethod
@@ -90,26 +112,32 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     def make(self, index: int) -> Item:
         """The item of a row of the table."""
 
-    def _scan(self, setting: str, progress: Progress | None) -> None:
+    def _scan(self, progress: Progress | None) -> None:
         """Measure all rows, unless streamed; keep those neither empty nor too long."""
         if self.rows.is_streamed:
             self._kept, self.digest = np.zeros(0, np.int64), self.rows.digest
             return
-        total, limit = len(self.rows), self.limit
+        total = len(self.rows)
         lengths, self.digest, unwritten = self._lengths(progress or Progress(enabled=False))
         if unwritten:
             logger.warning(
                 "the chat template leaves out what the assistant says in %s, and perhaps in others",
                 unwritten,
             )
-        over = np.zeros(total, dtype=np.bool_) if limit is None else lengths > limit
+        over = lengths > self._most
         if over.any() and self._data.overlong == "error":
-            raise self._overlong(int(np.flatnonzero(over)[0]), lengths, limit, setting)
+            index = int(np.flatnonzero(over)[0])
+            raise UsageError(
+                f"{self.rows.where(index)} is too long",
+                have=f"at least {lengths[index]} tokens; {over.sum()} of {total} rows are over the limit",
+                want=f"at most {self.limit} ({self._setting})",
+                do=f"raise {self._setting}, or set data.overlong=drop",
+            )
         self.dropped_overlong = int(over.sum())
         self.dropped_untrained = int((lengths == 0).sum())
         self._kept = np.flatnonzero(~over & (lengths > 0))
         self.lengths = lengths[self._kept]
-        self._report(limit, setting)
+        self._report(total)
 
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
@@ -140,7 +168,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
                     span, self._measure(span, self.rows.span(span.start, span.stop)), strict=True
                 ):
                     lengths[index] = length
-                    if length > 0 and (self.limit is None or length <= self.limit):
+                    if 0 < length <= self._most:
                         digest.update(b"%d " % len(content) + content)
                 digests[number] = np.frombuffer(digest.digest(), np.int64)
                 bar.advance(len(span) * sharing.world)
@@ -151,18 +179,8 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
             unwritten = next(filter(None, gather_objects(unwritten, sharing)), "")
         return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), unwritten
 
-    def _overlong(
-        self, index: int, lengths: npt.NDArray[np.int64], limit: int | None, setting: str
-    ) -> UsageError:
-        return UsageError(
-            f"{self.rows.where(index)} is too long",
-            have=f"at least {lengths[index]} tokens; {int((lengths > (limit or 0)).sum())} of {len(lengths)} rows are over the limit",
-            want=f"at most {limit} ({setting})",
-            do=f"raise {setting}, or set data.overlong=drop",
-        )
-
-    def _report(self, limit: int | None, setting: str) -> None:
-        total = len(self.rows)
+    def _report(self, total: int) -> None:
+        limit, setting = self.limit, self._setting
         if not len(self):
             raise UsageError(
                 f"no row of {', '.join(self.rows.files[:2])} can be used",
@@ -247,15 +265,8 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
             )
         return numbers[self._kept] * (1.0 if name == named else -1.0)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self.make(int(row)) for row in self._kept[index]]
+    def item(self, index: int) -> Item:
+        """See `ItemSequence.item`."""
         return self.make(int(self._kept[index]))
 
 
@@ -284,13 +295,13 @@ class PromptDataset(RowDataset[Prompt]):
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
-        super().__init__(rows, tokenizer, data, most.get(setting), layout)
+        super().__init__(rows, tokenizer, data, most.get(setting), setting, layout)
         self._notice_tools()
         self._column = prompt_column(data, rows)
         self._answer = answer_column(data, rows)
         if isinstance(prompt_at(rows[0], self._column), str):
             self._notice_raw(self._column)
-        self._scan(setting, progress)
+        self._scan(progress)
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         encoded = self._encode(indices, rows)
@@ -368,7 +379,7 @@ class ExampleDataset(RowDataset[Example]):
         layout: Layout | None = None,
     ) -> None:
         """See `PromptDataset`. Collective."""
-        super().__init__(rows, tokenizer, data, max_length, layout)
+        super().__init__(rows, tokenizer, data, max_length, "data.max_length", layout)
         kind, self._columns = example_format(data, rows)
         if kind != "text":
             self._notice_tools()
@@ -376,7 +387,7 @@ class ExampleDataset(RowDataset[Example]):
             self._notice_raw(self._columns[0])
         read = {"chat": self._chat, "pair": self._completion, "text": self._text}
         self._read: Callable[[int, Row], Conversation | Text] = read[kind]
-        self._scan("data.max_length", progress)
+        self._scan(progress)
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
@@ -401,9 +412,8 @@ class ExampleDataset(RowDataset[Example]):
         return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        most = np.inf if self.limit is None else self.limit
         return [
-            (len(ids) if mask.any() or len(ids) > most else 0, ids.tobytes() + mask.tobytes())
+            (len(ids) if mask.any() or len(ids) > self._most else 0, ids.tobytes() + mask.tobytes())
             for ids, mask in self._encode(indices, rows)
         ]
 
@@ -421,7 +431,7 @@ class ExampleDataset(RowDataset[Example]):
         return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
 
 
-class Mixture(Sequence[Item], Generic[Item]):
+class Mixture(ItemSequence[Item]):
     """The entries of `data.train` end to end, to be drawn by weight."""
 
     def __init__(self, parts: Sequence[RowDataset[Item]]) -> None:
@@ -435,18 +445,7 @@ class Mixture(Sequence[Item], Generic[Item]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self.item(number) for number in range(len(self))[index]]
-        return self.item(index)
-
     def item(self, index: int) -> Item:
-        """Return one item."""
+        """See `ItemSequence.item`."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[number][index - int(self._ends[number])]

@@ -7,16 +7,19 @@ of that over tensor ranks. Padding belongs to nobody.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from burnish.boxes.box import Box, intersect
+from burnish.boxes.box import Box
 from burnish.errors import IncompatibleError
 from burnish.families import ModelSizes
 from burnish.models.names import Region
+from burnish.models.parts import Cut, cut_regions
 
 Shape = tuple[int, ...]
+Span = tuple[int, int, int, int]
+"""A run along a dim: its first index and its size in the parameter of all ranks, its first index in the checkpoint tensor, that tensor's size."""
 
 
 class Seat(NamedTuple):
@@ -84,31 +87,25 @@ def regions_of(
         cut, name = IN_LAYER.get(rest, ("", ""))
         if of_expert or rest == "mlp.router.weight":
             name = name.replace("mlp", module, 1)
-    if cut == "qkv":
-        return _by_group(parameter, shape, prefix + name, sizes, seat)
-    if cut == "gated":  # gate above up
-        rows = shape[0] // 2
-        each = rows, seat.rank * rows, seat.ranks * rows
-        return tuple(
-            _part(prefix + name.format(projection), parameter, shape, 0, (half * rows, *each))
-            for half, projection in enumerate(projections[:2])
+    if not cut:
+        raise IncompatibleError(
+            f"Megatron's parameter {parameter} has no counterpart in a Hugging Face checkpoint that is known here",
+            want="the parameters of a Llama-shaped model",
+            do="train this model with engine.kind=torch",
         )
-    if cut == "columns":
-        columns, name = shape[1], name.format(projections[2])
-        span = 0, columns, seat.rank * columns, seat.ranks * columns
-        return (_part(prefix + name, parameter, shape, 1, span),)
-    if cut == "vocabulary":  # rows behind those of tokens are padding
-        start = seat.rank * shape[0]
-        rows = min(shape[0], sizes.vocabulary - start)
-        span = 0, rows, start, sizes.vocabulary
-        return (_part(name, parameter, shape, 0, span),) if rows > 0 else ()
-    if cut == "whole":
-        return (_part(prefix + name, parameter, shape, 0, (0, shape[0], 0, shape[0])),)
-    raise IncompatibleError(
-        f"Megatron's parameter {parameter} has no counterpart in a Hugging Face checkpoint that is known here",
-        want="the parameters of a Llama-shaped model",
-        do="train this model with engine.kind=torch",
-    )
+    seat = Seat() if cut == "whole" else seat
+    dim, halves = int(cut == "columns"), 2 if cut == "gated" else 1
+    size = shape[dim] * seat.ranks
+    if cut == "qkv":
+        spans = list(_by_group(name, sizes))
+    elif cut == "gated":  # gate above up
+        rows, (gate, up, _) = size // 2, projections
+        spans = [(name.format(gate), (0, rows, 0, rows)), (name.format(up), (rows, rows, 0, rows))]
+    else:  # rows behind those of tokens are padding
+        count = sizes.vocabulary if cut == "vocabulary" else size
+        spans = [(name.format(projections[2]), (0, count, 0, count))]
+    regions = [_region(prefix + each, parameter, shape, dim, span) for each, span in spans]
+    return cut_regions(regions, {parameter: Cut.of(size, dim, *seat, halves)})
 
 
 def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
@@ -124,34 +121,17 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
     )
 
 
-def _by_group(
-    parameter: str, shape: Shape, name: str, sizes: ModelSizes, seat: Seat
-) -> tuple[Region, ...]:
-    """Return q, k and v of a rank's equal run of rows, which may begin and end within a group."""
-    dim, own = sizes.head_dim, Box((seat.rank * shape[0],), (shape[0],))
+def _by_group(name: str, sizes: ModelSizes) -> Iterator[tuple[str, Span]]:
+    """Yield the rows of q, k and v, of which each query group has some."""
+    dim = sizes.head_dim
     queries = sizes.heads // sizes.key_heads * dim
-    group = queries + 2 * dim
-    found = []
     for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):
-        for number in range(sizes.key_heads):
-            start = number * group + first
-            if common := intersect(own, Box((start,), (rows,))):
-                (at,), (count,) = common.offsets, common.sizes
-                span = (
-                    at - own.offsets[0],
-                    count,
-                    number * rows + at - start,
-                    sizes.key_heads * rows,
-                )
-                found.append(_part(name.format(letter), parameter, shape, 0, span))
-    return tuple(found)
+        for group in range(sizes.key_heads):
+            at = group * (queries + 2 * dim) + first
+            yield name.format(letter), (at, rows, group * rows, sizes.key_heads * rows)
 
 
-def _part(
-    name: str, parameter: str, shape: Shape, dim: int, span: tuple[int, int, int, int]
-) -> Region:
-    """Return a part along `dim`; `span`: its first index, its size, its first index in the tensor, the tensor's size."""
-
+def _region(name: str, parameter: str, shape: Shape, dim: int, span: Span) -> Region:
     def along(index: int, others: Shape) -> Shape:
         return (*others[:dim], index, *others[dim + 1 :])
 

@@ -54,8 +54,9 @@ def _parts(region: Region, cut: Cut) -> Iterator[Region]:
         if start < stop:
             offsets, sizes = list(region.box.offsets), list(region.box.sizes)
             offsets[cut.dim], sizes[cut.dim] = held + start - span.start, stop - start
-            begins = tuple(start - first if dim == cut.dim else 0 for dim in region.dims)
-            yield replace(region, box=Box(tuple(offsets), tuple(sizes)), start=begins)
+            begins = list(region.start or (0,) * len(region.dims))
+            begins[region.dims.index(cut.dim)] += start - first
+            yield replace(region, box=Box(tuple(offsets), tuple(sizes)), start=tuple(begins))
         held += len(span)
 
 

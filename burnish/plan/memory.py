@@ -101,8 +101,8 @@ class Needs:
         found = dict[str, Parts]()
         if self._work.slots:
             found["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
-        if self._work.scorings or self._critic:
-            found["log-probs"] = self._learning | max(self._scorings(), key=total_of)
+        if scorer := self if self._work.scorings else self._critic:
+            found["log-probs"] = self._learning | max(scorer._scorings(), key=total_of)
         return found
 
     @cached_property
@@ -294,9 +294,6 @@ class Needs:
         }
 
     def _scorings(self) -> Iterator[Parts]:
-        if self._critic and not self._work.scorings:
-            yield from self._critic._scorings()
-            return
         state = self._tokens * self._hidden
         root = self._root + (self._critic._root if self._critic else 0)
         gathered = float(self._width * (root + self._running))
@@ -546,9 +543,6 @@ class MegatronNeeds(Needs):
         return self._tokens * self._hidden * scattered
 
     def _scorings(self) -> Iterator[Parts]:
-        if self._critic and not self._work.scorings:
-            yield from self._critic._scorings()
-            return
         forward = max(each.forward for each in self._tokens_of.values())
         yield {
             "gathered": self._gathered,

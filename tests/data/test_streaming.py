@@ -6,6 +6,7 @@ import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -370,6 +371,14 @@ def test_processes_of_a_machine_share_what_one_has_fetched(tmp_path, monkeypatch
     assert not reads & spans
     streamed(paths, 500).window(last)
     assert spans <= reads
+
+
+def test_a_source_of_one_window_is_fetched_once(tmp_path, monkeypatch):
+    stream = Stream([examples(written(tmp_path, [[30] * 8, [30] * 5]), 10_000)])
+    loader, plain = StreamLoader(stream, []), expected(tmp_path, 10_000, 3)
+    read = Mock(side_effect=AssertionError("it was read again"))
+    monkeypatch.setattr(StreamedFile, "read", read)
+    assert [text(stream[index]) for index in loader.take(39)] == plain
 
 
 @pytest.fixture

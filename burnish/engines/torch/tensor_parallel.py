@@ -52,10 +52,15 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     model, rank, ranks = scorer.model, group.rank(), group.size()
     cuts, blocks = layer_cuts(model, rank, ranks)
     vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
-    cuts |= dict.fromkeys(_vocabulary_weights(model), vocabulary)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = {id(layer.weight) for layer in (embedding, head) if layer is not None}
+    every = model.named_parameters(remove_duplicate=False)
+    cuts |= {name: vocabulary for name, parameter in every if id(parameter) in tables}
     _keep_parts(model, cuts)
-    scorer.vocabulary = VocabularyPart(vocabulary.spans[0], group)
-    _move_padding(model.get_input_embeddings(), vocabulary.spans[0])
+    tokens = vocabulary.spans[0]
+    scorer.vocabulary = VocabularyPart(tokens, group)
+    if (padding := getattr(embedding, "padding_idx", None)) is not None:
+        embedding.padding_idx = padding - tokens.start if padding in tokens else None
     for name in blocks:
         block = model.get_submodule(name)
         block.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
@@ -138,14 +143,6 @@ def _layer_cuts(
         yield name, Cut.of(parameter.shape[dim], dim, rank, ranks, joined)
 
 
-def _vocabulary_weights(model: PreTrainedModel) -> Iterator[str]:
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    held = {id(layer.weight) for layer in layers if layer is not None}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in held:
-            yield name
-
-
 def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
     """Replace cut parameters by smaller ones, tied ones by the same."""
     made: dict[int, nn.Parameter] = {}
@@ -157,12 +154,6 @@ def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
             made[id(whole)] = nn.Parameter(part, whole.requires_grad)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, made[id(whole)])
-
-
-def _move_padding(embedding: Any, tokens: range) -> None:
-    padding = getattr(embedding, "padding_idx", None)
-    if padding is not None:
-        embedding.padding_idx = padding - tokens.start if padding in tokens else None
 
 
 def _gather_tokens(
