@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.util
 import os
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -28,9 +29,11 @@ settings.load_profile("untimed")  # how long an example takes says only what els
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start what forks the processes of all workers, which find it by the environment."""
-    if config.getoption("numprocesses", None):
+    """Start what forks all workers and their processes, which find it by the environment."""
+    if workers := config.getoption("numprocesses", None):
         fork_server.address()
+        python = f"{sys.executable} {fork_server.__file__}"
+        config.option.tx = [f"popen//python={python}"] * workers
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """A process that has imported what takes seconds, and forks one for every connection: those of the tests.
 
-One serves a test run and all its workers. A client sends its standard output and error and a `Request`.
+One serves a test run and all its workers. A client sends its standard streams and a `Request`.
 It receives the id of the process, what that sends, and its `Ended`. A process whose client is gone is killed.
 The server is given a socket that listens already, so who connects while it imports is served afterwards.
 It ends when its standard input is closed, which the end of the test run does.
@@ -174,7 +174,7 @@ class Server:
     def _fork(self) -> None:
         client, _ = self._listening.accept()
         with client:
-            _, outputs, _, _ = socket.recv_fds(client, 1, 2)
+            _, streams, _, _ = socket.recv_fds(client, 1, 3)
             connection = Connection(client.detach())
         try:
             request = connection.recv()
@@ -182,10 +182,10 @@ class Server:
             connection.close()
             return
         process = multiprocessing.get_context("fork").Process(
-            target=self._run, args=(connection, outputs, request)
+            target=self._run, args=(connection, streams, request)
         )
         process.start()
-        for each in outputs:
+        for each in streams:
             os.close(each)
         descriptor = os.pidfd_open(process.pid)
         self._children[descriptor] = process, connection
@@ -217,9 +217,9 @@ class Server:
             process.kill()
         os._exit(0)
 
-    def _run(self, connection: Connection, outputs: Sequence[int], request: Request) -> None:
+    def _run(self, connection: Connection, streams: Sequence[int], request: Request) -> None:
         """Be the process."""
-        for number, each in enumerate(outputs, 1):
+        for number, each in enumerate(streams):
             os.dup2(each, number)
             os.close(each)
         for descriptor, (_, other) in self._children.items():
@@ -253,6 +253,12 @@ def _compute_what_all_need() -> None:
     report._page()  # reads it, once
 
 
+def execute(connection: Connection, code: str) -> None:
+    """Be `python -c`."""
+    sys.stdin = os.fdopen(0)  # multiprocessing has closed it
+    exec(code, {"__name__": "__main__"})
+
+
 def _gather_pages() -> None:
     """Let Linux keep what was imported in huge pages, of which a fork copies and frees 512 times fewer."""
     if sys.platform != "linux":
@@ -281,7 +287,7 @@ class Forked:
         self._received: deque[Any] = deque()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address())
-            socket.send_fds(client, [b" "], [1, 2])
+            socket.send_fds(client, [b" "], [0, 1, 2])
             self._connection = Connection(client.detach())
         own = {**os.environ, **(environ or {})}
         self._connection.send(Request(Call.of(fn, *arguments), own, sys.path))
@@ -332,3 +338,10 @@ class Forked:
                 self._connection.close()
             case message:
                 self._received.append(message)
+
+
+if __name__ == "__main__":  # what xdist starts as a worker's Python, with `-u -c CODE`
+    from fork_server import Forked as Imported
+    from fork_server import execute as imported
+
+    sys.exit(Imported(imported, sys.argv[-1]).wait())
