@@ -58,7 +58,10 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
-BY_NIGHT = ("docs/guides/from-trl.md",)
+BY_NIGHT = tuple(
+    f"docs/guides/{name}.md"
+    for name in ("clusters", "extending", "from-trl", "generators", "tracking")
+)
 """Pages whose blocks take long."""
 
 

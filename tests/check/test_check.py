@@ -215,8 +215,13 @@ def test_planted_faults_are_found_and_named_at_every_layout(
             assert wrong == [each for each in gradients if each.endswith("norm.weight")], layout
 
 
-def test_a_fault_in_one_gradient_is_found_in_that_alone_at_every_layout(root: Path) -> None:
-    cases = [Case(sharing(root, degrees), "OneGradient") for degrees in DEGREES]
+@pytest.mark.parametrize(
+    "layouts", [DEGREES[2:3], pytest.param(DEGREES, marks=pytest.mark.nightly)], ids=len
+)
+def test_a_fault_in_one_gradient_is_found_in_that_alone_at_every_layout(
+    root: Path, layouts: Sequence[dict[str, int]]
+) -> None:
+    cases = [Case(sharing(root, degrees), "OneGradient") for degrees in layouts]
     at_fault = f"gradient of {OneGradient.parameter}"
     for case, found in zip(cases, checked(2, *cases), strict=True):
         assert found.wrong == ("gradient norm", at_fault), case.config.engine
@@ -224,6 +229,7 @@ def test_a_fault_in_one_gradient_is_found_in_that_alone_at_every_layout(root: Pa
         assert " 1.0e-01; 2 of " in found.refusal
 
 
+@pytest.mark.nightly
 def test_a_wrong_balance_is_found_and_named(root: Path) -> None:
     balanced = evened(root, "mixtral", SFT)
     faults = {"WrongBalance": "load-balancing loss", "WrongBalanceGradient": "gradient norm"}
@@ -277,6 +283,7 @@ def megatron(
     return of_family(root, family, settings, {"num_hidden_layers": layers}, engine=engine)
 
 
+@pytest.mark.nightly
 def test_layouts_of_the_megatron_engine_pass(root: Path) -> None:
     cases = [
         Case(megatron(root, "qwen3", COOL, 4, tensor_parallel=2)),
@@ -365,6 +372,7 @@ def test_a_critic_is_compared(root: Path, layouts: list[dict[str, Any]]) -> None
         assert found.kinds.count("values") == 12
 
 
+@pytest.mark.nightly
 def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
     root: Path, tmp_path: Path
 ) -> None:

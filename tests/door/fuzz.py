@@ -302,13 +302,13 @@ class Generator:
 
 
 GENERATORS: dict[str, Generator] = {
-    "configuration": Generator(configuration, 150, 2000),
-    "rows": Generator(rows, 30, 400),
-    "template": Generator(template, 12, 150),
-    "rewards": Generator(rewards, 8, 80),
-    "model_directory": Generator(model_directory, 16, 300),
-    "tokenizer": Generator(tokenizer, 8, 150),
-    "run_directory": Generator(run_directory, 30, 600),
+    "configuration": Generator(configuration, 75, 2000),
+    "rows": Generator(rows, 15, 400),
+    "template": Generator(template, 8, 150),
+    "rewards": Generator(rewards, 5, 80),
+    "model_directory": Generator(model_directory, 8, 300),
+    "tokenizer": Generator(tokenizer, 5, 150),
+    "run_directory": Generator(run_directory, 12, 600),
 }
 
 

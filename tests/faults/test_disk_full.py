@@ -80,6 +80,7 @@ def started(work: Path, argv: list[str]) -> Command:
     return command
 
 
+@pytest.mark.nightly
 def test_metrics_that_cannot_be_written(work: Path) -> None:
     argv = ["sft", "sft.yaml", "name=log", "evaluation.every=0", "tracking.trackers=[]"]
     run = done(

@@ -54,7 +54,7 @@ def work(tmp_path_factory):
     return root
 
 
-BY_DAY = ("sft in the background", "lora", "from a mirror")
+BY_DAY = ("lora", "from a mirror")
 
 
 @pytest.mark.parametrize(

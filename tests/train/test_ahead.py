@@ -21,6 +21,7 @@ from collectors_for_tests import Collected
 from corruption import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nights import by_day
 from same_runs import assert_same
 from tiny import save_classifier
 from training_files import FRESH, RL, At, burnish, done, outcome, ranks, rollouts
@@ -88,10 +89,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """How far ahead, and settings."""
 KINDS = ("mean", "max")
-MARKED = [c if c == "everything" else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
 
 
-@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize("case", by_day(CASES, ["everything"]))
 def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
     work: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -455,7 +455,12 @@ def test_killed_after_every_step(work: Path, in_peace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("later", "wanted"), [(0, [0, 0, 0, 1, 2, 5]), (1, [0, 0, 0, 1, 2, 4]), (4, [0, 0, 0, 1, 2, 3])]
+    ("later", "wanted"),
+    [
+        (1, [0, 0, 0, 1, 2, 4]),
+        pytest.param(0, [0, 0, 0, 1, 2, 5], marks=pytest.mark.nightly),
+        pytest.param(4, [0, 0, 0, 1, 2, 3], marks=pytest.mark.nightly),
+    ],
 )
 def test_it_goes_on_with_another_number(
     work: Path, in_peace: Path, later: int, wanted: list[int]
@@ -511,6 +516,7 @@ def test_two_processes_and_one_share_batches(work: Path, in_peace: Path) -> None
         assert_same(done(work, *argv, world=second), in_peace)
 
 
+@pytest.mark.nightly
 def test_another_machine_gets_the_batches_from_the_mirror(work: Path, in_peace: Path) -> None:
     argv = [*AHEAD, "name=moved", f"checkpoint.mirror=file://{work}/far"]
     code, said = burnish(work, *argv, at=At(TAKE, 4, signal.SIGTERM))

@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import pytest
+from nights import by_day
 from safetensors.torch import load_file, save_file
 from training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
 
@@ -45,24 +46,24 @@ def work(tmp_path_factory):
 LEVEL = "reward.functions=[{function: 'rewards.py:needs_level'}]"
 
 
-@pytest.mark.parametrize(
-    ("command", "overrides", "code", "facts"),
-    [
-        ("rl", ["batch.minibatches=3"], 2, ["batch.prompts 4", "batch.minibatches 3"]),
-        ("sft", ["name=run", "optim.lr=0.5"], 4, ["runs/run", "optim.lr"]),
-        ("rl", ["reward.functions=[{function: 'rewards.py:leters'}]"], 2, ["leters", "letters"]),
-        ("sft", ["model.fresh=null", "model.path=no_weights"], 5, ["no_weights"]),
-        ("sft", ["model.fresh=null", "model.path=shard_missing"], 5, ["model-00002-of-00002"]),
-        ("sft", ["model.fresh=null", "model.path=wrong_shape"], 4, ["shape"]),
-        ("sft", ["data.train=[empty.jsonl]"], 2, ["empty.jsonl"]),
-        ("sft", ["data.train=[broken.jsonl]"], 2, ["broken.jsonl, line 2"]),
-        ("sft", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
-        ("rl", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
-        ("rl", [LEVEL, "data.train=[no_level.jsonl]", "data.validation=[level.jsonl]"], 5, ["needs_level", "data.train lacks", "level"]),
-        ("rl", ["data.train=[mixed.jsonl]", "data.max_prompt_length=8", "data.overlong=error"], 2, ["9 tokens", "data.max_prompt_length"]),
-        ("sft", ["checkpoint.reserve_gb=1e9"], 1, ["checkpoint.reserve_gb"]),
-    ],
-)  # fmt: skip
+MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
+    ("rl", ["batch.minibatches=3"], 2, ["batch.prompts 4", "batch.minibatches 3"]),
+    ("sft", ["name=run", "optim.lr=0.5"], 4, ["runs/run", "optim.lr"]),
+    ("rl", ["reward.functions=[{function: 'rewards.py:leters'}]"], 2, ["leters", "letters"]),
+    ("sft", ["model.fresh=null", "model.path=no_weights"], 5, ["no_weights"]),
+    ("sft", ["model.fresh=null", "model.path=shard_missing"], 5, ["model-00002-of-00002"]),
+    ("sft", ["model.fresh=null", "model.path=wrong_shape"], 4, ["shape"]),
+    ("sft", ["data.train=[empty.jsonl]"], 2, ["empty.jsonl"]),
+    ("sft", ["data.train=[broken.jsonl]"], 2, ["broken.jsonl, line 2"]),
+    ("sft", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
+    ("rl", ["data.train=[columns.jsonl]"], 5, ["wort", "reply"]),
+    ("rl", [LEVEL, "data.train=[no_level.jsonl]", "data.validation=[level.jsonl]"], 5, ["needs_level", "data.train lacks", "level"]),
+    ("rl", ["data.train=[mixed.jsonl]", "data.max_prompt_length=8", "data.overlong=error"], 2, ["9 tokens", "data.max_prompt_length"]),
+    ("sft", ["checkpoint.reserve_gb=1e9"], 1, ["checkpoint.reserve_gb"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "overrides", "code", "facts"), by_day(MISTAKES, MISTAKES[::2]))
 def test_mistakes_end_the_run(work, command, overrides, code, facts):
     name = [] if any(each.startswith("name=") for each in overrides) else ["name=mistake"]
     shutil.rmtree(work / "runs/mistake", ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nights import by_day
 from tiny import save_tiny
 from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, burnish, make_files, write_rows
@@ -74,7 +75,7 @@ REFUSED: list[tuple[str, int, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("command", "code", "overrides"), REFUSED)
+@pytest.mark.parametrize(("command", "code", "overrides"), by_day(REFUSED, REFUSED[::3]))
 def test_both_refuse_the_same(work: Path, command: str, code: int, overrides: list[str]) -> None:
     argv = [command, "rl.yaml" if command == "rl" else "sft.yaml", *overrides]
     dry_code, dry = burnish(work, *argv, "--dry-run")

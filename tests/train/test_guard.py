@@ -183,7 +183,9 @@ def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
     assert committed(work / "runs/stale/checkpoints") == []
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [(None, 0), (0.5, 3), ("auto", 3)])
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [(None, 0), ("auto", 3), pytest.param(0.5, 3, marks=pytest.mark.nightly)]
+)
 def test_it_compares_at_the_start_and_every_so_often(
     work: Path, monkeypatch: pytest.MonkeyPatch, limit: str | float | None, wanted: int
 ) -> None:

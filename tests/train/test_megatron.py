@@ -58,7 +58,8 @@ def test_reinforcement_learning_is_that_of_the_torch_engine(work, of_torch, layo
     assert_same(done(work, *argv, world=2), of_torch)
 
 
-@pytest.mark.parametrize("layout", ["PP 2", pytest.param("TP 2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["PP 2", "TP 2"])
 def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
     """A critic learns beside the policy, and one step before it."""
     argv = [*PPO, MEGATRON, LAYOUTS[layout], f"name=ppo_{layout[:2]}"]
@@ -148,6 +149,7 @@ def test_what_the_engine_does_not_have_is_refused_at_once(work):
     assert "engine.compile" in output
 
 
+@pytest.mark.nightly
 def test_it_is_evaluated(work, of_torch):
     started = ranks(work, ["eval", str(of_torch), MEGATRON, LAYOUTS["TP 2"]], 2)
     assert [each.wait() for each in started] == [0, 0], started[0].output

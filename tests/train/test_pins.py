@@ -122,6 +122,7 @@ def test_ranks_tell_a_wrong_id_together(hub: HubServer, work: Path) -> None:
     assert [command.wait(100) for command in started] == [5, 5]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_on_its_mirror_alone_keeps_its_commits(hub: HubServer, work: Path) -> None:
     mirror, commit = f"checkpoint.mirror=file://{work}/mirror", hub.commit("models/me/tiny")
     call(hub, work, "sft", "sft.yaml", mirror)

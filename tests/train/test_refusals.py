@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from corruption import flip, reseal
+from nights import by_day
 from safetensors.torch import load_file, save_file
 from training_files import At, burnish, done, make_files
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,9 +113,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], int, list[str]]] = {
     "more data": (data(lambda rows: rows.append(rows[0])), 4, ["trained on other data", "30 samples", "31 samples"]),
 }  # fmt: skip
 """By name: the change, the exit code, and what is said."""
+BY_DAY = (
+    "another hidden size",
+    "no optimizer state",
+    "a tensor more",
+    "other ids for the tokens",
+    "more data",
+)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", by_day(REFUSED, BY_DAY))
 def test_a_step_that_does_not_fit_the_run(work, name):
     change, code, words = REFUSED[name]
     change(work)
@@ -155,7 +163,7 @@ TOLD = {
 """What may change: and what is said of it, if anything."""
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", by_day(TOLD, ("nothing", "an answer")))
 def test_a_step_that_still_fits(work, name):
     change, words = TOLD[name]
     change(work)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nights import by_day
 from training_files import RL, metrics, rollouts, weights
 
 from burnish.algorithms.schedule import learning_rate
@@ -53,7 +54,7 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.parametrize("case", EVERYTHING)
+@pytest.mark.parametrize("case", by_day(EVERYTHING, ("dynamic", "critic")))
 def test_a_run_whose_completions_are_all_empty(
     work: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -15,6 +15,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from nights import by_day
 from training_files import At, burnish, done, metrics, rollouts, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,6 +69,7 @@ def test_what_a_run_leaves_behind(work):
         assert list((run / "tensorboard").iterdir())
 
 
+@pytest.mark.nightly
 def test_every_rollout_of_two_ranks_has_a_trace_and_a_resumed_run_has_each_once(work):
     argv = ["rl", "rl.yaml", "name=traced", "tracking.traces.sample_rate=1.0"]
     started = time.time()
@@ -215,7 +217,7 @@ FORMULAS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("formula", by_day(FORMULAS, ("k1", "entropy", "remax", "gdpo")))
 def test_every_formula_runs(work, formula):
     run = done(
         work, "rl", "rl.yaml", f"name=formula_{formula}", "steps=2", "batch.minibatches=2", *FORMULAS[formula]
