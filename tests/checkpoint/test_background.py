@@ -193,6 +193,7 @@ def test_a_writer_that_is_killed_is_started_again(tmp_path):
     assert steps_in(tmp_path) == [2]
 
 
+@pytest.mark.nightly
 def test_a_disk_that_hangs_is_not_waited_for(tmp_path):
     """RetryPolicy is short only while the disk hangs, so that no writer has to be quick."""
     hung = tmp_path / "hung"

@@ -100,7 +100,7 @@ def test_every_model_has_its_own_directories(root):
     [
         (2, 1, 0, False),
         pytest.param(1, 3, 1, True, marks=pytest.mark.nightly),
-        (2, 2, 1, True),
+        pytest.param(2, 2, 1, True, marks=pytest.mark.nightly),
     ],
 )
 def test_any_layout_in_and_any_out(tmp_path, root, writers, readers, dim, background):

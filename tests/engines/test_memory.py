@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from nights import by_day
 from ranks import run_ranks
 from safetensors.torch import save_file
 from tiny import tiny_config
@@ -93,18 +94,21 @@ def experts(tmp_path_factory):
     )
 
 
+TAKEN = [
+    (1, 1, {}, False),
+    (2, 2, {}, True),
+    (2, 2, {"tensor_parallel": 2}, False),
+    (1, 1, {}, True),
+    (2, 2, {}, False),
+    (4, 2, {"replicas": 2}, False),
+    (2, 2, {"sequence_parallel": 2}, False),
+    (4, 4, {"tensor_parallel": 2}, False),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "parts", "settings", "fresh"),
-    [
-        (1, 1, {}, False),
-        (1, 1, {}, True),
-        (2, 2, {}, False),
-        (2, 2, {}, True),
-        (4, 2, {"replicas": 2}, False),
-        (2, 2, {"tensor_parallel": 2}, False),
-        (2, 2, {"sequence_parallel": 2}, False),
-        (4, 4, {"tensor_parallel": 2}, False),
-    ],
+    by_day(TAKEN, TAKEN[:3]),
 )
 def test_initialising_and_loading_take_the_shard_and_a_budget(model, world, parts, settings, fresh):
     told = settings | {"precision": "fp32"}

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+from functools import cache
 
 import pytest
 from killed_runs import AHEAD
@@ -39,21 +40,21 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_peace(work):
-    """What every kind of run comes to uninterrupted."""
-    runs = {kind: done(work, *argv, f"name=peace_{kind}") for kind, argv in KINDS.items()}
-    return {kind: outcome(run) for kind, run in runs.items()}
+    """What a kind of run comes to uninterrupted."""
+    return cache(lambda kind: outcome(done(work, *KINDS[kind], f"name=peace_{kind}")))
 
 
+@pytest.mark.nightly
 def test_the_runs_have_something_to_lose(work, in_peace):
-    assert all(len(json.loads(each["metrics"])) == 7 for each in in_peace.values())
-    state = in_peace["rl_everything"]["state"]
+    assert all(len(json.loads(each["metrics"])) == 7 for each in map(in_peace, KINDS))
+    state = in_peace("rl_everything")["state"]
     assert state["optimizer_steps"] == 12
     assert state["cursor"] > 24  # dynamic sampling has taken further prompts
     assert (
         len(
             [
                 name
-                for name in in_peace["rl"]
+                for name in in_peace("rl")
                 if name.startswith("rollouts/") and ".rest." not in name
             ]
         )
@@ -61,13 +62,8 @@ def test_the_runs_have_something_to_lose(work, in_peace):
     )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("sft", "rl", "rl_everything")),
-        "rl_ahead",
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments(work, in_peace, kind):
     moments, codes = random.Random(kind), set()
     argv = [*KINDS[kind], SAVING]
@@ -79,7 +75,7 @@ def test_killed_at_random_moments(work, in_peace, kind):
             time.sleep(moments.uniform(0, 0.2))
             command.send(signal.SIGKILL)
             codes.add(command.wait())
-        assert outcome(done(work, *named)) == in_peace[kind]
+        assert outcome(done(work, *named)) == in_peace(kind)
         if -signal.SIGKILL in codes:
             break
     assert codes in ({-signal.SIGKILL}, {-signal.SIGKILL, 0})
@@ -101,7 +97,7 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
     for place, nth in places:
         code, output = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
         assert code == -signal.SIGKILL, output
-    assert outcome(done(work, *argv)) == in_peace[kind]
+    assert outcome(done(work, *argv)) == in_peace(kind)
 
 
 STOPS = {
@@ -155,7 +151,7 @@ def test_stopped_by_a_signal(work, in_peace, kind, number):
         assert before <= step <= before + nth  # no step begins after the signal
         before = step
         assert (run / "report.html").exists()
-    assert outcome(done(work, *argv)) == in_peace[kind]
+    assert outcome(done(work, *argv)) == in_peace(kind)
 
 
 HANGS = """
@@ -193,8 +189,9 @@ def test_stopped_while_a_reward_function_hangs(tmp_path, in_peace, number):
     assert (
         "step 1 is committed" in command.output
     )  # before it, row 0 was tried and the start validated
-    assert outcome(done(root, *argv)) == in_peace["rl"]
+    assert outcome(done(root, *argv)) == in_peace("rl")
 
 
 def test_a_finished_run_stays_as_it_is(work, in_peace):
-    assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == in_peace["rl"]
+    before = in_peace("rl")
+    assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == before

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from nights import by_day
 from safetensors.torch import save_file
 from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from torch import Tensor
@@ -102,13 +104,17 @@ def engine_of(directory: Path, layout: Layout, **settings: Any) -> TorchEngine:
     return engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+WAYS = [(0, "none"), (11, "none"), (11, "full"), (0, "selective")]
+"""Tokens that sequences share, and what is computed again."""
+
+
 @pytest.mark.parametrize(
-    ("prefix", "checkpointing"), [(0, "none"), (11, "none"), (11, "full"), (0, "selective")]
+    ("family", "way"), by_day(product(FAMILIES, WAYS), [*zip(FAMILIES, cycle(WAYS), strict=False)])
 )
 def test_values_and_gradients_are_those_of_transformers(
-    tmp_path: Path, alone: Layout, family: str, prefix: int, checkpointing: str
+    tmp_path: Path, alone: Layout, family: str, way: tuple[int, str]
 ) -> None:
+    prefix, checkpointing = way
     model, batch = tiny_value_model(family), batch_of(prefix)
     model.save_pretrained(tmp_path)
     engine = engine_of(tmp_path, alone, activation_checkpointing=checkpointing)

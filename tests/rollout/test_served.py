@@ -23,6 +23,7 @@ from contracts.generator import GeneratorContract, assert_same, make_requests
 from generators_for_tests import make_generator
 from hypothesis import given
 from hypothesis import strategies as st
+from nights import by_day
 from ranks import run_ranks
 from tiny import tiny_config, tiny_model
 from transformers import PreTrainedModel
@@ -243,7 +244,7 @@ LIES: dict[str, Callable[[socket.socket], None]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", by_day(LIES, [*LIES][::2]))
 def test_another_takes_over_from_one_that(lie: str, caplog: pytest.LogCaptureFixture) -> None:
     requests = make_requests((1, 5, 5, 1), samples=2)
     with scripted(LIES[lie]) as liar, serving(own(tiny_model())) as honest:
@@ -736,7 +737,7 @@ ODD: dict[str, bytes] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ODD)
+@pytest.mark.parametrize("what", by_day(ODD, [*ODD][::2]))
 def test_an_odd_request_is_answered_and_so_is_the_next(what: str) -> None:
     with serving(own(tiny_model())) as server:
         generator = loaded([server])

@@ -170,6 +170,7 @@ def sets(experts: torch.Tensor) -> torch.Tensor:
     return experts.long().sort(-1).values
 
 
+@pytest.mark.nightly
 def test_virtual_stages_do_what_one_process_does(tmp_path: Path) -> None:
     """Micro-batches of several stages alternate, and layers are computed again."""
     require_routed_in_stages(tmp_path, 2, [{**VIRTUAL, "activation_checkpointing": "full"}])
