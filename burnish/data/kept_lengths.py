@@ -11,6 +11,7 @@ import logging
 import os
 from contextlib import suppress
 from datetime import date
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,12 +40,17 @@ def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return None
     template = str(tokenizer.chat_template)
-    code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     today = date.today() if "strftime_now" in template else None
     rules = [tokenizer.backend_tokenizer.to_str(), template, type(tokenizer).__name__]
     settings = [tokenizer.special_tokens_map, sorted(tokenizer.init_kwargs.items(), key=str)]
-    found = (rules, settings, code, [version(name) for name in _PACKAGES], today, others)
+    found = (rules, settings, _code(), today, others)
     return xxhash.xxh3_128_hexdigest(repr(found).encode())
+
+
+@cache
+def _code() -> list[bytes | str]:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [file.read_bytes() for file in files] + [version(name) for name in _PACKAGES]
 
 
 def read(key: str | None) -> Lengths | None:

@@ -85,7 +85,7 @@ def open_run(
         background_timeout=config.distributed.timeout_seconds if settings.background else None,
     )
     with catch_signals(layout) as stopper, ExitStack() as stack:
-        same_on_all_ranks(dump_yaml(config), "the configuration", layout)
+        same_on_all_ranks(repr(config), "the configuration", layout)
         stack.enter_context(checkpoints)
         mirror: Destination | None = None
         if config.mirror_url is not None:

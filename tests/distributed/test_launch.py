@@ -86,6 +86,7 @@ def test_torchrun(tmp_path):
     assert answers == [[rank, 2, rank, 2, 3, "cpu", 1] for rank in range(2)]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_under_torchrun(tmp_path):
     """The other does not wait out its collective, which would outlast the whole test."""
     done = _torchrun(tmp_path, "die", OMP_NUM_THREADS="1")

@@ -217,6 +217,7 @@ save_model_assets(hf_config, None, target, torch.float32)
 """
 
 
+@pytest.mark.nightly
 def test_a_model_with_code_of_its_own(tmp_path):
     """In a process of its own, because transformers keeps such code in its cache directory; its files are links into a hub's cache."""
     source, target = save_tiny(tmp_path / "snapshots" / "in", "llama"), tmp_path / "out"
