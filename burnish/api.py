@@ -131,7 +131,9 @@ def run_command(
             forget_failures(logs)
     if layout.is_main:
         said = summary(config, command, layout.world, run_dir, brief=True)
-        _log.info("%s\n%s", command if command == "eval" else f"{command}, run {config.name}", said)
+        _log.info(
+            "%s\n%s", command if command == "eval" else f"{command}, run {config.run_name}", said
+        )
         for remark in remarks:
             _log.warning("%s", remark)
         _log.info("loading torch and transformers")

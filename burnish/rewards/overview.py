@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, count_text
 from burnish.records import Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.stats import Max, Mean, Stats, Sum
@@ -50,7 +50,9 @@ class Complaints:
             if is_first and len(kinds) == 1:
                 raise _no_rewards(failed[-1], "of the first round")
             if self._lost_in_a_row >= self._most_rounds:
-                raise _no_rewards(failed[-1], f"of {self._lost_in_a_row} rounds in a row")
+                raise _no_rewards(
+                    failed[-1], f"of {count_text(self._lost_in_a_row, 'round')} in a row"
+                )
 
     def require_answer(self) -> None:
         """Raise `BurnishError` if every completion of the run failed."""

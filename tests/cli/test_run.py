@@ -347,7 +347,10 @@ def test_evaluating_a_model(work: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_each_command_starts_its_trainer(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     started: list[tuple[Any, ...]] = []
 
@@ -383,6 +386,9 @@ def test_each_command_starts_its_trainer(
     (_, evaluated, _, *given) = started[3]
     assert isinstance(evaluated, RunConfig)
     assert (evaluated.model, *given[:2]) == (model, step, directory)
+    caplog.clear()
+    assert main(["rl", "c.yaml", "name=null"]) == 0
+    assert "rl, run tiny-rl" in caplog.text
 
 
 @pytest.mark.parametrize("directory", ["file", "file/run", "loop/run", "/dev/null/x"])
