@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -41,11 +41,11 @@ from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Part
-from burnish.records import Completion, Request, StopReason
+from burnish.records import StopReason
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.decoding import Decoding
+from burnish.rollout.builtin.decoding import SlotSequence
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.stopping import StopRule
@@ -81,17 +81,14 @@ class GivenLengths(BuiltinGenerator):
 
     rule: StopRule
 
-    @torch.inference_mode()
-    def generate(
+    def _complete(
         self,
-        requests: Sequence[Request],
+        running: Sequence[SlotSequence],
         sampling: Sampling,
-        watch: Watch | None = None,
-        stream: Callable[[Sequence[int]], None] | None = None,
-    ) -> list[list[Completion]]:
-        """See `Generator.generate`."""
-        decoding = Decoding(self._model, requests, sampling, self.rule, MOST_SLOTS)
-        return decoding.run(lambda: self._version or 0, watch, stream)
+        rule: StopRule,
+        watch: Watch | None,
+    ) -> None:
+        super()._complete(running, sampling, self.rule, watch)
 
 
 class Ours:

@@ -40,7 +40,8 @@ _ADDRESS = "BURNISH_TESTS_FORK_SERVER"
 
 PRELOAD = (
     "torch.distributed.fsdp",
-    "torch.utils.tensorboard",
+    "tensorboard.summary.writer.record_writer",
+    "torch.utils.tensorboard.summary",
     "datasets.io.json",
     "hypothesis",
     "peft",

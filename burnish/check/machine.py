@@ -12,11 +12,10 @@ import resource
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from burnish.distributed.accelerators import nvidia_smi
 from burnish.distributed.device import (
     device_name,
     free_memory,
@@ -144,7 +144,7 @@ def _devices() -> Iterator[Finding]:
     libraries = [f"{accelerator.type} {torch.version.cuda or torch.version.hip or ''}".strip()]
     if accelerator.type == "cuda" and torch.distributed.is_nccl_available():
         libraries.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
-    if driver := _driver():
+    if driver := nvidia_smi("driver_version"):
         libraries.append(f"driver {driver}")
     yield Finding("libraries", ", ".join(libraries))
 
@@ -183,17 +183,6 @@ def _cores(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return found
-
-
-def _driver() -> str:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ""
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError, IndexError):
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        return done.stdout.splitlines()[0].strip()
-    return ""
 
 
 def _processor() -> Finding:

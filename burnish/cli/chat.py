@@ -87,8 +87,11 @@ def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
                 print_text(answer.removeprefix(shown), end="\n" if ended else "")
                 shown = answer
 
-        request = Request(turn, np.array(ids), 1)
-        [[completion]] = generator.generate([request], how, stream=show)
+        def watch(_: int) -> None:
+            [under_way] = generator.so_far()
+            show(under_way.completions[0].token_ids.tolist())
+
+        [[completion]] = generator.generate([Request(turn, np.array(ids), 1)], how, watch)
         show(completion.token_ids.tolist(), ended=True)
         messages.append({"role": "assistant", "content": shown})
 

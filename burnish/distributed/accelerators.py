@@ -1,4 +1,4 @@
-"""Memory, speed and links of accelerators, from the makers' data sheets, without torch.
+"""Memory, speed and links of accelerators, from data sheets and drivers, without torch.
 
 FLOP/s are of dense 16-bit products with fp32 accumulation. Memory is the largest that is sold. Links count one direction.
 """
@@ -6,6 +6,8 @@ FLOP/s are of dense 16-bit products with fp32 accumulation. Memory is the larges
 from __future__ import annotations
 
 import re
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -56,3 +58,12 @@ def accelerator_named(name: str) -> Accelerator | None:
     """Look up a driver's name, such as `NVIDIA H100 80GB HBM3`."""
     matching = [key for key in ACCELERATORS if re.search(rf"\b{key}\b", name)]
     return ACCELERATORS[max(matching, key=len)] if matching else None
+
+
+def nvidia_smi(query: str) -> str:
+    """Return what `nvidia-smi` tells of its first device; "" if it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, IndexError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.splitlines()[0].strip()
+    return ""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -113,21 +113,13 @@ def from_main(value: T, layout: Layout) -> T:
 
 def any_rank(flag: bool, layout: Layout) -> bool:
     """Return whether any rank sets the flag. Collective."""
-    if layout.world == 1:
-        return flag
-    return bool(_largest(torch.tensor([int(flag)]), layout).item())
+    return bool(total(torch.tensor([int(flag)]), layout, dist.ReduceOp.MAX).item())
 
 
-def _largest(values: Tensor, layout: Layout) -> Tensor:
-    for group in layout.groups or (None,):
-        dist.all_reduce(values, dist.ReduceOp.MAX, group)
-    return values
-
-
-def total(values: Tensor, layout: Layout) -> Tensor:
-    """Sum values on the CPU over all ranks, in place. Collective."""
+def total(values: Tensor, layout: Layout, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce values on the CPU over all ranks, in place. Collective."""
     for group in (layout.groups or (None,)) if layout.world > 1 else ():
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values, op, group)
     return values
 
 
@@ -160,7 +152,7 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
     kinds: dict[str, type[Metric]] = {name: type(metric) for name, metric in stats.items()}
     text = "\n".join(f"{name} {kind.__name__}" for name, kind in kinds.items())
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    bounds = _largest(torch.tensor([digest, -digest]), layout)
+    bounds = total(torch.tensor([digest, -digest]), layout, dist.ReduceOp.MAX)
     if int(bounds[0]) == -int(bounds[1]):
         return kinds
     union: dict[str, type[Metric]] = {}

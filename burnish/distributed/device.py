@@ -28,6 +28,7 @@ _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 
 _WITHOUT_FP64 = frozenset({"mps", "npu"})
 
+_STATUS = Path("/proc/self/status")
 _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 # mallopt(3): M_MMAP_MAX 0, M_TRIM_THRESHOLD off, M_TOP_PAD 256 MiB.
 
@@ -95,14 +96,14 @@ def used_memory(device: torch.device) -> int:
     """Return bytes in use by tensors on an accelerator, by the process (resident) on the CPU."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
-    return _process_status("VmRSS") or _peak_from_rusage()
+    return 1024 * _field(_STATUS, "VmRSS:") or _peak_from_rusage()
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes in use since `reset_peak_memory`."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
-    return _process_status("VmHWM") or _peak_from_rusage()
+    return 1024 * _field(_STATUS, "VmHWM:") or _peak_from_rusage()
 
 
 def total_memory(device: torch.device) -> int:
@@ -135,10 +136,6 @@ def reset_peak_memory(device: torch.device) -> None:
     control = Path("/proc/self/clear_refs")
     if os.access(control, os.W_OK):
         control.write_text("5")  # proc(5): reset the peak resident set size
-
-
-def _process_status(field: str) -> int:
-    return _field(Path("/proc/self/status"), f"{field}:") * 1024
 
 
 def _field(path: Path, field: str) -> int:

@@ -59,6 +59,12 @@ def place_of(environ: Mapping[str, str]) -> Place:
     return Place(Layout())
 
 
+def environ_of_child() -> dict[str, str]:
+    """Return variables for a Python process that imports what this one does."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return os.environ | {"PYTHONPATH": path}
+
+
 def die_with_agent(environ: MutableMapping[str, str]) -> None:
     """End this rank when torchrun or the launcher dies, since nobody else would."""
     if PARENT in environ:

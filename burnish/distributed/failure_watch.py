@@ -35,8 +35,10 @@ from torch.distributed.distributed_c10d import Store
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.stall import (
+    ENDLESS,
     Judge,
     Patience,
+    Process,
     Pulse,
     end_silent,
     place_of_work,
@@ -71,7 +73,7 @@ class FailureWatch:
     """
 
     def __init__(
-        self, layout: Layout, host: str, store: Store, patience: Patience | None = None
+        self, layout: Layout, host: str, store: Store, patience: Patience = ENDLESS
     ) -> None:
         """Connect to rank 0 on the machine `host`. All ranks share `store` and `patience`."""
         self._rank = layout.rank
@@ -90,14 +92,12 @@ class FailureWatch:
             self._relay.start()
         self._contact = json.loads(store.get("watch"))
         self._socket = self._connect(host)
-        self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
-        self._listener.start()
-        self._pulse: Pulse | None = None
         self._unanswered: float | None = None
         self._main_is_silent = False
-        if patience is not None:
-            self._patience, self._pulse = patience, Pulse(patience, self._alarm)
-            self._pulse.start()
+        self._patience, self._pulse = patience, Pulse(patience, self._alarm)
+        self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
+        self._listener.start()
+        self._pulse.start()
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -134,8 +134,7 @@ class FailureWatch:
     def leave(self) -> None:
         """Disconnect, with a goodbye unless this rank reported a failure."""
         self._left.set()
-        if self._pulse is not None:
-            self._pulse.stop()
+        self._pulse.stop()
         if not self._reported:
             self._send({"reason": None})
         with suppress(OSError):  # the relay has closed it
@@ -165,10 +164,9 @@ class FailureWatch:
 
     def _say(self) -> None:
         self._unanswered = None
-        if self._pulse is not None:
-            self._send(self._pulse.answer())
-            # The device may be what hangs, and this thread has to hear on.
-            threading.Thread(target=lambda: self._send(Pulse.memory()), daemon=True).start()
+        self._send(self._pulse.answer())
+        # The device may be what hangs, and this thread has to hear on.
+        threading.Thread(target=lambda: self._send(Pulse.memory()), daemon=True).start()
 
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])
@@ -272,7 +270,7 @@ class Failure:
 class _Relay(threading.Thread):
     """Tells every rank of the first failure, until rank 0 leaves."""
 
-    def __init__(self, *, local: bool, patience: Patience | None) -> None:
+    def __init__(self, *, local: bool, patience: Patience) -> None:
         super().__init__(name="burnish-relay", daemon=True)
         self._listener = _listen_on("localhost" if local else "")
         _prepare(self._listener)
@@ -280,15 +278,9 @@ class _Relay(threading.Thread):
         self._token = secrets.token_hex(16)
         self._failure: Failure | None = None
         self._ranks: dict[int, asyncio.StreamWriter] = {}
-        self._processes: dict[int, tuple[str, int]] = {}
-        self._judge: Judge | None = None
-        if patience is not None:
-
-            def fail(rank: int, process: tuple[str, int], cause: str, still: float) -> None:
-                self._fail(Failure(rank, *process, cause, still=still))
-
-            ask = partial(self._tell, {"ask": True})
-            self._judge = Judge(patience, self._processes, ask, fail)
+        self._processes: dict[int, Process] = {}
+        ask = partial(self._tell, {"ask": True})
+        self._judge = Judge(patience, self._processes, ask, self._fail_standing)
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
         """How ranks reach it."""
@@ -333,8 +325,7 @@ class _Relay(threading.Thread):
                     if peer is None:
                         peer = self._greet(message, writer)
                     elif "reason" not in message:
-                        if self._judge is not None:
-                            self._judge.hear(peer.rank, message)
+                        self._judge.hear(peer.rank, message)
                     else:
                         said_goodbye = True
                         if message["reason"] is not None:
@@ -359,6 +350,9 @@ class _Relay(threading.Thread):
         if self._failure is not None:
             writer.write(_line(asdict(self._failure)))
         return peer
+
+    def _fail_standing(self, rank: int, process: Process, cause: str, still: float) -> None:
+        self._fail(Failure(rank, *process, cause, still=still))
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:

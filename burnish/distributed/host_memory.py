@@ -36,11 +36,6 @@ class Arena:
         self._returned: deque[tuple[_Region, int, int]] = deque()
 
     @property
-    def regions(self) -> int:
-        """Number of regions."""
-        return len(self._regions)
-
-    @property
     def held(self) -> int:
         """Bytes taken from the system."""
         return sum(region.size for region in self._regions)

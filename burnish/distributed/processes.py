@@ -53,7 +53,7 @@ _OWN_FILES = 512
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
     """Call `fn(layout, device)` as one rank of the run in the environment.
 
-    Raises errors of `fn`, `UsageError` for an unfit environment or machine, and `BurnishError` naming another rank that fails or dies.
+    Raises `UsageError` for an unfit environment or machine, and `BurnishError` naming another rank that fails or dies.
     """
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
@@ -90,7 +90,9 @@ def process_group(
         if layout.world > 1:
             watched = import_module("burnish.distributed.failure_watch")
             patience = watched.Patience(stall_seconds, timeout_seconds)
-            watch = watched.FailureWatch(layout, place.host, store, patience)
+            _arrive(store, layout, "here")
+            with _named_absence(store, layout, timeout, "here"):
+                watch = watched.FailureWatch(layout, place.host, store, patience)
             held.callback(watch.leave)
         elif stall_seconds:
             stall = import_module("burnish.distributed.stall")
@@ -99,6 +101,8 @@ def process_group(
         if watch is not None:
             held.enter_context(watch.naming_failures())
         held.enter_context(_named_timeout(layout, timeout_seconds))
+        # From here on the watch notices the death of any rank.
+        _await_everybody(store, layout, timeout, "watched")
         connect_lazily(layout)
         dist.init_process_group(
             backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
@@ -173,14 +177,13 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
-    """Hold a store that all ranks join open until all have left."""
+    """Hold a store open until all ranks have left it."""
     layout = place.layout
     if layout.world == 1:
         yield HashStore()
         return
     raise_descriptors(layout.world * (2 - place.agent_store) if layout.is_main else 0)
     store = _connect(place, timeout)
-    _await_everybody(store, layout, timeout, "here")
     yield store
     with suppress(RuntimeError):  # a rank that leaves much later than rank 0 finds the store closed
         _arrive(store, layout, "left")
@@ -243,8 +246,15 @@ def _arrive(store: Store, layout: Layout, point: str) -> None:
 
 def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
     _arrive(store, layout, point)
-    try:
+    with _named_absence(store, layout, timeout, point):
         store.wait([f"{point}/{_ALL}"], timeout)
+
+
+@contextmanager
+def _named_absence(store: Store, layout: Layout, timeout: timedelta, point: str) -> Iterator[None]:
+    """Name absent ranks if the block waits in vain."""
+    try:
+        yield
     except RuntimeError as error:
         raise BurnishError(
             f"rank {layout.rank} did not meet all {layout.world} ranks of the run",

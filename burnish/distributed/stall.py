@@ -80,6 +80,9 @@ class Patience:
         return min(_LONGEST_ANSWER, max(2.0, self.first / 10))
 
 
+ENDLESS = Patience(0.0)
+
+
 class Pulse(threading.Thread):
     """Notices whether the main thread moves; if not for long, `alarm` repeatedly gets the seconds."""
 

@@ -1,6 +1,6 @@
 """Note how starts of a run failed, and refuse another one after equal failures.
 
-A launcher cannot tell a machine that died from a reward that always raises at the same step. Rank 0 can.
+A launcher cannot tell a machine that died from a reward that always raises at the same step.
 """
 
 from __future__ import annotations

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from burnish.config.schema import EngineConfig
-from burnish.distributed.accelerators import ACCELERATORS, Accelerator, accelerator_named
+from burnish.distributed.accelerators import (
+    ACCELERATORS,
+    Accelerator,
+    accelerator_named,
+    nvidia_smi,
+)
 from burnish.errors import UsageError
 from burnish.models.flops import Passed
 from burnish.plan.model import (
@@ -162,16 +165,10 @@ def _plain(name: str) -> str:
 
 
 def _nvidia() -> tuple[str, float] | None:
-    command = shutil.which("nvidia-smi")
-    if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
-    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        name, memory = done.stdout.splitlines()[0].rsplit(",", 1)
-        return name.strip(), float(memory) * (1 << 20)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+    name, _, mebibytes = nvidia_smi("name,memory.total").rpartition(", ")
+    return (name, float(mebibytes) * (1 << 20)) if mebibytes.isdecimal() else None
 
 
 def _host_memory() -> float:

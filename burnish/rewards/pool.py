@@ -28,6 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from burnish.config.schema import RewardConfig
+from burnish.distributed.environment import environ_of_child
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.records import Completion, Prompt, RewardCall, Rollout
 from burnish.rewards.builtin import exact_match, numeric
@@ -73,13 +74,6 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
         """Load every function; `moved` hears of each ended call. Raises `UsageError` for an unusable one."""
-        if not config.given:
-            raise UsageError(
-                "No reward function is configured.",
-                have="reward.functions: []",
-                want="at least one",
-                do="reward.functions: [{function: exact_match}]",
-            )
         self._config = config
         self._workers: Workers | None = None
         if any(each.function not in LOCAL for each in config.functions):
@@ -197,9 +191,8 @@ class Workers:
         """Return the answers to the calls, in order. One thread waits for each worker.
 
         A missed deadline or a worker's death is an error for the call. More than `BORNE_TIMEOUTS` lost calls in a row, beside one
-        per worker, give a function up: after at most `timeout` · (1 + BORNE_TIMEOUTS / workers) seconds. One worker makes an
-        async function's calls, `concurrency` at a time. All that run are killed if one blocks the event loop. If `check` raises,
-        all workers are killed.
+        per worker, give a function up. One worker makes an async function's calls, `concurrency` at a time. All that run are killed
+        if one blocks the event loop. If `check` raises, all workers are killed.
         """
         todo = _Todo(calls, self.signatures, self._config, self._moved)
         count = min(self._config.workers, len(todo.waiting))
@@ -369,12 +362,11 @@ class _Worker:
         """When it got the calls that it makes, and the function's index."""
         self._stack = TemporaryFile()  # noqa: SIM115 - closed by `release`
         with theirs:
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             command = [sys.executable, "-m", "burnish.rewards.worker"]
             self._process = subprocess.Popen(
                 [*command, *map(str, (theirs.fileno(), os.getpid(), self._stack.fileno()))],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
+                env=environ_of_child(),
                 pass_fds=[theirs.fileno(), self._stack.fileno()],
                 # A session of its own: the terminal's ctrl-C is for us, and the whole group can be killed.
                 start_new_session=True,

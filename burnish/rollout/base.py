@@ -17,7 +17,7 @@ ends the generation."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters."""
+    """Sampling parameters. The configuration's schema has their ranges."""
 
     max_tokens: int
     """Longest completion, in tokens."""
@@ -41,6 +41,14 @@ class Sampling:
     """Whether completions record the experts of their tokens."""
 
 
+class Underway(NamedTuple):
+    """A request under way, with its completions so far."""
+
+    sampling: Sampling
+    request: Request
+    completions: list[Completion]
+
+
 class Generator(Protocol):
     """Samples from the current weights."""
 
@@ -54,6 +62,9 @@ class Generator(Protocol):
 
         Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone. `drawn` tokens count.
         """
+
+    def so_far(self) -> list[Underway]:
+        """Return what a `generate` under way has made. In one process, call it from `watch`."""
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Copy weights from every rank's shards, frozen ones once only, so from one engine. Collective."""
@@ -71,35 +82,10 @@ class Generator(Protocol):
         """Free all resources."""
 
 
-class Underway(NamedTuple):
-    """A request under way, with its completions so far."""
-
-    sampling: Sampling
-    request: Request
-    completions: list[Completion]
-
-
-class Continuable(Generator, Protocol):
-    """A generator that tells how far it is."""
-
-    def so_far(self) -> list[Underway]:
-        """Return what a `generate` under way has made. In one process, call it from `watch`."""
-
-
 def require_valid(
     requests: Sequence[Request], sampling: Sampling, max_positions: int | None
 ) -> None:
-    """Raise `UsageError` for a value out of range, or a prompt that is empty or leaves no room."""
-    rules = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-        "temperature": (sampling.temperature >= 0, "0 or more"),
-        "top_k": (sampling.top_k >= 0, "0 or more"),
-        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
-        "min_p": (0 <= sampling.min_p < 1, "in [0, 1)"),
-    }
-    for name, (fine, want) in rules.items():
-        if not fine:
-            raise UsageError(f"{name} is out of range", have=getattr(sampling, name), want=want)
+    """Raise `UsageError` for a prompt that is empty or leaves no room."""
     for request in requests:
         length = len(request.token_ids) - request.drawn
         if length == 0:

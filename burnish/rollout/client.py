@@ -58,9 +58,9 @@ class Server:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._asking: HTTPConnection | None = None
 
-    def about(self, timeout: float | None = None) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         """Return what it is."""
-        return dict(self._message("/", timeout).fields)
+        return dict(self._message("/").fields)
 
     def checksums(self) -> list[tuple[TensorSpec, str]]:
         """Return its generator's checksums."""
@@ -125,10 +125,8 @@ class Server:
             with suppress(OSError):  # it has ended
                 asked.shutdown(socket.SHUT_RDWR)
 
-    def _message(
-        self, path: str, timeout: float | None = None, method: str = "GET"
-    ) -> messages.Message:
-        with self.losing(), closing(self._connection(timeout)) as connection:
+    def _message(self, path: str, method: str = "GET") -> messages.Message:
+        with self.losing(), closing(self._connection()) as connection:
             return self.next(self._ask(connection, method, path))
 
     @contextmanager
@@ -197,7 +195,7 @@ class Upload:
 
 
 class ServedGenerator:
-    """Generators in other processes; a `Continuable`."""
+    """Generators in other processes."""
 
     central = True
 
@@ -301,7 +299,7 @@ class ServedGenerator:
         return found
 
     def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`. Any thread may call it; a silent server is left out."""
+        """See `Generator.so_far`. Any thread may call it; a silent server is left out."""
 
         def told(server: Server) -> list[Underway]:
             try:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import copy
 import math
 import re
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.errors import IncompatibleError, MissingError, UsageError, few, install
+from burnish.errors import IncompatibleError, MissingError, few, install, refusing
 from burnish.models.meta_init import kept_in_fp32, longest_sequence
 from burnish.models.names import tensor_specs
-from burnish.records import Completion, Floats, Request
-from burnish.rollout.base import Sampling, Underway, Watch, require_valid
-from burnish.rollout.builtin.decoding import Running, started
+from burnish.records import Request
+from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
-from burnish.rollout.builtin.stopping import Decode, StopRule
+from burnish.rollout.builtin.stopping import Decode
+from burnish.rollout.running import LocalGenerator, Running
 
 _WAVE_BYTES = 64 << 20
 # Of weights that are handed to an engine at a time.
@@ -34,39 +34,29 @@ JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 """What engines join even where a model's `packed_modules_mapping` does not say so."""
 
 
-class DrawSettings(NamedTuple):
-    """Sampling parameters of a draw."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @classmethod
-    def of(cls, sampling: Sampling) -> DrawSettings:
-        """Return those of a sampling."""
-        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+def draw_settings(sampling: Sampling) -> list[float]:
+    """Return what a draw depends on; `Sampling(1, *settings)` takes it back."""
+    return [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p]
 
 
 def draw_groups(
     logits: Tensor,
-    groups: Iterable[tuple[DrawSettings, Tensor]],
+    groups: Iterable[tuple[Sampling, Tensor]],
     keys: Tensor,
     counts: Tensor,
     leave: Callable[[Tensor, Drawn], None],
 ) -> None:
     """Draw rows of `logits` [n, V] fp32; have `leave` overwrite them in place.
 
-    `groups` are settings and their rows. `keys` and `counts` [n] are as for `uniforms`.
+    `groups` are samplings and their rows. `keys` and `counts` [n] are as for `uniforms`.
     """
     numbers = uniforms(keys, counts)
-    for settings, rows in groups:
+    for sampling, rows in groups:
         if len(rows) == len(logits):
-            leave(logits, draw(logits, Sampling(1, *settings), numbers))
+            leave(logits, draw(logits, sampling, numbers))
         else:
             part = logits[rows]
-            own = numbers[rows.to(numbers.device)]
-            leave(part, draw(part, Sampling(1, *settings), own))
+            leave(part, draw(part, sampling, numbers[rows.to(numbers.device)]))
             logits[rows] = part
 
 
@@ -81,10 +71,8 @@ class EngineRequest(Running):
     """The engine's own list of log-probs, which grows."""
 
 
-class EngineGenerator(ABC):
-    """Keeps the requests and completions of an engine."""
-
-    central = False
+class EngineGenerator(LocalGenerator[EngineRequest]):
+    """Names an engine's requests, and lets it sleep."""
 
     def __init__(
         self,
@@ -95,57 +83,17 @@ class EngineGenerator(ABC):
         max_length: int | None,
         experts: bool = False,
     ) -> None:
-        self._records_experts = experts
-        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         limits = (max_length, longest_sequence(hf_config))
-        self._max_positions = min(filter(None, limits), default=None)
+        positions = min(filter(None, limits), default=None)
+        super().__init__(eos_token_ids, decode, positions, experts=experts)
         self._sleeps, self._asleep = device.type != "cpu", False
-        self._version: int | None = None
         self._numbers = count()
-        self._underway: Callable[[], list[Underway]] = list
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
-    ) -> list[list[Completion]]:
-        """See `Generator.generate`. Raises `UsageError` as the built-in generator does."""
-        if self._version is None:
-            raise UsageError("the generator has no weights", do="call load_weights first")
-        require_valid(requests, sampling, self._max_positions)
-        if sampling.experts and not self._records_experts:
-            raise UsageError(
-                "algorithm.router_replay: the generator does not record experts",
-                have="algorithm.router_replay=rollout",
-                do="set algorithm.router_replay=recompute or none, or rollout with another generator",
-            )
-        rule = StopRule(sampling, self._eos_token_ids, self._decode)
-        asked = time.time()
-        groups = [
-            started(request, sampling, partial(self._request, request.token_ids.tolist()))
-            for request in requests
-        ]
-
-        def so_far() -> list[Underway]:
-            found = [
-                [each.completion(*self._logprobs(each), asked) for each in group]
-                for group in groups
-            ]
-            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
-
-        self._underway = so_far
-        try:
-            self._complete(
-                {each.number: each for group in groups for each in group}, sampling, rule, watch
-            )
-        finally:
-            self._underway = list
-        return [each.completions for each in so_far()]
-
-    def _request(self, prompt: list[int], **given: Any) -> EngineRequest:
-        return EngineRequest(number=f"{next(self._numbers):016}", prompt=prompt, **given)
-
-    def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`."""
-        return self._underway()
+    def _maker(self, request: Request) -> Callable[..., EngineRequest]:
+        prompt = request.token_ids.tolist()
+        return lambda **more: EngineRequest(
+            number=f"{next(self._numbers):016}", prompt=prompt, **more
+        )
 
     def release(self) -> None:
         """See `Generator.release`. A CPU's memory stays. Not run on accelerators."""
@@ -155,19 +103,6 @@ class EngineGenerator(ABC):
 
     @abstractmethod
     def _sleep(self) -> None: ...
-
-    @abstractmethod
-    def _complete(
-        self,
-        running: dict[str, EngineRequest],
-        sampling: Sampling,
-        rule: StopRule,
-        watch: Watch | None,
-    ) -> None: ...
-
-    @abstractmethod
-    def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
-        """Return sampled and raw log-probs of own tokens."""
 
 
 def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
@@ -188,6 +123,21 @@ def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
             f"this {title} is too old", have=engine.__version__, want=wanted, do=install(name)
         )
     return engine
+
+
+@contextmanager
+def starting(engine: str, config: PretrainedConfig) -> Iterator[str]:
+    """Give a directory with the configuration. Raises `IncompatibleError` for any failure."""
+    with (
+        TemporaryDirectory(prefix="burnish-engine-") as directory,
+        refusing(
+            f"{engine} does not start with this model",
+            IncompatibleError,
+            do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
+        ),
+    ):
+        config.save_pretrained(directory)
+        yield directory
 
 
 def held_specs(

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason
 from burnish.records.seeds import derive_seed
-from burnish.rollout.base import Sampling, Watch, require_valid
+from burnish.rollout.base import Sampling, Underway, Watch, require_valid
 from burnish.rollout.client import connection_to, in_threads, next_of
 
 KEY = "OPENAI_API_KEY"
@@ -90,7 +91,8 @@ class EndpointGenerator:
                 try:
                     while not stop.is_set() and (each := next_of(left)) is not None:
                         number, (request, sample) = each
-                        made = self._patiently(connection, request, sample, sampling, stop)
+                        answer = partial(self._answer, connection, request, sample, sampling)
+                        made = self._patiently(answer, stop)
                         if made is not None:
                             found[number] = made
                 except BurnishError as error:
@@ -114,18 +116,13 @@ class EndpointGenerator:
         return [[next(made) for _ in range(request.samples)] for request in requests]
 
     def _patiently(
-        self,
-        connection: HTTPConnection,
-        request: Request,
-        sample: int,
-        sampling: Sampling,
-        stop: threading.Event,
+        self, answer: Callable[[], Completion], stop: threading.Event
     ) -> Completion | None:
         """Return the completion, or None after `stop`. Raises `BurnishError`."""
         wait, reason = _FIRST_WAIT, ""
         for _ in range(_RETRIES):
             try:
-                return self._answer(connection, request, sample, sampling)
+                return answer()
             except _Passing as error:
                 reason = str(error)
                 if stop.wait(min(error.wait or wait, _LONGEST_WAIT)):
@@ -211,6 +208,10 @@ class EndpointGenerator:
             want="200",
             do=remedies.get(status, "correct the setting that it names"),
         )
+
+    def so_far(self) -> list[Underway]:
+        """Return []."""
+        return []
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Raise `UsageError`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from burnish.records import Completion, Request
 from burnish.records.samples import digest_of
-from burnish.rollout.base import Continuable, Sampling, Watch
+from burnish.rollout.base import Generator, Sampling, Watch
 
 
 class SampleKey(NamedTuple):
@@ -41,7 +41,7 @@ class PartialCompletions:
 
     def generate(
         self,
-        generator: Continuable,
+        generator: Generator,
         requests: Sequence[Request],
         sampling: Sampling,
         watch: Watch | None = None,
@@ -58,7 +58,7 @@ class PartialCompletions:
         self._asked = None
         return [[self._known[key] for key in keys] for _, keys in wanted]
 
-    def so_far(self, generator: Continuable) -> dict[SampleKey, Completion]:
+    def so_far(self, generator: Generator) -> dict[SampleKey, Completion]:
         """Return all completions so far, from any thread."""
         asked = self._asked
         running = generator.so_far() if asked is not None else []

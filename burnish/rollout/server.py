@@ -31,7 +31,7 @@ from urllib.parse import parse_qs, urlsplit
 from burnish.boxes.shards import Publication
 from burnish.errors import BurnishError
 from burnish.rollout import messages
-from burnish.rollout.base import Continuable
+from burnish.rollout.base import Generator
 
 _POLL_SECONDS, _BEAT_SECONDS = 0.2, 1.0
 # A client hears of a call under way at least so often, unless the generator hangs.
@@ -44,7 +44,7 @@ class GeneratorServer:
 
     def __init__(
         self,
-        generator: Continuable,
+        generator: Generator,
         *,
         token: str,
         about: Mapping[str, Any],

@@ -39,7 +39,7 @@ STATUS, STEPS, STATE = "status.json", "steps", "state"
 
 
 class RunDirectory:
-    """The paths of one run under `root` (`runs/NAME`).."""
+    """The paths of one run under `root` (`runs/NAME`)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

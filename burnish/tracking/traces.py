@@ -26,7 +26,7 @@ from burnish.config.schema import RunConfig, TracesConfig
 from burnish.errors import CorruptError, refusing
 from burnish.tracking import rollouts as files
 from burnish.tracking.rundir import RUN, RunDirectory, plain, write_atomically
-from burnish.tracking.trackers import BackgroundTracker, json_number
+from burnish.tracking.trackers import BackgroundTracker, json_line, json_number
 
 if TYPE_CHECKING:  # the records' module loads torch
     from burnish.records.samples import Rollout
@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # the records' module loads torch
 Attributes = dict[str, Any]
 _AT_ONCE, _ROOM = 64, 16  # traces in one request, and steps whose traces may wait for it
 _INTERNAL, _ERROR = 1, 2  # codes of OTLP: a span within one process, and a failure
-_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 _MAY_PASS = (429, 502, 503, 504)  # a collector that answers so may soon take more
 
 
@@ -200,7 +199,7 @@ def _line(trace: _Trace, resource: Attributes) -> bytes:
         }
         for number, span in enumerate(made)
     ]
-    return _ENCODER.encode({"resource": resource, "spans": spans}).encode() + b"\n"
+    return json_line({"resource": resource, "spans": spans}).encode()
 
 
 def _nanoseconds(seconds: float) -> int:

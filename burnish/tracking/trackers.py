@@ -38,14 +38,14 @@ _BURST_SECONDS = 10.0  # until a tracker in the background takes what waits for 
 _OF_STEPS = ("log", "log_rollouts", "log_traces")
 _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
 # Calls of each method that may wait for a tracker.
-_SAMPLES, _CHARACTERS = 16, 2000  # most rows of a table in TensorBoard, and of a cell
+_CHARACTERS = 2000  # of a warning
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False)
 
 log = logging.getLogger("burnish")
 
 TRACKERS: Registry = MappingProxyType(
     {
-        "tensorboard": "burnish.tracking.trackers:TensorBoardTracker",
+        "tensorboard": "burnish.tracking.services:TensorBoardTracker",
         "wandb": "burnish.tracking.services:WandbTracker",
         "mlflow": "burnish.tracking.services:MlflowTracker",
         "trackio": "burnish.tracking.services:TrackioTracker",
@@ -402,56 +402,6 @@ class JsonlTracker(Tracker):
         if not self._file.closed:
             self.sync()
             self._file.close()
-
-
-class TensorBoardTracker(Tracker):
-    """Write scalars, and samples as texts, to TensorBoard's event files. Resuming tells it to forget later steps; None, all."""
-
-    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._summary = Summary
-        purge = 0 if resume_step is None else resume_step + 1
-        path = RunDirectory(directory).tensorboard
-        self._writer = SummaryWriter(str(path), purge_step=purge)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write every value as a scalar of its name, all in one record."""
-        scalars = [self._summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
-        self._writer.file_writer.add_summary(self._summary(value=scalars), step)  # type: ignore[attr-defined]
-
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the first samples as a table in Markdown."""
-        if table := sample_table(rows[:_SAMPLES]):
-            lines = [list(table[0]), ["---"] * len(table[0])]
-            lines += [[_cell(value) for value in row.values()] for row in table]
-            text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            self._writer.add_text(f"rollouts/{kind}", text, step)
-
-    def sync(self) -> None:
-        """Write what is held."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-def _cell(value: object) -> str:
-    escaped = {ord(each): f"&#{ord(each)};" for each in "\\`*_[]|#~&<>"}
-    return str(value)[:_CHARACTERS].translate(escaped).replace("\n", "<br>")
-
-
-def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return samples for a service's table: the columns that people read, the same for every row."""
-    names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
-    columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
-    return [
-        {name: row.get(name) for name in columns}
-        | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
-        for row in rows
-    ]
 
 
 def json_number(value: float) -> float | str:

@@ -30,7 +30,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import EncodedTable, Groups, RolloutTable
 from burnish.rewards.overview import Complaints, rollout_stats
-from burnish.rollout.base import Continuable, Generator, Sampling
+from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
@@ -139,8 +139,7 @@ class Collector:
                 bar.advance(ended)
 
             if self.partial is not None:
-                generator = cast(Continuable, self.generator)
-                return self.partial.generate(generator, requests, sampling, watch)
+                return self.partial.generate(self.generator, requests, sampling, watch)
             return self.generator.generate(requests, sampling, watch)
 
     def _scored(
@@ -339,7 +338,7 @@ class RolloutQueue:
 
     def partial(self) -> Mapping[SampleKey, Completion]:
         """Return completions begun for later batches (`rollout.in_flight`). For rank 0."""
-        generator = cast(Continuable, self._sampler.collector.generator)
+        generator = self._sampler.collector.generator
         return {} if self._partial is None else self._partial.so_far(generator)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from burnish.checkpoint.subprocess import accompany
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
-from burnish.distributed.environment import STOPPING
+from burnish.distributed.environment import STOPPING, environ_of_child
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
@@ -151,7 +151,6 @@ class Child:
         self._start()
 
     def _start(self) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until `accompany`
         try:
@@ -161,7 +160,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=os.environ | self._seen | {"PYTHONPATH": path},
+                env=environ_of_child() | self._seen,
                 start_new_session=True,  # the terminal's ctrl-C is for this process
             )
         finally:

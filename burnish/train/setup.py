@@ -38,7 +38,7 @@ from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
 from burnish.records.seeds import derive_seed
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.base import Continuable, Generator
+from burnish.rollout.base import Generator
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
@@ -400,7 +400,7 @@ def make_generator(foundation: TextFoundation) -> Generator:
     return generator
 
 
-def local_generator(foundation: Foundation) -> Continuable:
+def local_generator(foundation: Foundation) -> Generator:
     """Make the generator in this process, without weights."""
     if foundation.config.rollout.engine == "builtin":
         return builtin_generator(foundation)
@@ -413,7 +413,7 @@ def local_generator(foundation: Foundation) -> Continuable:
         more["experts"] = True
     if config.model.adapter_beside is not None:
         more["lora"] = config.model.adapter_beside
-    generator: Continuable = getattr(import_module(module), kind)(
+    generator: Generator = getattr(import_module(module), kind)(
         foundation.hf_config,
         device=foundation.device,
         dtype=compute_dtype(config.engine),

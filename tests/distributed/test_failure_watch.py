@@ -12,16 +12,18 @@ import stat
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from ports import free_port
-from ranks import RankFailed, run_processes, run_ranks
+from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
 
 from burnish.distributed import failure_watch as watch
 from burnish.distributed.failure_watch import FailureWatch
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
 from burnish.errors import BurnishError, StoppedError
 
 LONG = 60
@@ -269,3 +271,21 @@ def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):
     with pytest.raises(RankFailed, match="died without a word"):
         run_ranks(_hangs_after_its_own_error, 1, tmp_path / "stderr")
     assert "have: ValueError: boom" in (tmp_path / "stderr").read_text()
+
+
+def _meets_too_few(stderr_path):
+    _shorten_grace(stderr_path)
+    if os.environ["RANK"] == "2":
+        signal.alarm(1)  # which kills it where it waits
+    with process_group(torch.device("cpu"), 60):
+        pass
+
+
+def test_a_rank_that_is_killed_while_others_are_awaited_ends_the_run(tmp_path):
+    """Rank 1 never comes. Without a launcher, rank 0 would wait for it until the time-out."""
+    store = dist.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=60), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 3, store.port) for rank in (0, 2)]
+    with pytest.raises(RankFailed) as raised:
+        run_processes(_meets_too_few, environs, tmp_path / "stderr")
+    assert raised.value.failures == dict.fromkeys((0, 1), "died without a word")
+    assert "burnish: rank 2 (host" in (tmp_path / "stderr").read_text()

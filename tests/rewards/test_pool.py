@@ -508,11 +508,6 @@ def test_a_wait_ends_with_what_its_check_raises_and_leaves_no_late_answers(
     assert [r.reward for r in pool.score(texts("fine"))] == [1]
 
 
-def test_no_functions() -> None:
-    with pytest.raises(UsageError):
-        RewardPool(RewardConfig())
-
-
 def test_a_function_that_cannot_be_used_is_refused_at_once(make_pool, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         make_pool("lenght")

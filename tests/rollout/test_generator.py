@@ -77,15 +77,6 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_stream_has_the_tokens_as_they_come() -> None:
-    seen: list[list[int]] = []
-    generator, requests = builtin(tiny_model("qwen3")), [Request(0, np.array([1, 2, 3]), samples=1)]
-    [[whole]] = generator.generate(
-        requests, Sampling(max_tokens=5), stream=lambda tokens: seen.append(list(tokens))
-    )
-    assert seen == [whole.token_ids.tolist()[:count] for count in range(1, 5)]
-
-
 class TestForward:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_the_plain_families_run_fused_and_the_others_by_module(self, family: str) -> None:

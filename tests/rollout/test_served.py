@@ -90,12 +90,12 @@ def alone(requests: Sequence[Request], sampling: Sampling = SAMPLING) -> list[li
 class Leisurely(BuiltinGenerator):
     """One that is asked how far it is before it is done."""
 
-    def generate(self, requests: Any, sampling: Any, watch: Any = None, stream: Any = None) -> Any:
+    def generate(self, requests: Any, sampling: Any, watch: Any = None) -> Any:
         def slowly(ended: int) -> None:
             time.sleep(0.02)
             watch(ended)
 
-        return super().generate(requests, sampling, slowly, stream)
+        return super().generate(requests, sampling, slowly)
 
 
 class TestServedGenerator(GeneratorContract):
@@ -310,8 +310,8 @@ def test_in_flight_a_slow_server_gets_less_and_what_a_lost_one_had_is_drawn(dies
 def test_an_error_of_the_user_is_raised_and_nobody_is_lost() -> None:
     with serving(own(tiny_model())) as server:
         generator = loaded([server])
-        with pytest.raises(UsageError, match="top_p"):
-            generator.generate(make_requests(), replace(SAMPLING, top_p=0.0))
+        with pytest.raises(UsageError, match="positions"):
+            generator.generate(make_requests(), replace(SAMPLING, max_tokens=10**6))
         generator.generate(make_requests(), SAMPLING)
 
 

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import resource
 import threading
 import time
 import warnings
@@ -13,6 +14,7 @@ import pytest
 from contracts.tracker import ROWS, STEPS, Record, RecordContract, same_record
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracking.made_rollouts import made_rollout
 
@@ -20,12 +22,12 @@ from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
 from burnish.tracking.rollouts import rollout_files
 from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.services import TensorBoardTracker
 from burnish.tracking.trackers import (
     TRACKERS,
     BackgroundTracker,
     JsonlTracker,
     Observers,
-    TensorBoardTracker,
     json_numbers,
     load_tracker,
     logged_values,
@@ -345,12 +347,34 @@ def test_syncing_forces_what_was_logged_to_the_disk(tmp_path, monkeypatch):
     tracker.close()
 
 
+def _logs_where_a_file_may_not_grow(directory: Path) -> None:
+    """As on a full disk, until there is room again."""
+    os.dup2(os.open(directory / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    tracker = BackgroundTracker("tensorboard", TensorBoardTracker, directory)
+    for step in range(100):
+        tracker.log(step, {"loss": float(step)})
+    tracker.sync()
+    while not tracker._warned:
+        time.sleep(0.01)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    tracker.log(100, {"loss": 100.0})
+    tracker.close()
+
+
+def test_a_full_disk_is_one_sentence_and_breaks_no_record(tmp_path: Path) -> None:
+    run_processes(_logs_where_a_file_may_not_grow, [{}], tmp_path)
+    warning, lost = (tmp_path / "stderr").read_text().splitlines()
+    assert "OSError" in warning
+    assert "lost" in lost
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [each.value for each in events.Scalars("loss")] == [*range(101)]
+
+
 class TestTensorBoardTracker(RecordContract):
     def open(self, directory: Path, resume_step: int | None = None) -> TensorBoardTracker:
-        # TensorBoard orders files by second, host, process and a count without leading zeros; the
-        # sessions of a run are processes seconds apart, those of a test are not.
-        for count, path in enumerate(sorted((directory / "tensorboard").glob("*"))):
-            path.rename(path.with_name(f"{count:03}-{path.name}"))
         return TensorBoardTracker(directory, resume_step=resume_step)
 
     def read(self, directory: Path) -> Record:

@@ -1,7 +1,7 @@
 """Schedule the completions of one call in slots until all have ended.
 
 Waiting completions enter free slots in order. Prompts are read ahead in packed chunks. An accelerator copies tokens to the host
-during its next step, so Python learns of an end one step late. Time decides nothing.
+during its next step, so Python learns of an end one step late.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import IncompatibleError
-from burnish.records import Completion, Experts, Floats, Request, StopReason
-from burnish.rollout.base import Sampling, Underway, Watch, not_finite
+from burnish.records import Experts, TokenIds
+from burnish.rollout.base import Sampling, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
-from burnish.rollout.builtin.sampling import Drawn, draw, stream_key, uniforms
+from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
 from burnish.rollout.builtin.stopping import StopRule
+from burnish.rollout.running import Running
 
 _PREFILL_TOKENS = 8192
 """Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
@@ -54,114 +54,45 @@ class _Chunk:
 
 
 @dataclass(slots=True, eq=False)
-class _Prompt:
-    request: Request
+class SlotPrompt:
+    """A prompt, and its chunk until all completions have started."""
+
+    token_ids: TokenIds
     chunk: _Chunk | None = None
     index: int = 0
 
 
-R = TypeVar("R", bound="Running")
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class Running:
-    """A completion on its way."""
+class SlotSequence(Running):
+    """A completion in a slot, or waiting."""
 
-    key: int
-    """Of its random numbers."""
-    drawn: int
-    """How many of the prompt's last tokens were drawn before."""
-    tokens: list[int]
-    """Those, then its own."""
-    experts: list[Experts] = field(default_factory=list)
-    """Of the prompt's tokens and its own but the last, in order."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Versions of the weights, each with the first token that it drew."""
-    reason: StopReason | None = None
-    """Why it has ended; None while it runs."""
-    first: float = 0.0
-    """When its first token came."""
-    last: float = 0.0
-    """When its last token came."""
-
-    @property
-    def own(self) -> list[int]:
-        """Return its own tokens."""
-        return self.tokens[self.drawn :]
-
-    def take(self, tokens: Sequence[int], version: int, rule: StopRule, now: float) -> bool:
-        """Take tokens of a version up to the one that ends it; return whether one does."""
-        if not self.versions or self.versions[-1][0] != version:
-            self.versions.append((version, len(self.tokens) - self.drawn))
-        self.first, self.last = self.first or now, now
-        for token in tokens:
-            self.tokens.append(token)
-            self.reason = rule.ended(self.tokens)
-            if self.reason is not None:
-                return True
-        return False
-
-    def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
-        """Return it with its log-probs; `asked` is when it was asked for."""
-        return Completion(
-            token_ids=np.array(self.own, dtype=np.int64),
-            sampled_logprobs=sampled,
-            logprobs=raw,
-            stop_reason=self.reason,
-            weights_version=self.versions[0][0] if self.versions else 0,
-            later_versions=tuple(self.versions[1:]),
-            experts=np.concatenate(self.experts) if self.experts else None,
-            times=(asked, self.first, self.last),
-        )
-
-
-def started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
-    """Make a request's completions."""
-    samples = range(request.first_sample, request.first_sample + request.samples)
-    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
-    begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
-    return [made(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Sequence(Running):
-    prompt: _Prompt
+    prompt: SlotPrompt
+    """The same for all samples."""
     sampled_logprobs: list[float] = field(default_factory=list)
+    """Of its own tokens."""
     logprobs: list[float] = field(default_factory=list)
-
-    def so_far(self, asked: float) -> Completion:
-        sampled, raw = (
-            np.array(each, dtype=np.float32) for each in (self.sampled_logprobs, self.logprobs)
-        )
-        return self.completion(sampled, raw, asked)
+    """The same of the whole distribution."""
 
 
 class Decoding:
-    """One call's requests in at most `slots` slots."""
+    """One call's completions in at most `slots` slots."""
 
     def __init__(
         self,
         model: InferenceModel,
-        requests: Sequence[Request],
+        sequences: Sequence[SlotSequence],
         sampling: Sampling,
         stop_rule: StopRule,
         slots: int,
     ) -> None:
         self._model, self._sampling, self._stop_rule = model, sampling, stop_rule
-        self._asked = time.time()
-        prompts = [_Prompt(request) for request in requests]
-        self._requests = requests
-        self._groups = [
-            started(prompt.request, sampling, partial(_Sequence, prompt=prompt))
-            for prompt in prompts
-        ]
-        self._waiting = deque(sequence for group in self._groups for sequence in group)
-        self._unread = deque(prompt for prompt in prompts if prompt.request.samples)
+        self._waiting = deque(sequences)
+        self._unread = deque(dict.fromkeys(sequence.prompt for sequence in sequences))
         slots = min(slots, len(self._waiting))
-        longest = max((len(prompt.request.token_ids) for prompt in self._unread), default=0)
+        longest = max((len(prompt.token_ids) for prompt in self._unread), default=0)
         self._cache = _kind(model.device)(slots, longest, sampling.max_tokens)
         self._read = 0
-        self._slots: list[_Sequence | None] = [None] * slots
+        self._slots: list[SlotSequence | None] = [None] * slots
         self._readbacks: deque[Readback] = deque()
         self._behind = steps_behind(model.device)
         self._ended = 0
@@ -169,35 +100,17 @@ class Decoding:
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
-    def run(
-        self,
-        version: Callable[[], int],
-        watch: Watch | None = None,
-        stream: Callable[[Sequence[int]], None] | None = None,
-    ) -> list[list[Completion]]:
-        """Decode to the end. `version` is the weights', which `watch` may replace.
-
-        `stream` gets the first completion's tokens before each step.
-        """
+    def run(self, version: Callable[[], int], watch: Watch | None = None) -> None:
+        """Decode to the end. `version` is the weights', which `watch` may replace."""
         reported, self._version = 0, version
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
-                if stream is not None:
-                    stream(self._groups[0][0].tokens)
                 self._step(running)
                 if watch is not None:
                     watch(self._ended - reported)
                     reported = self._ended
         if watch is not None:
             watch(self._ended - reported)
-        return [each.completions for each in self.so_far()]
-
-    def so_far(self) -> list[Underway]:
-        """Return each request's completions so far."""
-        return [
-            Underway(self._sampling, request, [each.so_far(self._asked) for each in group])
-            for request, group in zip(self._requests, self._groups, strict=True)
-        ]
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
@@ -219,8 +132,8 @@ class Decoding:
         self._cache.move(rows_from, rows_to)
         self._state[:, rows_to] = self._state[:, rows_from]
 
-    def _start(self, rows: list[int], sequences: list[_Sequence]) -> None:
-        by_chunk: dict[_Chunk, dict[int, _Sequence]] = {}
+    def _start(self, rows: list[int], sequences: list[SlotSequence]) -> None:
+        by_chunk: dict[_Chunk, dict[int, SlotSequence]] = {}
         for row, sequence in zip(rows, sequences, strict=True):
             by_chunk.setdefault(self._chunk_of(sequence.prompt), {})[row] = sequence
             self._slots[row] = sequence
@@ -239,14 +152,14 @@ class Decoding:
             self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, counts + 1))
         self._forget(sequences)
 
-    def _forget(self, started: Sequence[_Sequence]) -> None:
+    def _forget(self, started: Sequence[SlotSequence]) -> None:
         """Release chunks whose completions, in order, have all started."""
         coming = self._waiting[0].prompt if self._waiting else None
         for sequence in started:
             if sequence.prompt is not coming:
                 sequence.prompt.chunk = None
 
-    def _chunk_of(self, prompt: _Prompt) -> _Chunk:
+    def _chunk_of(self, prompt: SlotPrompt) -> _Chunk:
         if prompt.chunk is not None and prompt.chunk.version != self._version():
             waiting = dict.fromkeys([prompt, *(sequence.prompt for sequence in self._waiting)])
             stale = [each for each in waiting if each.chunk is prompt.chunk]
@@ -258,16 +171,16 @@ class Decoding:
         return prompt.chunk
 
     def _read_ahead(self) -> None:
-        prompts: list[_Prompt] = []
+        prompts: list[SlotPrompt] = []
         room = _PREFILL_TOKENS
-        while self._unread and (not prompts or len(self._unread[0].request.token_ids) <= room):
+        while self._unread and (not prompts or len(self._unread[0].token_ids) <= room):
             prompts.append(self._unread.popleft())
-            room -= len(prompts[-1].request.token_ids)
-        lengths = [len(prompt.request.token_ids) for prompt in prompts]
+            room -= len(prompts[-1].token_ids)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
         device = self._model.device
         cache = PromptCache(lengths, device, self._read)
         self._read += len(prompts)
-        tokens = np.concatenate([prompt.request.token_ids for prompt in prompts])
+        tokens = np.concatenate([prompt.token_ids for prompt in prompts])
         positions = torch.cat([torch.arange(length) for length in lengths])
         routing = self._routing()
         hidden = self._model.forward(
@@ -291,7 +204,7 @@ class Decoding:
 
     def _step(self, running: int) -> None:
         sequences = [held for held in self._slots[:running] if held is not None]
-        read = max(len(s.prompt.request.token_ids) + len(s.tokens) - s.drawn for s in sequences)
+        read = max(len(s.prompt.token_ids) + len(s.tokens) - s.drawn for s in sequences)
         span = read + self._behind
         token, position, key, count = self._state[:, :running]
         routing, cache = self._routing(), self._cache.step(position, span)
@@ -310,7 +223,7 @@ class Decoding:
         return draw(self._model.logits(hidden), self._sampling, uniforms(keys, counts))
 
     def _receive(
-        self, sequences: Sequence[_Sequence], drawn: Drawn, experts: Tensor | None = None
+        self, sequences: Sequence[SlotSequence], drawn: Drawn, experts: Tensor | None = None
     ) -> None:
         """Start copying drawn tokens to the host; append those that have arrived."""
         self._readbacks.append(Readback(sequences, drawn, experts, self._version()))
@@ -334,7 +247,7 @@ class Decoding:
         return torch.tensor(rows).to(self._model.device, non_blocking=True)
 
 
-def _free(slot: _Sequence | None) -> bool:
+def _free(slot: SlotSequence | None) -> bool:
     return slot is None or slot.reason is not None
 
 
@@ -361,7 +274,7 @@ class Readback:
 
     def __init__(
         self,
-        sequences: Sequence[_Sequence],
+        sequences: Sequence[SlotSequence],
         drawn: Drawn,
         experts: Tensor | None,
         version: int,

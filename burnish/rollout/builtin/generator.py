@@ -6,32 +6,29 @@ Every process holds the whole model in the compute dtype and generates its own r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 
 from burnish.boxes.shards import Publication, TensorSpec
 from burnish.config.schema import MOST_SLOTS
 from burnish.distributed.device import free_memory
 from burnish.distributed.layout import Layout
-from burnish.errors import UsageError
-from burnish.records import Completion, Request
-from burnish.rollout.base import Sampling, Underway, Watch, require_valid
-from burnish.rollout.builtin.decoding import Decoding, slot_bytes
+from burnish.records import Floats, Request
+from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.builtin.decoding import Decoding, SlotPrompt, SlotSequence, slot_bytes
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
+from burnish.rollout.running import LocalGenerator
 
 _SHARE_OF_FREE_MEMORY = 0.8
 # The rest is for prompts that are read and for what the allocator loses.
 
 
-class BuiltinGenerator:
-    """A `Continuable` that decodes at most `slots` completions at once; "auto" is as many as memory holds.
-
-    `eos_token_ids` end every completion. Stop strings need `decode`.
-    """
-
-    central = False
+class BuiltinGenerator(LocalGenerator[SlotSequence]):
+    """Decode at most `slots` completions at once; "auto" is as many as memory holds."""
 
     def __init__(
         self,
@@ -42,42 +39,31 @@ class BuiltinGenerator:
         eos_token_ids: Sequence[int],
         decode: Decode | None = None,
     ) -> None:
+        super().__init__(eos_token_ids, decode, model.max_positions)
         self._model = model
         self._layout, self._slots = layout, slots
-        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
-        self._version: int | None = None
         self._slot_bytes: tuple[int, int] | None = None
-        self._decoding: Decoding | None = None
+
+    def _maker(self, request: Request) -> Callable[..., SlotSequence]:
+        return partial(SlotSequence, prompt=SlotPrompt(request.token_ids))
 
     @torch.inference_mode()
-    def generate(
+    def _complete(
         self,
-        requests: Sequence[Request],
+        running: Sequence[SlotSequence],
         sampling: Sampling,
-        watch: Watch | None = None,
-        stream: Callable[[Sequence[int]], None] | None = None,
-    ) -> list[list[Completion]]:
-        """See `Generator.generate`; `stream` is as in `Decoding.run`.
-
-        Raises `UsageError` before any work without weights, and as `require_valid` and `StopRule` do.
-        """
-        if self._version is None:
-            raise UsageError("the generator has no weights", do="call load_weights first")
-        require_valid(requests, sampling, self._model.max_positions)
-        stop_rule = StopRule(sampling, self._eos_token_ids, self._decode)
+        rule: StopRule,
+        watch: Watch | None,
+    ) -> None:
         slots = self._slots
         if slots == "auto":
-            longest = max((len(request.token_ids) for request in requests), default=0)
+            longest = max((len(each.prompt.token_ids) for each in running), default=0)
             slots = self._slots_that_fit(longest + sampling.max_tokens)
-        self._decoding = Decoding(self._model, requests, sampling, stop_rule, slots)
-        try:
-            return self._decoding.run(lambda: self._version or 0, watch, stream)
-        finally:
-            self._decoding = None
+        decoding = Decoding(self._model, running, sampling, rule, slots)
+        decoding.run(lambda: self._version or 0, watch)
 
-    def so_far(self) -> list[Underway]:
-        """See `Continuable.so_far`."""
-        return [] if self._decoding is None else self._decoding.so_far()
+    def _logprobs(self, each: SlotSequence) -> tuple[Floats, Floats]:
+        return np.array(each.sampled_logprobs, np.float32), np.array(each.logprobs, np.float32)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `InferenceModel.load`."""

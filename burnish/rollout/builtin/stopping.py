@@ -36,30 +36,20 @@ class StopRule:
             raise UsageError("a stop string is empty", have=list(sampling.stop_strings))
         self._ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
         self._max_tokens = sampling.max_tokens
-        self._strings = _StopStrings(sampling.stop_strings, decode) if decode else None
+        self._strings, self._decode = sampling.stop_strings, decode or str
+        self._endings = frozenset(string[-1] for string in self._strings)
+        self._needed = max(map(len, self._strings), default=0) + _MARGIN
+        self._candidates: dict[int, bool] = {}
 
     def ended(self, tokens: Sequence[int]) -> StopReason | None:
         """Return why the last of `tokens` ends them, or None. Call it after each token."""
         if tokens[-1] in self._ids:
             return "stop"
-        if self._strings is not None and self._strings.completed_by_last(tokens):
-            return "stop"
+        if self._strings and self._may_complete(tokens[-1]):
+            tail = self._tail(tokens)
+            if any(string in tail for string in self._strings):
+                return "stop"
         return "length" if len(tokens) >= self._max_tokens else None
-
-
-class _StopStrings:
-    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
-        self._strings = tuple(strings)
-        self._decode = decode
-        self._endings = frozenset(string[-1] for string in strings)
-        self._needed = max((len(string) for string in strings), default=0) + _MARGIN
-        self._candidates: dict[int, bool] = {}
-
-    def completed_by_last(self, tokens: Sequence[int]) -> bool:
-        if not self._strings or not self._may_complete(tokens[-1]):
-            return False
-        tail = self._tail(tokens)
-        return any(string in tail for string in self._strings)
 
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.

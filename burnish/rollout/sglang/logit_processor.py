@@ -18,7 +18,7 @@ from torch import Tensor
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
-from burnish.rollout.inference_engine import DrawSettings, draw_groups
+from burnish.rollout.inference_engine import draw_groups, draw_settings
 
 _ARGUMENT = "burnish"
 # Its name in `custom_params`.
@@ -34,7 +34,7 @@ def request_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]
         "temperature": 0.0,
         "max_new_tokens": sampling.max_tokens - drawn,
         "stop_token_ids": list(stop),
-        "custom_params": {_ARGUMENT: [key, drawn, *DrawSettings.of(sampling)]},
+        "custom_params": {_ARGUMENT: [key, drawn, *draw_settings(sampling)]},
     }
 
 
@@ -45,11 +45,11 @@ class DrawingLogitProcessor(CustomLogitProcessor):
         self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> Tensor:
         """Draw a token for every row."""
-        rows: dict[DrawSettings, list[int]] = {}
+        rows: dict[Sampling, list[int]] = {}
         numbers = []
         for row, given in enumerate(custom_param_list or ()):
             key, drawn, *settings = given[_ARGUMENT]
-            rows.setdefault(DrawSettings(*settings), []).append(row)
+            rows.setdefault(Sampling(1, *settings), []).append(row)
             numbers.append((key, drawn + len(given["__req__"].output_ids)))
         keys, counts = torch.tensor(numbers, dtype=torch.int64).to(logits.device).unbind(-1)
         groups = [(each, torch.tensor(own).to(logits.device)) for each, own in rows.items()]

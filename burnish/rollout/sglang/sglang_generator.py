@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS
-from burnish.errors import BurnishError, IncompatibleError, refusing
+from burnish.errors import BurnishError, IncompatibleError
 from burnish.models.meta_init import build_on_meta
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, Watch
@@ -36,6 +36,7 @@ from burnish.rollout.inference_engine import (
     EngineRequest,
     held_specs,
     import_engine,
+    starting,
     waves,
     whole_tensors,
     with_architectures,
@@ -50,7 +51,7 @@ _CHUNK = 16
 
 
 class SglangGenerator(EngineGenerator):
-    """Sample with SGLang what the built-in generator samples; a `Continuable`. The arguments are `VllmGenerator`'s.
+    """Sample with SGLang what the built-in generator samples. The arguments are `VllmGenerator`'s.
 
     `so_far` tells some tokens late, and the first token of new weights only at a completion's end.
     """
@@ -79,17 +80,9 @@ class SglangGenerator(EngineGenerator):
         self._messages: Any = import_module("sglang.srt.managers.io_struct")
         self._draws: Any = import_module("burnish.rollout.sglang.logit_processor")
         self._processor: str = self._draws.DrawingLogitProcessor.to_str()
-        with (
-            TemporaryDirectory(prefix="burnish-sglang-") as directory,
-            refusing(
-                f"SGLang {sglang.__version__} does not start with this model",
-                IncompatibleError,
-                do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
-            ),
-        ):
-            config = with_architectures(hf_config)
-            config.eos_token_id = None  # a request says what ends it
-            config.save_pretrained(directory)
+        config = with_architectures(hf_config)
+        config.eos_token_id = None  # a request says what ends it
+        with starting(f"SGLang {sglang.__version__}", config) as directory:
             self._engine: Any = _launched(
                 sglang.Engine,
                 model_path=directory,
@@ -111,17 +104,17 @@ class SglangGenerator(EngineGenerator):
 
     def _complete(
         self,
-        running: dict[str, EngineRequest],
+        running: Sequence[EngineRequest],
         sampling: Sampling,
         rule: StopRule,
         watch: Watch | None,
     ) -> None:
         if not running:
             return
-        stream = self._stream(list(running.values()), sampling)
+        stream, left = self._stream(running, sampling), {each.number: each for each in running}
         try:
             for output in stream:
-                ended = self._take(output, running, rule)
+                ended = self._take(output, left, rule)
                 if watch is not None:
                     watch(ended)
         finally:

@@ -20,7 +20,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
-from burnish.rollout.inference_engine import DrawSettings, draw_groups
+from burnish.rollout.inference_engine import draw_groups, draw_settings
 
 _ARGUMENT = "burnish"
 # Its name in `SamplingParams.extra_args`.
@@ -37,14 +37,14 @@ def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
         flat_logprobs=True,
         ignore_eos=True,
         detokenize=False,
-        extra_args={_ARGUMENT: [key, drawn, *DrawSettings.of(sampling)]},
+        extra_args={_ARGUMENT: [key, drawn, *draw_settings(sampling)]},
     )
 
 
-def arguments_of(params: SamplingParams) -> tuple[int, int, DrawSettings] | None:
-    """Return a request's key, drawn tokens and settings; None if it is not Burnish's."""
+def arguments_of(params: SamplingParams) -> tuple[int, int, Sampling] | None:
+    """Return a request's key, drawn tokens and sampling; None if it is not Burnish's."""
     given = (params.extra_args or {}).get(_ARGUMENT)
-    return given and (given[0], given[1], DrawSettings(*given[2:]))
+    return given and (given[0], given[1], Sampling(1, *given[2:]))
 
 
 def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
@@ -71,11 +71,11 @@ class DrawingProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._held: dict[int, tuple[int, int, DrawSettings, list[int]]] = {}
-        """By row: key, tokens drawn before, settings, and vLLM's own list of the tokens so far."""
+        self._held: dict[int, tuple[int, int, Sampling, list[int]]] = {}
+        """By row: key, tokens drawn before, sampling, and vLLM's own list of the tokens so far."""
         self._outputs: list[list[int]] = []
         self._drawn: list[int] = []
-        self._groups: list[tuple[DrawSettings, Tensor]] = []
+        self._groups: list[tuple[Sampling, Tensor]] = []
         self._keys = torch.zeros(0, dtype=torch.int64)
 
     def is_argmax_invariant(self) -> bool:
@@ -86,11 +86,11 @@ class DrawingProcessor(LogitsProcessor):
         """Follow requests as they come, go and move."""
         if not process_dict_updates(self._held, batch_update, _held):
             return
-        rows: dict[DrawSettings, list[int]] = {}
+        rows: dict[Sampling, list[int]] = {}
         keys = [0] * (max(self._held, default=-1) + 1)
         self._outputs, self._drawn = [[] for _ in keys], [0] * len(keys)
-        for row, (key, drawn, settings, output) in self._held.items():
-            rows.setdefault(settings, []).append(row)
+        for row, (key, drawn, sampling, output) in self._held.items():
+            rows.setdefault(sampling, []).append(row)
             keys[row], self._drawn[row], self._outputs[row] = key, drawn, output
         self._groups = [(each, torch.tensor(own).to(self._device)) for each, own in rows.items()]
         self._keys = torch.tensor(keys, dtype=torch.int64).to(self._device)
@@ -105,6 +105,6 @@ class DrawingProcessor(LogitsProcessor):
 
 def _held(
     params: SamplingParams, _: list[int] | None, output: list[int]
-) -> tuple[int, int, DrawSettings, list[int]] | None:
+) -> tuple[int, int, Sampling, list[int]] | None:
     asked = arguments_of(params)
     return None if asked is None else (*asked, output)

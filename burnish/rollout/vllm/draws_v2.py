@@ -17,7 +17,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcRequestState,
 )
 
-from burnish.rollout.inference_engine import DrawSettings, draw_groups
+from burnish.rollout.base import Sampling
+from burnish.rollout.inference_engine import draw_groups
 from burnish.rollout.vllm.draws import arguments_of, leave_two
 
 
@@ -29,8 +30,8 @@ class SlotDrawingProcessor(LogitsProcessor):
         self._keys = np.zeros(req_states.max_num_reqs, np.int64)
         self._drawn = np.zeros(req_states.max_num_reqs, np.int64)
         self._kinds = np.full(req_states.max_num_reqs, -1)
-        """By slot: index of its settings, or -1."""
-        self._settings: list[DrawSettings] = []
+        """By slot: index of its sampling, or -1."""
+        self._samplings: list[Sampling] = []
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Note what a request asks for."""
@@ -38,10 +39,10 @@ class SlotDrawingProcessor(LogitsProcessor):
         self._kinds[req_idx] = -1
         if asked is None:
             return False
-        self._keys[req_idx], self._drawn[req_idx], settings = asked
-        if settings not in self._settings:
-            self._settings.append(settings)
-        self._kinds[req_idx] = self._settings.index(settings)
+        self._keys[req_idx], self._drawn[req_idx], sampling = asked
+        if sampling not in self._samplings:
+            self._samplings.append(sampling)
+        self._kinds[req_idx] = self._samplings.index(sampling)
         return True
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
@@ -49,7 +50,7 @@ class SlotDrawingProcessor(LogitsProcessor):
         slots, device = ctx.idx_mapping_np, logits.device
         kinds = self._kinds[slots]
         groups = [
-            (self._settings[kind], _on(np.flatnonzero(kinds == kind), device))
+            (self._samplings[kind], _on(np.flatnonzero(kinds == kind), device))
             for kind in np.unique(kinds[kinds >= 0])
         ]
         prompts = self._states.prompt_len.gpu[ctx.idx_mapping]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS, LoraConfig
 from burnish.distributed.device import free_memory, total_memory
+from burnish.distributed.environment import environ_of_child
 from burnish.errors import BurnishError, IncompatibleError, refusing
 from burnish.families import layers_with_experts
 from burnish.models.meta_init import build_on_meta, model_sizes
@@ -37,6 +37,7 @@ from burnish.rollout.inference_engine import (
     EngineRequest,
     held_specs,
     import_engine,
+    starting,
     waves,
     whole_tensors,
     with_architectures,
@@ -59,7 +60,7 @@ _CPU_BLOCK = 32
 
 
 class VllmGenerator(EngineGenerator):
-    """Sample with vLLM what the built-in generator samples; a `Continuable`.
+    """Sample with vLLM what the built-in generator samples.
 
     A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once.
     With `experts` it can record those of tokens. `lora` is an adapter beside the model.
@@ -106,10 +107,9 @@ class VllmGenerator(EngineGenerator):
         self._experts: Any = import_module("burnish.rollout.vllm.routed_experts")
         if experts:
             self._layers = layers_with_experts(hf_config.get_text_config().to_dict())
-        with TemporaryDirectory(prefix="burnish-vllm-") as directory:
-            config = with_architectures(hf_config)
-            _require_class(config, vllm.__version__, vllm.ModelRegistry.get_supported_archs())
-            config.save_pretrained(directory)
+        config = with_architectures(hf_config)
+        _require_class(config, vllm.__version__, vllm.ModelRegistry.get_supported_archs())
+        with starting(f"vLLM {vllm.__version__}", config) as directory:
             options: dict[str, Any] = {
                 "model": directory,
                 "load_format": "dummy",
@@ -134,38 +134,34 @@ class VllmGenerator(EngineGenerator):
             if lora is not None:
                 options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
                 options["max_lora_rank"] = next((r for r in _RANKS if r >= lora.rank), lora.rank)
-            with refusing(
-                f"vLLM {vllm.__version__} does not start with this model",
-                IncompatibleError,
-                do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
-            ):
-                engine = vllm.EngineArgs(**options).create_engine_config()
-                v2 = getattr(engine, "use_v2_model_runner", False)
-                processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
-                engine.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
-                self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
-                if experts and device.type == "cpu":
-                    self._call(self._experts.begin_recording)
+            engine = vllm.EngineArgs(**options).create_engine_config()
+            v2 = getattr(engine, "use_v2_model_runner", False)
+            processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
+            engine.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
+            self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
+            if experts and device.type == "cpu":
+                self._call(self._experts.begin_recording)
 
     def _complete(
         self,
-        running: dict[str, EngineRequest],
+        running: Sequence[EngineRequest],
         sampling: Sampling,
         rule: StopRule,
         watch: Watch | None,
     ) -> None:
+        left = {each.number: each for each in running}
         lora = self._weights.ADAPTER if self._described else None
         try:
-            for each in running.values():
+            for each in running:
                 params = self._draws.request_params(sampling, each.key, each.drawn)
                 prompt = {"prompt_token_ids": each.prompt}
                 self._engine.add_request(each.number, prompt, params, lora_request=lora)
-            while running:
-                ended = self._step(running, rule, sampling.experts)
+            while left:
+                ended = self._step(left, rule, sampling.experts)
                 if watch is not None:
                     watch(ended)
         finally:
-            self._engine.abort_request(list(running))
+            self._engine.abort_request(list(left))
 
     def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
         self._is_clean = False
@@ -217,9 +213,8 @@ class VllmGenerator(EngineGenerator):
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of tensors read back from vLLM.
 
-        On a CPU that is the product of a packed layer and the identity: a stale tensor shows; only −0 reads as 0. Left out are
-        tensors under other names, B of an adapter whose scale is no power of two, and experts on accelerators in another order
-        than Triton's. So are, with tensor parallelism, shared key heads and what a checkpoint has joined.
+        Left out are tensors under other names, B of an adapter whose scale is no power of two, and experts on accelerators in
+        another order than Triton's. So are, with tensor parallelism, shared key heads and what a checkpoint has joined.
         """
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
@@ -340,10 +335,9 @@ def supported(device: str) -> list[str]:
 def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
     """Ask another process, for seconds; raise `IncompatibleError` if vLLM does not fit."""
     ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-c", ask],
-        env=os.environ | {"PYTHONPATH": path},
+        env=environ_of_child(),
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,151 @@
+"""What generators in this process have in common: completions on their way."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from burnish.errors import UsageError
+from burnish.records import Completion, Experts, Floats, Request, StopReason
+from burnish.rollout.base import Sampling, Underway, Watch, require_valid
+from burnish.rollout.builtin.sampling import stream_key
+from burnish.rollout.builtin.stopping import Decode, StopRule
+
+R = TypeVar("R", bound="Running")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Running:
+    """A completion on its way."""
+
+    key: int
+    """Of its random numbers."""
+    drawn: int
+    """How many of the prompt's last tokens were drawn before."""
+    tokens: list[int]
+    """Those, then its own."""
+    experts: list[Experts] = field(default_factory=list)
+    """Of the prompt's tokens and its own but the last, in order."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of the weights, each with the first token that it drew."""
+    reason: StopReason | None = None
+    """Why it has ended; None while it runs."""
+    first: float = 0.0
+    """When its first token came."""
+    last: float = 0.0
+    """When its last token came."""
+
+    @property
+    def own(self) -> list[int]:
+        """Return its own tokens."""
+        return self.tokens[self.drawn :]
+
+    def take(self, tokens: Sequence[int], version: int, rule: StopRule, now: float) -> bool:
+        """Take tokens of a version up to the one that ends it; return whether one does."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.tokens) - self.drawn))
+        self.first, self.last = self.first or now, now
+        for token in tokens:
+            self.tokens.append(token)
+            self.reason = rule.ended(self.tokens)
+            if self.reason is not None:
+                return True
+        return False
+
+    def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
+        """Return it with its log-probs; `asked` is when it was asked for."""
+        return Completion(
+            token_ids=np.array(self.own, dtype=np.int64),
+            sampled_logprobs=sampled,
+            logprobs=raw,
+            stop_reason=self.reason,
+            weights_version=self.versions[0][0] if self.versions else 0,
+            later_versions=tuple(self.versions[1:]),
+            experts=np.concatenate(self.experts) if self.experts else None,
+            times=(asked, self.first, self.last),
+        )
+
+
+def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
+    """Make a request's completions."""
+    samples = range(request.first_sample, request.first_sample + request.samples)
+    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
+    begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
+    return [made(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
+
+
+class LocalGenerator(ABC, Generic[R]):
+    """Keeps the requests and completions of a call."""
+
+    central = False
+
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        decode: Decode | None,
+        max_positions: int | None,
+        *,
+        experts: bool = True,
+    ) -> None:
+        """`experts` says whether it can record them."""
+        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
+        self._max_positions, self._records_experts = max_positions, experts
+        self._version: int | None = None
+        self._underway: Callable[[], list[Underway]] = list
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+    ) -> list[list[Completion]]:
+        """See `Generator.generate`.
+
+        Raises `UsageError` without weights, and as `require_valid` and `StopRule` do.
+        """
+        if self._version is None:
+            raise UsageError("the generator has no weights", do="call load_weights first")
+        require_valid(requests, sampling, self._max_positions)
+        if sampling.experts and not self._records_experts:
+            raise UsageError(
+                "algorithm.router_replay: the generator does not record experts",
+                have="algorithm.router_replay=rollout",
+                do="set algorithm.router_replay=recompute or none, or rollout with another generator",
+            )
+        rule = StopRule(sampling, self._eos_token_ids, self._decode)
+        asked = time.time()
+        groups = [_started(request, sampling, self._maker(request)) for request in requests]
+
+        def so_far() -> list[Underway]:
+            found = [
+                [each.completion(*self._logprobs(each), asked) for each in group]
+                for group in groups
+            ]
+            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
+
+        self._underway = so_far
+        try:
+            self._complete([each for group in groups for each in group], sampling, rule, watch)
+        finally:
+            self._underway = list
+        return [each.completions for each in so_far()]
+
+    def so_far(self) -> list[Underway]:
+        """See `Generator.so_far`."""
+        return self._underway()
+
+    @abstractmethod
+    def _maker(self, request: Request) -> Callable[..., R]:
+        """Return what makes a request's completions."""
+
+    @abstractmethod
+    def _complete(
+        self, running: Sequence[R], sampling: Sampling, rule: StopRule, watch: Watch | None
+    ) -> None:
+        """Bring all to an end."""
+
+    @abstractmethod
+    def _logprobs(self, each: R) -> tuple[Floats, Floats]:
+        """Return sampled and raw log-probs of own tokens."""
