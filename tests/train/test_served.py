@@ -92,7 +92,8 @@ def test_new_weights_in_flight_make_no_token_staler_than_ahead(work: Path, world
     assert drawn(run, 6) == drawn(wanted, 6)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
 def test_servers_draw_what_as_many_processes_beside_ranks_draw(work: Path, world: int) -> None:
     found = []
     for place in ("child", "servers"):
