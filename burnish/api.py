@@ -23,7 +23,7 @@ from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
-from burnish.errors import StoppedError, UsageError
+from burnish.errors import MissingError, StoppedError, UsageError
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
@@ -96,17 +96,27 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
 def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
-    `config` may be a run's directory, or a model: a directory or an id of the hub.
+    `config` may be a run, or a model: a directory or a hub's id.
     """
     run = None
     if isinstance(config, str | os.PathLike):
         place = os.fspath(config)
         if is_model(place):
             config = {"model": {"path": place}}
-        elif Path(place).is_dir():
-            run = Path(place)
+        elif run := run_at(place):
             config = recorded_config(run)
     return run_command("eval", load_settings(config, _with_reward(settings, reward)), run)
+
+
+def run_at(place: str) -> Path | None:
+    """Return a run, or None for a file."""
+    if os.path.exists(place):
+        return Path(place) if os.path.isdir(place) else None
+    raise MissingError(
+        f"there is no run, no model and no configuration file {place}",
+        have=f"nothing at {Path(place).absolute()}",
+        want="a run's directory, a model's directory or id, or a YAML file",
+    )
 
 
 def run_command(

@@ -78,6 +78,8 @@ def test_what_cannot_be_is_refused(
         burnish.load_config(source, **settings)
     with pytest.raises(MissingError):
         burnish.load_config("none.yaml")
+    with pytest.raises(MissingError, match="no run, no model"):
+        burnish.evaluate("runs/none")
 
 
 def test_sft_then_evaluation_of_its_model(place: Path) -> None:

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
-from burnish.api import prepare, run_command
+from burnish.api import prepare, run_at, run_command
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
 from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
-from burnish.errors import MissingError, UsageError, install, refusing, table
+from burnish.errors import UsageError, install, refusing, table
 from burnish.launch.elastic import has_layout, planner_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import Launcher, Supervisor
@@ -32,22 +31,14 @@ from burnish.train.summary import summary
 def run(given: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only say what it would do on `devices`.
 
-    For eval, the configuration may be a run's directory, whose newest checkpoint is evaluated, or a model.
+    For eval, the configuration may be a run's directory, or a model.
     """
     command: Command = given.command
     file, overrides, run_dir = given.config, given.overrides, None
     if file and command == "eval" and is_model(file):
         file, overrides = None, [f"model.path={json.dumps(file)}", *overrides]
-    elif file and command == "eval" and os.path.isdir(file):
-        run_dir = Path(file)
+    elif file and command == "eval" and (run_dir := run_at(file)):
         file = recorded_config(run_dir)
-    elif command == "eval" and file and not os.path.exists(file):
-        raise MissingError(
-            f"there is no run, no model and no configuration file {file}",
-            have=f"nothing at {Path(file).absolute()}",
-            want="a run's directory, a model's directory or id, or a YAML file",
-            do="give runs/NAME, MODEL or CONFIG first, then key=value overrides",
-        )
     config = load_config(file, overrides).config
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
