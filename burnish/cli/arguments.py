@@ -315,7 +315,9 @@ _OPTIONS = {
     "doctor --processes": _argument(
         "check from this many processes on this machine", type=_processes
     ),
-    "view --port": _argument("port to listen on; default: 7007; 0: any free port", type=int),
+    "view --port": _argument(
+        "port to listen on; default: 7007; 0: any free port", type=int, default=7007
+    ),
     "plan --devices": _argument("such as 64xH100-80G or 2xCPU-24G; default: this machine's"),
     "submit --processes": _argument("number of processes; default: one per GPU", type=_processes),
     "gc --dry-run": _flag("print what would be removed, and stop"),
@@ -350,7 +352,7 @@ _OPTIONS = {
         "allow pickles (DCP, Megatron, verl); they are read in a sandboxed process"
     ),
     "--without-sandbox": _flag("allow pickles even if the kernel has no Landlock for the sandbox"),
-    "--port": _argument("port to listen on; default: any free port", type=int),
+    "--port": _argument("port to listen on; default: any free port", type=int, default=0),
     "--host": _argument(
         "address to listen on, such as 0.0.0.0; other machines need the token that is printed; default: 127.0.0.1",
         default="127.0.0.1",

@@ -16,7 +16,6 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.launch.elastic import planner_of
-from burnish.train.pins import at_newest_steps
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
@@ -34,7 +33,6 @@ Configured = tuple["Plan | None", BurnishError | None]
 def run_plan(arguments: Namespace) -> None:
     """Plan a configuration. Raises `UsageError` if no layout fits."""
     config = load_config(arguments.config, arguments.overrides).config
-    config = at_newest_steps(config.model_dump(), config.directory)
     check_engine(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:

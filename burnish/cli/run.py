@@ -130,7 +130,7 @@ def serve_run(given: Namespace) -> None:
 
     device = pick_device(local_rank=0)
     _, local = local_inputs(config, device, trains=False)
-    serve(lay_foundation(local, Layout(), device), given.host, given.port or 0)
+    serve(lay_foundation(local, Layout(), device), given.host, given.port)
 
 
 def _started(arguments: Sequence[str], world: int) -> str:

@@ -18,8 +18,6 @@ from burnish.cli.output import print_text
 from burnish.errors import MissingError, UsageError, install, neighbours
 from burnish.files.urls import is_url
 
-_PORT = 7007
-
 
 def view(given: Namespace) -> None:
     """Serve the runs below a directory until Ctrl-C."""
@@ -66,8 +64,7 @@ def view(given: Namespace) -> None:
         uvicorn.Server(config).run([listener])
 
 
-def _listening(host: str, wanted: int | None) -> socket.socket:
-    port = _PORT if wanted is None else wanted
+def _listening(host: str, port: int) -> socket.socket:
     try:
         if not 0 <= port < 1 << 16:
             raise OSError(errno.EINVAL, f"there is no port {port}")

@@ -5,13 +5,13 @@ Bounds of single settings are in the schema. `burnish.train.preflight` checks th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
+from burnish.config.document import one_line
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
 from burnish.errors import BurnishError, UsageError, count_text, together
 
@@ -209,9 +209,9 @@ def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[Bu
         settings, (needed, values) = _given(config, when), _parts(requires)
         if not needed:
             name, _ = _parts(when)
-            default = _text(_default(config, name))
+            default = one_line(_default(config, name))
             yield UsageError(
-                f"{name} cannot be {_text(_value(config, name))} here: {why}",
+                f"{name} cannot be {one_line(_value(config, name))} here: {why}",
                 have=_have(config, name),
                 want=f"another value, such as {default}",
                 do=f"set {name}={default}",
@@ -239,7 +239,7 @@ def _holds(config: RunConfig, condition: str) -> bool:
     name, values = _parts(condition)
     if not values:
         return bool(_given(config, name))
-    text = _text(_value(config, name))
+    text = one_line(_value(config, name))
     return text in values or (":" in text and "FILE:NAME" in values)
 
 
@@ -262,12 +262,8 @@ def _value(config: RunConfig, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _have(config: RunConfig, *names: str) -> str:
-    return ", ".join(f"{name}: {_text(_value(config, name))}" for name in names)
+    return ", ".join(f"{name}: {one_line(_value(config, name))}" for name in names)
 
 
 def _of_settings(config: RunConfig) -> Iterator[BurnishError]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from burnish.config.document import one_line
 from burnish.config.keys import known_keys, plain_name
 
 _LONGEST = 100
@@ -72,11 +72,8 @@ def suggestion(name: str, value: Any = None) -> tuple[str, str]:
     same = None if value is None else counterpart(name, value)
     if same is not None and all(is_default(*each) for each in same.items()):
         return "nothing: that is how it is here", "leave it out"
-    plain = {
-        key: each if isinstance(each, str) else json.dumps(each)
-        for key, each in (same or {}).items()
-    }
-    write = f"write {' '.join(f'{key}={each}' for key, each in plain.items())}" if plain else ""
+    plain = " ".join(f"{key}={one_line(each)}" for key, each in (same or {}).items())
+    write = f"write {plain}" if plain else ""
     for end in _ends(name):
         if key := foreign.renamed.get(end):
             return f"{key}, which is called {end} elsewhere", write or f"write {key}"

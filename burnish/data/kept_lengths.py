@@ -53,10 +53,8 @@ def _code() -> list[bytes | str]:
     return [file.read_bytes() for file in files] + [version(name) for name in _PACKAGES]
 
 
-def read(key: str | None) -> Lengths | None:
+def read(key: str) -> Lengths | None:
     """Return lengths that are there and whole."""
-    if key is None:
-        return None
     file = cache_root() / _FOLDER / key
     try:
         content = file.read_bytes()
@@ -71,10 +69,8 @@ def read(key: str | None) -> Lengths | None:
     return np.frombuffer(tokens, np.int64), digest, unwritten
 
 
-def write(key: str | None, lengths: Lengths) -> None:
+def write(key: str, lengths: Lengths) -> None:
     """Write lengths. Without room, only warn."""
-    if key is None:
-        return
     tokens, *others = lengths
     body = json.dumps(others).encode() + b"\n" + tokens.tobytes()
     directory = cache_root() / _FOLDER

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import IncompatibleError
 from burnish.records.seeds import derive_seed
 
 Indices = npt.NDArray[np.int64]
@@ -57,10 +57,6 @@ class Loader:
         difficulty: Difficulty | None = None,
     ) -> None:
         """`by_epoch`: one `take` never crosses an epoch's end. Each epoch goes from small to large `difficulty`."""
-        if size < 1:
-            raise UsageError("a loader over no samples", want="at least one sample")
-        if cursor < 0:
-            raise UsageError("a loader's cursor counts samples", have=cursor, want="0 or more")
         self.size = size
         self.cursor = cursor
         self._seed = seed

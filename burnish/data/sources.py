@@ -121,7 +121,7 @@ class Rows:
 def load_rows(
     paths: Sequence[str], setting: str = "data.train", progress: Progress | None = None
 ) -> Rows:
-    """Read files, directories and glob patterns in the given order, each sorted by name.
+    """Read one or more files, directories and glob patterns in the given order, each sorted by name.
 
     A directory stands for its direct .jsonl, .json and .parquet files. All must have the same columns.
 
@@ -130,12 +130,6 @@ def load_rows(
     """
     progress = progress or Progress(enabled=False)
     files = [file for path in paths for file in matching_files(path, setting)]
-    if not files:
-        raise UsageError(
-            f"{setting} names no files",
-            want="at least one .jsonl or .parquet file",
-            do=f"set {setting}=[FILE]",
-        )
     kind = kind_of(files, setting)
     names = tuple(str(file) for file in files)
     with refusing(f"{setting}: {_listed(names)} cannot be read", do="see that you may read it"):

@@ -145,13 +145,13 @@ class RowDataset(ItemSequence[Item]):
         named = (rows.digest, len(rows), rows.texts, type(self).__name__, self.limit, data)
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
-        found: Lengths | None = kept.read(key)
+        found: Lengths | None = kept.read(key) if key else None
         contents = gather_objects(rows.digest.partition(" ")[0], self._layout)
         sharing = self._layout if len(set(contents)) == 1 else Layout()
         if any_rank(found is None, sharing) or found is None:
             with progress.phase("tokenizing", len(rows)) as bar:
                 found = self._tokenized(bar, sharing)
-            if found[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
+            if key and found[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
                 kept.write(key, found)
         return found
 

@@ -100,7 +100,7 @@ def test_what_is_said_of_a_name_from_elsewhere() -> None:
         ("loss_agg_mode", "token-mean", "leave it out"),
         ("loss_agg_mode", "seq-mean-token-sum", "write algorithm.aggregation=sequence_sum"),
         ("loss_agg_mode", "of my own", "set algorithm.aggregation"),
-        ("learning_rate", 1e-5, "write optim.lr=1e-05"),
+        ("learning_rate", 1e-5, "write optim.lr=1.0e-05"),
         ("model.revision", "main", "set model.path"),
         ("data.dataset_config", "main", "set data.train"),
         ("split", "train", "set data.train"),

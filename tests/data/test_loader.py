@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.data.loader import Loader, MeasuredLoader, MixedLoader, order
-from burnish.errors import IncompatibleError, UsageError
+from burnish.errors import IncompatibleError
 from burnish.records.seeds import derive_seed
 
 
@@ -80,12 +80,6 @@ def test_across_epochs_as_many_full_parts_as_reach_their_end(size, count, epochs
     loader = Loader(size, 3, shuffle=True)
     takes = loader.takes(count, epochs)
     assert (takes - 1) * count < size * epochs <= takes * count
-
-
-@pytest.mark.parametrize(("size", "cursor"), [(0, 0), (3, -1)])
-def test_senseless_loaders_are_refused(size, cursor):
-    with pytest.raises(UsageError):
-        Loader(size, 0, shuffle=True, cursor=cursor)
 
 
 @given(

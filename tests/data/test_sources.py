@@ -283,11 +283,6 @@ def test_an_empty_file_beside_a_full_one_is_passed_over(write):
     assert len(rows) == 1
 
 
-def test_no_paths_are_refused():
-    with pytest.raises(UsageError, match=r"data\.train"):
-        load_rows([])
-
-
 def test_remote_paths_are_refused():
     with pytest.raises(UsageError):
         load_rows(["s3://bucket/a.jsonl"])
