@@ -436,7 +436,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
     lengths, shares = clock("dividing", divided)
     clock("statistics", lambda: rollout_stats(table))
     memory, tokens = peak_memory(CPU) - before, 0
-    for each in shares.microbatches[0]:
+    for each in shares.microbatches(0):
         mask = [np.arange(length) >= begin for length in lengths[each].tolist()]
         mine = [
             Example(np.zeros(len(m), np.int64), m, sampled_logprobs=np.zeros(len(m), np.float32))

@@ -6,10 +6,8 @@ every rank compute the same.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -20,29 +18,37 @@ Integers = npt.NDArray[np.int64]
 """Whole numbers, shape [N]."""
 Costs = npt.NDArray[np.float64]
 """The time that each of N things takes, in any unit, shape [N]."""
-Bins = list[list[int]]
-"""The indices of the items in each bin."""
 
-_COST_SUM = 2.0**52
-"""What all costs are scaled to add up to, at most, as integers."""
-_GIVEN, _TAKEN, _SEARCHED = 32, 32, 256
-"""Items of the costly bin, and of cheaper ones, among which the best exchange is looked for, and any at all."""
-_EXCHANGES_PER_BIN = 2
-_CLOSE_ENOUGH = 10_000
+_COST_SUM = 2.0**44
+"""What all costs are scaled to add up to, at most, as integers. Times the number of bins it fits into 63 bits."""
+_CLOSE_ENOUGH = 1_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
+_AT_ONCE = 8
+"""One bin in this many gives an item in one turn."""
+_LOOKED_AT = (16, 256)
+"""Items of other bins among which each looks for the best exchange, and again if there is none."""
+_TURNS, _PATIENCE = 200, 1_000
+"""Turns of exchanges, and of dealing that end because bins are full, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Which sequences each rank runs."""
 
-    microbatches: list[list[Integers]]
-    """For each rank equally many micro-batches, in the order they are run, each the indices of its sequences, ascending."""
     ranks: Integers
     """[N] the rank of each sequence."""
+    places: Integers
+    """[N] the micro-batch of each sequence, among its rank's in the order they are run."""
+    rounds: int
+    """Micro-batches of each rank."""
     imbalance: float
     """The sum over rounds of the costliest micro-batch, over the mean of the ranks' costs: how much longer a step
     takes than if nobody waited. 1 is perfect; with one round it is max / mean over ranks."""
+
+    def microbatches(self, rank: int) -> list[Integers]:
+        """Return the indices of the sequences, ascending, of each of a rank's micro-batches."""
+        mine = np.flatnonzero(self.ranks == rank)
+        return [mine[self.places[mine] == number] for number in range(self.rounds)]
 
 
 def share_out(
@@ -55,9 +61,8 @@ def share_out(
 ) -> Shares:
     """Assign every sequence to a rank and a micro-batch.
 
-    `lengths` [N] are in tokens; no micro-batch exceeds `budget`. `costs` [N] are evened out.
-    Sequences with the same number in `groups` [N] stay in one micro-batch. Cheap rounds come first
-    and last, so a pipeline fills and empties quickly.
+    No micro-batch exceeds `budget` tokens. Sequences with the same number in `groups` [N] stay in
+    one. Cheap rounds come first and last, so a pipeline fills and empties quickly.
 
     Raises `UsageError` for a cost that is not positive, or a sequence or group over the budget.
     """
@@ -66,24 +71,22 @@ def share_out(
         _, group = np.unique(groups, return_inverse=True)
     sizes = _summed(lengths, group)
     _check_limit(sizes, budget, group)
-    items = Items(_summed(_whole(costs), group), sizes, budget)
-    fewest = max(1, -(-int(lengths.sum()) // (budget * ranks)))
-    bins = divide(items, fewest * ranks)
+    whole = _summed(_whole(costs), group)
+    count = max(1, -(-int(lengths.sum()) // (budget * ranks))) * ranks
+    bins = divide(whole, sizes, budget, count)
     if bins is None:
-        tight = _packed(items)
-        count = -(-len(tight) // ranks) * ranks
-        bins = divide(items, count) if count > fewest * ranks else None
+        tight = _packed(sizes, budget)
+        fewest, count = count, -(-(int(tight.max()) + 1) // ranks) * ranks
+        bins = divide(whole, sizes, budget, count) if count > fewest else None
         if bins is None:
-            bins = _spread(tight, items, count)
-            _Division(bins, items).level()
-    return _dealt(bins, items, group, ranks)
+            bins = _spread(tight, whole, count)
+            _Division(bins, whole, sizes, budget, count).level()
+    return _dealt(bins, whole, group, count, ranks)
 
 
-def share_evenly(costs: Costs, ranks: int) -> Bins:
-    """Give each rank things of about equal total cost. Indices ascend."""
-    whole = _whole(costs)
-    bins = divide(Items(whole, whole, int(whole.sum())), ranks)
-    return [sorted(held) for held in bins or []]
+def share_evenly(costs: Costs, ranks: int) -> Integers:
+    """Return the rank of each thing, so that all get about equal total cost."""
+    return share_out(np.ones_like(costs, np.int64), costs, ranks, max(len(costs), 1)).ranks
 
 
 def _whole(costs: Costs) -> Integers:
@@ -96,14 +99,14 @@ def _whole(costs: Costs) -> Integers:
     return np.maximum(np.rint(costs * scale), 1).astype(np.int64)
 
 
-def _summed(values: Integers, group: Integers) -> Integers:
+def _summed(values: Integers, group: Integers, count: int = 0) -> Integers:
     """Sum over each group; exact, because totals are below 2^53."""
-    return np.bincount(group, weights=values).astype(np.int64)
+    return np.bincount(group, weights=values, minlength=count).astype(np.int64)
 
 
 def _check_limit(sizes: Integers, limit: int, group: Integers) -> None:
-    longest = int(np.argmax(sizes))
-    if sizes[longest] > limit:
+    if sizes.max(initial=0) > limit:
+        longest = int(np.argmax(sizes))
         raise UsageError(
             "sequences that stay together do not fit into a micro-batch",
             have=f"{sizes[longest]} tokens from sequence {int(np.argmax(group == longest))} on",
@@ -112,44 +115,38 @@ def _check_limit(sizes: Integers, limit: int, group: Integers) -> None:
         )
 
 
-def _packed(items: Items) -> Bins:
+def _packed(sizes: Integers, limit: int) -> Integers:
     """Put each item into the fullest bin with room (best fit decreasing).
 
     Uses at most 11/9 of the fewest possible bins, plus one (Johnson 1974).
     """
-    bins: Bins = []
+    bins, count = np.zeros_like(sizes), 0
     rooms: list[tuple[int, int]] = []  # (room, bin), ascending
-    sizes = items.sizes
-    for item in sorted(range(len(items.costs)), key=lambda item: -sizes[item]):
-        place = bisect_left(rooms, (sizes[item], -1))
+    falling = np.argsort(-sizes, kind="stable")
+    for item, size in zip(falling.tolist(), sizes[falling].tolist(), strict=True):
+        place = bisect_left(rooms, (size, -1))
         if place < len(rooms):
             room, index = rooms.pop(place)
         else:
-            room, index = items.limit, len(bins)
-            bins.append([])
-        bins[index].append(item)
-        insort(rooms, (room - sizes[item], index))
+            room, index = limit, count
+            count += 1
+        bins[item] = index
+        insort(rooms, (room - size, index))
     return bins
 
 
-def _spread(bins: Bins, items: Items, count: int) -> Bins:
-    """Add bins up to `count`, each with an item of the costliest bin of two or more."""
-    heap = [(-items.cost(held), index) for index, held in enumerate(bins) if len(held) > 1]
-    heapq.heapify(heap)
-    for _ in range(count - len(bins)):
-        moved: list[int] = []
-        if heap:
-            load, index = heapq.heappop(heap)
-            moved = [bins[index].pop()]
-            if len(bins[index]) > 1:
-                heapq.heappush(heap, (load + items.costs[moved[0]], index))
-        bins.append(moved)
+def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
+    """Give each empty bin an item of another: the costliest that bins can spare."""
+    _, first = np.unique(bins, return_index=True)
+    others = np.setdiff1d(np.arange(len(bins)), first)
+    moved = others[np.argsort(-costs[others], kind="stable")][: count - len(first)]
+    bins[moved] = len(first) + np.arange(len(moved))
     return bins
 
 
-def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
+def _dealt(bins: Integers, costs: Integers, group: Integers, count: int, ranks: int) -> Shares:
     """Group bins of similar cost into rounds; the rank with least so far gets the costliest."""
-    loads = np.array([items.cost(held) for held in bins], dtype=np.int64)
+    loads = _summed(costs, bins, count)
     rounds = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
     for each in rounds:
@@ -157,147 +154,147 @@ def _dealt(bins: Bins, items: Items, group: Integers, ranks: int) -> Shares:
         each[idlest] = each.copy()
         totals += loads[each]
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
-    home = np.empty(int(group.max()) + 1, dtype=np.int64)
-    home[np.fromiter(chain.from_iterable(bins), np.int64)] = np.repeat(
-        np.arange(len(bins)), [*map(len, bins)]
-    )
-    bin_of = home[group]
-    ends = np.bincount(bin_of, minlength=len(bins)).cumsum()
-    contents = np.split(np.argsort(bin_of, kind="stable"), ends[:-1])
-    shares = [[contents[index] for index in each] for each in ordered.T.tolist()]
-    rank_of = np.empty(len(bins), dtype=np.int64)
-    rank_of[ordered] = np.arange(ranks)
-    imbalance = ranks * float(loads[rounds].max(axis=1).sum() / loads.sum())
-    return Shares(shares, rank_of[bin_of], imbalance)
+    places = np.empty(count, dtype=np.int64)
+    places[ordered.ravel()] = np.arange(count)
+    round_of, rank_of = np.divmod(places[bins[group]], ranks)
+    imbalance = ranks * float(loads[rounds].max(axis=1).sum() / max(loads.sum(), 1))
+    return Shares(rank_of, round_of, len(ordered), imbalance)
 
 
-class Items:
-    """Hold things to divide in lists, which Python reads quickly. Index -1 stands for no item."""
-
-    def __init__(self, costs: Integers, sizes: Integers, limit: int) -> None:
-        """Even out `costs` [N], each at least 1. A bin's `sizes` [N] add up to at most `limit`."""
-        self.costs: list[int] = costs.tolist()
-        self.sizes: list[int] = [*sizes.tolist(), 0]
-        self.limit = limit
-        self.falling: list[int] = np.argsort(-costs, kind="stable").tolist()
-
-    def cost(self, held: list[int]) -> int:
-        """Return the cost of some items together."""
-        return sum(map(self.costs.__getitem__, held))
-
-
-def divide(items: Items, count: int) -> Bins | None:
-    """Divide items into `count` bins of about equal cost within the limit, or return None."""
-    bins = _by_falling_cost(items, count)
+def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
+    """Return the bins of N items, of about equal cost within the limit, or None."""
+    bins = _by_falling_cost(costs, sizes, limit, count)
     if bins is not None:
-        _Division(bins, items).level()
+        _Division(bins, costs, sizes, limit, count).level()
     return bins
 
 
-def _by_falling_cost(items: Items, count: int) -> Bins | None:
+def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
     """Give the costliest item to the idlest bin with room (longest processing time; Graham 1969).
 
-    Returns None if an item finds no room, or if full bins make the search long.
+    A turn gives many bins an item each, until one of these, or a full one, is next. Returns None if
+    an item finds no room, or not soon.
     """
-    bins: Bins = [[] for _ in range(count)]
-    room = [items.limit] * count
-    heap = [(0, index) for index in range(count)]
-    patience = len(items.costs) + count
-    for item in items.falling:
-        full: list[tuple[int, int]] = []
-        while heap and room[heap[0][1]] < items.sizes[item]:
-            full.append(heapq.heappop(heap))
-        patience -= len(full)
-        if not heap or patience < 0:
+    bins, falling = np.zeros_like(costs), np.argsort(-costs, kind="stable")
+    loads, rooms = np.zeros(count, dtype=np.int64), np.full(count, limit)
+    start, patience = 0, _PATIENCE
+    while start < len(falling):
+        item = falling[start]
+        has_room = rooms >= sizes[item]
+        if not has_room.any() or not patience:
             return None
-        load, index = heap[0]
-        bins[index].append(item)
-        room[index] -= items.sizes[item]
-        heapq.heapreplace(heap, (load + items.costs[item], index))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        near = loads <= loads[has_room].min() + costs[item]
+        full = rooms[near & ~has_room].max(initial=0)
+        idlest = np.flatnonzero(near & has_room)
+        idlest = idlest[np.argsort(loads[idlest], kind="stable")][: len(falling) - start]
+        items, before = falling[start : start + len(idlest)], loads[idlest]
+        idler = np.minimum.accumulate(before + costs[items])[:-1] < before[1:]
+        other = (sizes[items] > rooms[idlest]) | (sizes[items] <= full)
+        stops = np.flatnonzero(idler | other[1:])
+        end = int(stops[0]) + 1 if len(stops) else len(items)
+        items, idlest = items[:end], idlest[:end]
+        bins[items] = idlest
+        loads[idlest] += costs[items]
+        rooms[idlest] -= sizes[items]
+        start += end
+        patience -= bool(other[end : end + 1].any())
     return bins
-
-
-_Entry = tuple[int, int]
-"""Cost and index of an item."""
-_NOTHING: _Entry = (0, -1)
-"""What a bin offers in return for an item, among others."""
 
 
 class _Division:
-    def __init__(self, bins: Bins, items: Items) -> None:
-        self._bins, self._items = bins, items
-        self._fills = [sum(map(items.sizes.__getitem__, held)) for held in bins]
-        self._ranking = sorted([(items.cost(held), index) for index, held in enumerate(bins)])
-        self._mean = -(-sum(cost for cost, _ in self._ranking) // len(bins))
-        self._enough = self._mean + self._mean // _CLOSE_ENOUGH
+    def __init__(
+        self, bins: Integers, costs: Integers, sizes: Integers, limit: int, count: int
+    ) -> None:
+        self._bins, self._limit, self._count = bins, limit, count
+        self._costs, self._sizes = np.append(costs, 0), np.append(sizes, 0)  # the last: no item
+        self._loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
+        mean = -(-int(costs.sum()) // count)
+        self._mean, self._enough = mean, mean + mean // _CLOSE_ENOUGH
+        self._rising, self._step = np.argsort(costs, kind="stable"), int(costs.max(initial=0)) + 1
 
     def level(self) -> None:
-        """Improve the costliest bin a bounded number of times; skip one that cannot be improved."""
-        if self._ranking[-1][0] <= self._enough:
-            return
-        costs = self._items.costs
-        self._held = [
-            [_NOTHING, *sorted([(costs[item], item) for item in held])] for held in self._bins
-        ]
-        for _ in range(_EXCHANGES_PER_BIN * len(self._bins)):
-            if not self._ranking or self._ranking[-1][0] <= self._enough:
-                break
-            load, high = self._ranking.pop()
-            found = self._best(load, high)
-            if found is not None:
-                self._exchange(load, high, *found)
-        for held, (_, *entries) in zip(self._bins, self._held, strict=True):
-            held[:] = [item for _, item in entries]
-
-    def _best(self, load: int, high: int) -> tuple[int, _Entry, _Entry] | None:
-        """Find the best exchange for bin `high`: the other rank, the item to give, the item taken.
-
-        It leaves the costlier of the two bins cheapest, but no cheaper than the mean.
-        """
-        best, found, seen = load, None, 0
-        sizes, held = self._items.sizes, self._held[high]
-        gives = held[:: -1 - (len(held) - 1) // _GIVEN]
-        least = self._fills[high] - self._items.limit
-        for place, (other, low) in enumerate(self._ranking):
-            offers, most = self._held[low], self._items.limit - self._fills[low]
-            wanted = min((load - other) // 2, load - self._mean)
-            if load - wanted >= best:
-                break
-            lowest = load + offers[0][0]
-            for given in gives:
-                cost, item = given
-                if lowest - cost >= best:
+        """Improve costly bins until exchanges do not help them."""
+        loads = self._loads
+        for _ in range(2):
+            hopeless = np.zeros(self._count, dtype=np.bool_)
+            for _ in range(_TURNS):
+                high = np.flatnonzero((loads > self._enough) & ~hopeless)
+                if not len(high):
                     break
-                nearest = bisect_left(offers, (cost - wanted, -1))
-                for taken in offers[nearest - 1 if nearest else 0 : nearest + 1]:
-                    change = cost - taken[0]
-                    if load - change >= best or other + change >= best:
-                        continue
-                    if least <= sizes[item] - sizes[taken[1]] <= most:
-                        best = max(load - change, other + change, self._mean)
-                        found = place, given, taken
-                        if best <= self._enough:
-                            return found
-            seen += len(offers)
-            if seen >= (_TAKEN if found else _SEARCHED):
-                break
-        return found
+                high = high[np.argsort(-loads[high], kind="stable")]
+                high = high[: -(-self._count // _AT_ONCE)]
+                for looked_at in _LOOKED_AT:
+                    high = high[~self._exchange(high, looked_at)] if len(high) else high
+                hopeless[high] = True
 
-    def _exchange(self, load: int, high: int, place: int, given: _Entry, taken: _Entry) -> None:
-        other, low = self._ranking.pop(place)
-        change = given[0] - taken[0]
-        insort(self._ranking, (load - change, high))
-        insort(self._ranking, (other + change, low))
-        self._move(given, high, low)
-        if taken != _NOTHING:
-            self._move(taken, low, high)
+    def _exchange(self, high: Integers, looked_at: int) -> npt.NDArray[np.bool_]:
+        """Exchange items of bins [H] with others, idle to costly ones. Return [H] whether one is found.
 
-    def _move(self, entry: _Entry, source: int, target: int) -> None:
-        held = self._held[source]
-        del held[bisect_left(held, entry)]
-        insort(self._held[target], entry)
-        size = self._items.sizes[entry[1]]
-        self._fills[source] -= size
-        self._fills[target] += size
+        If several want the same bin, the first gets it.
+        """
+        others = np.ones(self._count, dtype=np.bool_)
+        others[high] = False
+        low = np.flatnonzero(others)
+        if not len(high) or not len(low):
+            return np.zeros(len(high), dtype=np.bool_)
+        low = low[np.argsort(self._loads[low], kind="stable")]
+        partners = min(len(low), -(-looked_at * self._count // len(self._bins)))
+        places = np.arange(len(high))[:, None] + np.arange(partners) * (len(low) // partners)
+        load, given, taken, other = self._best(high, low[places % len(low)])
+        improved = load < self._loads[high]
+        some = np.flatnonzero(improved)
+        some = some[np.unique(other[some], return_index=True)[1]]
+        self._move(given[some], high[some], other[some])
+        some = some[taken[some] >= 0]
+        self._move(taken[some], other[some], high[some])
+        return improved
+
+    def _best(self, high: Integers, low: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+        """Find the exchange of each bin [H] with one of `low` [H, P] that leaves the costlier cheapest.
+
+        Returns [H] its cost, the item to give, the one to take (-1: none), and the other bin.
+        """
+        loads, fills, active = self._loads, self._fills, np.zeros(self._count, dtype=np.bool_)
+        active[high] = active[low] = True
+        held = self._rising[active[self._bins[self._rising]]]
+        short = self._bins[held].astype(np.min_scalar_type(self._count))  # sorts faster
+        held = held[np.argsort(short, kind="stable")]
+        sizes = np.bincount(self._bins[held], minlength=self._count)
+        ends = sizes.cumsum()
+        starts, keys = ends - sizes, self._bins[held] * self._step + self._costs[held]
+        row = np.repeat(np.arange(len(high)), sizes[high])
+        begins = sizes[high].cumsum() - sizes[high]
+        given = held[np.arange(len(row)) + (starts[high] - begins)[row]]
+        load, other = loads[high][:, None], loads[low]
+        wanted = np.minimum((load - other) // 2, load - self._mean)[row]
+        price = np.clip(self._costs[given][:, None] - wanted, 0, self._step - 1)
+        low = low[row]
+        dearer = np.searchsorted(keys, low * self._step + price)
+        low, load = low[..., None], load[row][..., None]
+        taken = np.stack([dearer - 1, dearer], axis=-1)
+        taken = np.where((starts[low] <= taken) & (taken < ends[low]), taken, -1)
+        taken = np.append(held, -1)[taken]
+        change = self._costs[given][:, None, None] - self._costs[taken]
+        growth = self._sizes[given][:, None, None] - self._sizes[taken]
+        after = np.maximum(np.maximum(load - change, loads[low] + change), self._enough)
+        fits = (fills[low] + growth <= self._limit) & (
+            fills[high][row][:, None, None] - growth <= self._limit
+        )
+        after = np.where(fits, after, load).reshape(len(row), -1)
+        least = after.min(axis=1)
+        best = np.minimum.reduceat(least, begins)
+        hits = np.flatnonzero(least == best[row])
+        hits = hits[np.unique(row[hits], return_index=True)[1]]
+        option = after[hits].argmin(axis=1)
+        return (
+            best,
+            given[hits],
+            taken.reshape(after.shape)[hits, option],
+            low[hits, option // 2, 0],
+        )
+
+    def _move(self, items: Integers, source: Integers, target: Integers) -> None:
+        self._bins[items] = target
+        for sums, values in ((self._loads, self._costs), (self._fills, self._sizes)):
+            sums[source] -= values[items]
+            sums[target] += values[items]

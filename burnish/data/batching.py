@@ -71,7 +71,7 @@ def make_batch(
     lengths, trained = table["length"], table["trained"]
     _check_lengths(lengths, tokens_per_device)
     shares = _assign(table, layout.data_size, tokens_per_device, flops)
-    mine = shares.microbatches[layout.data_rank]
+    mine = shares.microbatches(layout.data_rank)
     whole: dict[str, Any] = {
         "num_tokens": int(trained.sum()),
         "num_sequences": int(np.count_nonzero(trained)),

@@ -22,7 +22,7 @@ import torch
 
 from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
-from burnish.data.balance import Bins, share_evenly
+from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
@@ -427,7 +427,7 @@ class ServedGenerator:
         )
 
 
-def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> Bins:
+def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> list[list[int]]:
     """Deal a share to each server, or with `in_flight` ever smaller ones to a queue."""
     if in_flight:
         left, shares = deque(range(len(requests))), list[list[int]]()
@@ -436,7 +436,9 @@ def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> Bi
             shares.append([left.popleft() for _ in range(count)])
         return shares
     lengths = np.array([max(1, len(each.token_ids)) for each in requests])
-    return share_evenly(lengths, min(servers, len(requests))) if requests else []
+    count = min(servers, len(requests))
+    server_of = share_evenly(lengths, count) if requests else lengths
+    return [np.flatnonzero(server_of == server).tolist() for server in range(count)]
 
 
 def next_of(left: deque[T]) -> T | None:

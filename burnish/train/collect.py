@@ -95,10 +95,9 @@ class Collector:
 
             encoded = _from_main(made, self.layout)
             return self.judge(own[0] if own else RolloutTable.gathered([encoded]))
-        shared = share_evenly(
-            np.array([len(prompt.token_ids) for prompt in prompts]), self.layout.data_size
-        )
-        mine = shared[self.layout.data_rank]
+        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+        ranks = share_evenly(lengths, self.layout.data_size)
+        mine = np.flatnonzero(ranks == self.layout.data_rank).tolist()
         requests = [
             Request(first_key + i, prompts[i].token_ids, samples, prompt=prompts[i]) for i in mine
         ]
@@ -118,8 +117,7 @@ class Collector:
             if signal_number is not None:
                 raise StopRequested(signal_number)
         everything = RolloutTable.gathered([table for _, table, _ in shares], mine_alone)
-        numbers = np.array([number for theirs in shared for number in theirs], np.int64)
-        table = everything.take(np.argsort(numbers))
+        table = everything.take(np.argsort(np.argsort(ranks, kind="stable")))
         self.complaints.hear(table)
         if self.stragglers is not None:
             self.stragglers.hear([each for _, _, each in shares])

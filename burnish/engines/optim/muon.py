@@ -113,7 +113,8 @@ def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
     if not matrices:
         return []
     work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]
-    return [matrices[index] for index in share_evenly(np.array(work), layout.world)[layout.rank]]
+    ranks = share_evenly(np.array(work), layout.world)
+    return [matrices[index] for index in np.flatnonzero(ranks == layout.rank)]
 
 
 def muon_of(
