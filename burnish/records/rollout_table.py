@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from typing import Any, NamedTuple, Self, overload
@@ -169,6 +169,29 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             rows["greedy"] = greedy
         return replace(self, rows=rows)
 
+    def with_part(
+        self, name: str, values: Column, weight: float, errors: Mapping[int, str]
+    ) -> RolloutTable:
+        """Return it with one more part of the reward, [N], and errors by number."""
+        rows, sizes = self.rows.copy(), self.by_kind(lambda kind: len(kind.parts))
+        ends = (sizes + 1).cumsum()
+        rows["reward"] += weight * values
+        rows["place"] = ends - sizes - 1
+        parts = np.empty(len(rows) + sizes.sum())
+        parts[ends - 1] = values
+        within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+        before = self.parts[np.repeat(self.rows["place"], sizes) + within]
+        parts[np.repeat(rows["place"], sizes) + within] = before
+        kinds = {
+            kind._replace(parts=(*kind.parts, name)): place for place, kind in enumerate(self.kinds)
+        }
+        every = [*kinds]
+        for number, error in errors.items():
+            kind = every[rows["kind"][number]]
+            told = "; ".join(filter(None, (kind.error, error)))
+            rows["kind"][number] = kinds.setdefault(kind._replace(error=told), len(kinds))
+        return replace(self, rows=rows, parts=parts, kinds=[*kinds])
+
     @property
     def sizes(self) -> Column:
         """[G] rollouts of each group."""
@@ -272,6 +295,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             "reward_parts": dict(zip(kind.parts, values, strict=True)),
             "greedy_reward": None if isnan(greedy) else greedy,
             "owner": None if owner < 0 else int(owner),
+            "reward_error": kind.error,
         }
         if held >= 0:
             own: Rollout = replace(self.objects[held], **known)
@@ -292,7 +316,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             experts,
             kind.later_versions,
         )
-        return Rollout(prompt, sample, made, "", reward_error=kind.error, **known)
+        return Rollout(prompt, sample, made, "", **known)
 
     def __len__(self) -> int:
         """Count the groups."""

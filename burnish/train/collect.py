@@ -175,6 +175,8 @@ class DrawnBatch:
         """Return it whole on rank 0. Collective."""
         tables = self.tables
         rollouts = iter(on_main(RolloutTable.joined(tables), layout))
+        if not layout.is_main:
+            return self
         whole = ([[next(rollouts) for _ in range(n)] for n in table.sizes] for table in tables)
         return DrawnBatch(self.step, *whole)
 

@@ -20,23 +20,21 @@ _ROUND_TOKENS = 1 << 20
 
 
 def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
-    """Return the rollouts, all of them whole on rank 0. Collective."""
-    found, everything = table.rollouts, range(len(table.rows))
-    for number, rollout in arriving(table, everything, everything, layout):
-        found[number] = rollout
-    return found
+    """Return all rollouts on rank 0. Collective."""
+    everything = range(len(table.rows))
+    return [rollout for _, rollout in arriving(table, everything, everything, layout)]
 
 
 def arriving(
     table: RolloutTable, order: Sequence[int], whole: Container[int], layout: Layout
 ) -> Iterator[tuple[int, Rollout]]:
-    """Yield rollouts by number, in this order. Collective.
+    """Yield rollouts by number on rank 0, in this order. Collective.
 
-    Rank 0 gets their texts, and those of `whole` entirely, in rounds of about a million tokens to spare
-    its memory. All ranks must take all.
+    It gets their texts, and those of `whole` entirely, in rounds of about a million tokens. All ranks
+    must take all.
     """
     if not (table.owners > 0).any():
-        yield from ((number, table.rollout(number)) for number in order)
+        yield from ((number, table.rollout(number)) for number in order if layout.is_main)
         return
     numbers_of_all = np.asarray(order, np.int64)
     sizes = np.cumsum(1 + table.lengths[numbers_of_all])
@@ -47,7 +45,7 @@ def arriving(
         came: dict[int, Any] = {}
         for data in deliver(parcels, layout):
             came |= pickle.loads(data)  # noqa: S301 - of this run
-        for number in numbers.tolist():
+        for number in numbers.tolist() if layout.is_main else ():
             yield number, _with_texts(table.rollout(number), came.get(number))
 
 

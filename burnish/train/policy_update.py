@@ -151,7 +151,7 @@ class PolicyUpdate:
     def _estimates(
         self, table: RolloutTable, batches: Sequence[Batch], penalties: Mapping[int, Floats]
     ) -> tuple[Floats, dict[str, dict[int, Floats]], Stats]:
-        """Return the mean advantage of each rollout, the arrays of this rank's, and the critic's statistics."""
+        """Return all rollouts' mean advantages, this rank's arrays, and statistics."""
         of_critic, lengths = import_module(_CRITIC), table.lengths
         numbers, config, gamma, lam = _numbers_of(batches), self.config.critic, 1.0, 1.0
         values = {n: np.zeros(lengths[n], np.float32) for n in numbers}

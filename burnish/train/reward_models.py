@@ -6,7 +6,6 @@ conversation with its own tokenizer and template. Left out: several labels, proc
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from burnish.config.schema import ModelConfig, RewardModelConfig
 from burnish.data.batching import make_batch, outlines_of
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
-from burnish.distributed.collectives import gather_objects
+from burnish.distributed.collectives import gather_objects, gather_rows
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
@@ -32,7 +31,7 @@ from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops, has_value_head
 from burnish.records import OUTLINE, Example, RewardCall, Rollout, TokenIds
-from burnish.records.rollout_table import RolloutTable
+from burnish.records.rollout_table import Column, RolloutTable
 from burnish.train.collect import Judge
 from burnish.train.setup import Foundation, prove
 
@@ -50,8 +49,8 @@ class RewardModel:
     positions: int
     """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
 
-    def values(self, table: RolloutTable, tokens_per_device: int) -> list[float | None]:
-        """Return its value of each rollout on every rank, None for a text longer than its positions. Collective."""
+    def values(self, table: RolloutTable, tokens_per_device: int) -> tuple[Column, Column]:
+        """Return [N] its value of each rollout, and [N] whether it has the positions. Collective."""
         layout = self.engine.layout
         own = table.of_rank(layout.rank)
         texts = [table.rollout(i) for i in own]
@@ -59,10 +58,10 @@ class RewardModel:
         outlines = np.zeros(len(table.rows), OUTLINE)
         for numbers, theirs in gather_objects((own, outlines_of(mine)[0]), layout):
             outlines[numbers] = theirs
-        found: list[float | None] = [None] * len(outlines)
-        short = np.flatnonzero(outlines["length"] <= self.positions)
+        found, is_read = np.zeros(len(outlines)), outlines["length"] <= self.positions
+        short = np.flatnonzero(is_read)
         if not len(short):
-            return found
+            return found, is_read
         outlines = outlines[short]
         batch = make_batch(
             {place: mine[i] for place, i in enumerate(short.tolist()) if i in mine},
@@ -72,12 +71,11 @@ class RewardModel:
             outlines=(outlines, {}),
             owners=table.owners[short],
         )
-        said = [output.values.float().cpu().numpy() for output in self.engine.forward(batch)]
-        values = {number: float(each[-1]) for number, each in batch.by_example(said).items()}
-        for share in gather_objects(values, layout):
-            for number, value in share.items():
-                found[short[number]] = value
-        return found
+        said = [output.values.double().cpu().numpy() for output in self.engine.forward(batch)]
+        last = {number: each[-1] for number, each in batch.by_example(said).items()}
+        places, values = gather_rows([*last], np.array([*last.values()], np.float64), layout)
+        found[short[places]] = values
+        return found, is_read
 
 
 def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
@@ -125,36 +123,25 @@ def _judged(
 ) -> RolloutTable:
     for model in models:
         began = time.time()
-        values = iter(model.values(table, budget))
+        values, is_read = model.values(table, budget)
         when = (began, time.time() - began)
-        groups = [
-            [_with(rollout, model, next(values), on_error, when) for rollout in group]
-            for group in table
-        ]
-        table = RolloutTable.of(groups)
+        short = f"reads less than {model.positions} tokens"
+        errors = {
+            n: f"said {float(values[n])}" if is_read[n] else short
+            for n in np.flatnonzero(~(is_read & np.isfinite(values))).tolist()
+        }
+        objects = list(table.objects)
+        for n, place in zip(
+            np.flatnonzero(table.held >= 0), table.held[table.held >= 0], strict=True
+        ):
+            why, rollout = errors.get(int(n)), objects[place]
+            call = RewardCall(model.part, None if why else float(values[n]), why, *when)
+            objects[place] = replace(rollout, calls=(*rollout.calls, call))
+        values[[*errors]] = on_error
+        named = {n: f"{model.part}: {why}" for n, why in errors.items()}
+        table = replace(table, objects=objects)
+        table = table.with_part(model.part, values, model.weight, named)
     return table
-
-
-def _with(
-    rollout: Rollout,
-    model: RewardModel,
-    value: float | None,
-    on_error: float,
-    when: tuple[float, float],
-) -> Rollout:
-    error, why = rollout.reward_error, None
-    if value is None or not math.isfinite(value):
-        why = f"said {value}" if value is not None else f"reads less than {model.positions} tokens"
-        error = "; ".join(filter(None, (error, f"{model.part}: {why}")))
-    call = RewardCall(model.part, None if why else value, why, *when)
-    value = on_error if why or value is None else value
-    return replace(
-        rollout,
-        reward=rollout.reward + model.weight * value,
-        reward_parts={**rollout.reward_parts, model.part: value},
-        reward_error=error,
-        calls=(*rollout.calls, call),
-    )
 
 
 def _read(encoder: ChatEncoder, rollouts: Sequence[Rollout]) -> list[TokenIds]:

@@ -131,6 +131,49 @@ def test_every_layout_judges_alike(tmp_path: Path) -> None:
             assert [each.reward for each in found] == pytest.approx(wanted, abs=1e-5)
 
 
+def judged_divided(
+    layout: Layout, settings: Mapping[str, Any]
+) -> tuple[list[tuple[Any, ...]], list[str], list[tuple[Any, ...]]]:
+    """Of rollouts that ranks made in turns: all scores here, own texts, and own calls."""
+    flat = rollouts()
+    shares = [flat[rank :: layout.world] for rank in range(layout.world)]
+    tables = [
+        RolloutTable.of([[each] for each in share], rank) for rank, share in enumerate(shares)
+    ]
+    table = RolloutTable.gathered([each.encoded() for each in tables], tables[layout.rank])
+    config = RunConfig.model_validate({**settings, "engine": {"precision": "fp32"}, "name": "n"})
+    foundation = SimpleNamespace(config=config, layout=layout, device=CPU)
+    numbers = [n for rank in range(layout.world) for n in range(rank, len(flat), layout.world)]
+    found = load_judge(foundation, None)(table.take(np.argsort(numbers)))
+    scores = [(e.reward, list(e.reward_parts.items()), e.reward_error) for e in found.rollouts]
+    calls = [(c.name, c.value, c.error) for e in found.objects for c in e.calls]
+    return scores, [each.text for each in found.objects], calls
+
+
+def test_a_rank_judges_with_the_texts_of_its_own_rollouts(tmp_path: Path) -> None:
+    """Two models, of which one reads short texts alone."""
+    path, brief = save_classifier(tmp_path / "judge"), save_classifier(tmp_path / "brief")
+    config = json.loads((brief / "config.json").read_text())
+    (brief / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    models = [{"path": str(path), "weight": 2.0}, {"path": str(brief)}]
+    settings = {"reward": {"models": models, "on_error": -1.0}, "batch": {"tokens_per_device": 64}}
+    with process_group(CPU, 60.0) as layout:
+        wanted, texts, calls = judged_divided(layout, settings)
+    plain = judged(models)
+    assert [error for *_, error in wanted] == [each.reward_error for each in plain]
+    assert texts == [each.text for each in rollouts()]
+    for rank, (scores, own, told) in enumerate(run_ranks(judged_divided, 2, settings)):
+        assert own == texts[rank::2]
+        assert [error for *_, error in scores] == [error for *_, error in wanted]
+        for (reward, parts, _), (their_reward, theirs, _) in zip(scores, wanted, strict=True):
+            assert reward == pytest.approx(their_reward, abs=1e-5)
+            assert [name for name, _ in parts] == ["f", "judge", "brief"]
+            assert dict(parts) == pytest.approx(dict(theirs), abs=1e-5)
+        pairs = [calls[n : n + 2] for n in range(0, len(calls), 2)]
+        wanted_calls = [call for pair in pairs[rank::2] for call in pair]
+        assert [(name, error) for name, _, error in told] == [(n, e) for n, _, e in wanted_calls]
+
+
 @pytest.mark.parametrize(
     "degree", by_day(["pipeline_parallel", "expert_parallel"], ["pipeline_parallel"])
 )
