@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.util
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -32,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start what forks all workers and their processes, which find it by the environment."""
     if workers := config.getoption("numprocesses", None):
         fork_server.address()
-        python = f"{sys.executable} {fork_server.__file__}"
+        python = shlex.join([sys.executable, str(fork_server.__file__)])
         config.option.tx = [f"popen//python={python}"] * workers
 
 
