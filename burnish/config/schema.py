@@ -663,7 +663,7 @@ class RunConfig(Section):
         """The run's name; by default that of the model, or of its run, and the kind of training."""
         if self.name is not None:
             return self.name
-        fresh, path = self.model.fresh, self.model.path or ""
+        fresh, path = self.model.fresh, self.rollout.model or self.model.path or ""
         if fresh:
             path = str(fresh.get("model_type", "")) if isinstance(fresh, dict) else fresh
         source = path.partition("/checkpoints/")[0].partition("@")[0].rstrip("/").rpartition("/")[2]

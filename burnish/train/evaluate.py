@@ -225,7 +225,9 @@ def _keep(
         try:
             if layout.is_main:
                 kept = RunDirectory(_next_directory(root / "evaluations"))
-                given = texts if foundation.config.tracking.rollout_tokens else None
+                is_asked = foundation.config.rollout.engine == "openai"  # its tokens are unknown
+                tokens = foundation.config.tracking.rollout_tokens and not is_asked
+                given = texts if tokens else None
                 write_rollouts(kept.rollouts, step, table.rollouts, None, given, arriving=come)
                 write_atomically(kept.config, config)
                 with closing(JsonlTracker(kept.metrics)) as metrics:

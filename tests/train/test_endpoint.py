@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tokenizers_for_tests import save_char_tokenizer
-from training_files import FRESH, RL, Command, write_rows
+from training_files import FRESH, RL, Command, rollouts, write_rows
 
 KEY = "OPENAI_API_KEY"
 ROLLOUT = {"engine": "openai", "model": "tiny", "max_response_length": 4}
@@ -135,6 +135,9 @@ def test_texts_are_asked_sample_by_sample_and_scored_as_they_are_said(
         evaluated(work, argv)
     assert status == 0, output
     assert found["val/mean@2"] == pytest.approx(5 / 6)
+    kept = rollouts(work / "runs" / "tiny-rl" / "evaluations" / "1", 0, "validation")
+    assert [row["completion"] for row in kept] == ["9999"] * 2 + list("6666777788")
+    assert not any("tokens" in row for row in kept)  # they are the endpoint's
     assert found["val/response_length/mean"] == pytest.approx((5 * 1 + 4) / 6)
     assert found["val/response_length/clip_ratio"] == pytest.approx(1 / 6)
     assert len(again) == 12
