@@ -114,9 +114,14 @@ class ShardedEngine(ABC):
         """Return the routers' instructions; None if there is nothing to `record` or do."""
         if micro.experts is None and factors is None and not record:
             return None
-        module = import_module(_ROUTING)
-        rows = module.TokenRows(plan)
-        return module.Routing.of(micro, rows, self._device, factors, *self._part(plan))
+        module, (part, copies) = import_module(_ROUTING), self._part(plan)
+        routing = module.Routing()
+        if micro.experts is not None:
+            experts = module.rows_of(plan, micro.experts)[part]
+            routing.prescribed = experts.to(self._device, non_blocking=True)
+        if factors is not None:
+            routing.balance = factors, module.row_weights(plan, self._device)[part] / copies
+        return routing
 
     @abstractmethod
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:

@@ -18,7 +18,6 @@ over all tokens and routers of a step. f_e has no gradient. Each router adds the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,9 @@ from burnish.distributed.tensor_collectives import join
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, names_of
 from burnish.models.meta_init import has_routers
-from burnish.models.packing import Indices, on_device
+from burnish.models.packing import on_device
 from burnish.models.scorer import ScoringPlan
-from burnish.records import Batch, MicroBatch
+from burnish.records import Batch
 
 _LEAST = 1e-30
 # Of a sum of probabilities to divide by: experts of no probability get no weight, and a finite gradient.
@@ -70,27 +69,6 @@ class Routing:
     """By router: the experts [R, k] that rows have gone to."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By router: its part of the load-balancing loss, a scalar without gradient."""
-
-    @classmethod
-    def of(
-        cls,
-        micro: MicroBatch,
-        rows: TokenRows,
-        device: torch.device,
-        factors: Tensor | None,
-        part: slice = slice(None),
-        copies: int = 1,
-    ) -> Routing:
-        """Prescribe the micro-batch's experts, if any; `factors` add the load-balancing loss.
-
-        The routers of `copies` ranks see `part` of the rows.
-        """
-        routing = cls()
-        if micro.experts is not None:
-            routing.prescribed = rows.rows_of(micro.experts)[part].to(device, non_blocking=True)
-        if factors is not None:
-            routing.balance = factors, rows.weights(device)[part] / copies
-        return routing
 
     def settle(self, router: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Record the `experts` [R, k] of a router with these `logits` [R, E].
@@ -205,37 +183,30 @@ class _WithLoss(torch.autograd.Function):
         return gradients[0], gradients[0].new_ones((), dtype=torch.float32)
 
 
-@dataclass(frozen=True)
-class TokenRows:
-    """The one of this rank's R rows in which each of the T tokens of a plan is computed."""
+def rows_of(plan: ScoringPlan, values: Tensor) -> Tensor:
+    """Return this rank's rows [R, ...] of `values` [T, ...]; padding has those of some token.
 
-    plan: ScoringPlan
+    A row has the value of a token that it is, never of a sequence's last, which generators do not compute.
+    """
+    tree, last = plan.tree, np.cumsum(plan.lengths) - 1
+    others = np.delete(np.arange(len(tree.rows)), last)
+    sources = tree.computed.copy()
+    sources[tree.rows[others]] = others
+    return values.index_select(0, on_device(plan.deal.mine(sources), values.device))
 
-    @cached_property
-    def _sources(self) -> Indices:
-        """Return a token of each computed row [C], never a sequence's last, which generators do not compute."""
-        tree = self.plan.tree
-        last = np.cumsum(self.plan.lengths) - 1
-        others = np.delete(np.arange(len(tree.rows)), last)
-        sources = tree.computed.copy()
-        sources[tree.rows[others]] = others
-        return sources
 
-    def rows_of(self, values: Tensor) -> Tensor:
-        """Return this rank's rows [R, ...] of `values` [T, ...]; padding has those of some token."""
-        return values.index_select(0, on_device(self.plan.deal.mine(self._sources), values.device))
+def row_weights(plan: ScoringPlan, device: torch.device) -> Tensor:
+    """Return the number of tokens of each row, [R] fp32; 0 for padding."""
+    return on_device(plan.deal.mine(np.bincount(plan.tree.rows)), device).float()
 
-    def weights(self, device: torch.device) -> Tensor:
-        """Return the number of tokens of each row, [R] fp32; 0 for padding."""
-        return on_device(self.plan.deal.mine(np.bincount(self.plan.tree.rows)), device).float()
 
-    def tokens_of(self, values: Tensor) -> Tensor:
-        """Return integers of all tokens [T, ...] from this rank's rows [R, ...]. Collective if ranks share them."""
-        deal, tokens = self.plan.deal, self.plan.tree.rows
-        if deal.group is not None:  # as bytes, since not every backend sends int16
-            values = join(values.view(torch.uint8), deal.group).view(values.dtype)
-        rows = deal.owner(tokens) * deal.rows + deal.place(tokens)
-        return values.index_select(0, on_device(rows, values.device))
+def tokens_of(plan: ScoringPlan, values: Tensor) -> Tensor:
+    """Return integers of all tokens [T, ...] from this rank's rows [R, ...]. Collective if ranks share them."""
+    deal, tokens = plan.deal, plan.tree.rows
+    if deal.group is not None:  # as bytes, since not every backend sends int16
+        values = join(values.view(torch.uint8), deal.group).view(values.dtype)
+    rows = deal.owner(tokens) * deal.rows + deal.place(tokens)
+    return values.index_select(0, on_device(rows, values.device))
 
 
 def expert_counts(

@@ -23,12 +23,14 @@ from burnish.models.packing import Deal, PrefixTree
 from burnish.models.routing import (
     Routers,
     Routing,
-    TokenRows,
     _Router,
     balance_factors,
     index_dtype,
     require_recorded,
     require_routers,
+    row_weights,
+    rows_of,
+    tokens_of,
 )
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Example
@@ -130,7 +132,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
         ]
     )
     factors = balance_factors(counts, 0.5, scorer.routers.chosen)
-    routing = Routing(None, (factors, TokenRows(plan).weights(CPU)))
+    routing = Routing(None, (factors, row_weights(plan, CPU)))
     scorer.zero_grad()
     scorer(plan, 1.0, routing).logprobs.sum().backward()
 
@@ -165,13 +167,11 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
     count = len(tree.computed)
     deals = [Deal(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
     tokens = torch.arange(sum(lengths))[:, None]
-    found = [
-        TokenRows(SimpleNamespace(tree=tree, lengths=tuple(lengths), deal=deal)) for deal in deals
-    ]
-    weights = torch.stack([rows.weights(CPU) for rows in found], dim=1).flatten()
+    found = [SimpleNamespace(tree=tree, lengths=tuple(lengths), deal=deal) for deal in deals]
+    weights = torch.stack([row_weights(plan, CPU) for plan in found], dim=1).flatten()
     last = set((np.cumsum(lengths) - 1).tolist())
-    for rank, rows in enumerate(found):
-        for place, token in enumerate(rows.rows_of(tokens)[:, 0].tolist()):
+    for rank, plan in enumerate(found):
+        for place, token in enumerate(rows_of(plan, tokens)[:, 0].tolist()):
             row = place * ranks + rank
             if row >= count:
                 assert weights[row] == 0
@@ -181,7 +181,7 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
             assert token not in last or set(alike) <= last
             assert weights[row] == len(alike)
     if ranks == 1:
-        again = found[0].tokens_of(found[0].rows_of(tokens))[:, 0].numpy()
+        again = tokens_of(found[0], rows_of(found[0], tokens))[:, 0].numpy()
         assert np.array_equal(tree.rows[again], tree.rows)
 
 

@@ -35,7 +35,7 @@ from burnish.engines.megatron.model import build_stages
 from burnish.engines.offload import parked
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.meta_init import has_value_head
-from burnish.models.routing import Routing, TokenRows, index_dtype
+from burnish.models.routing import Routing, index_dtype, tokens_of
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
@@ -269,7 +269,7 @@ class MegatronEngine(ShardedEngine):
             dist.all_reduce(in_bytes, group=self.mesh.groups.pp)
         if tensor.size() > 1:
             in_bytes = gather_rows(in_bytes, tensor)
-        return TokenRows(plan).tokens_of(in_bytes.view(kind))
+        return tokens_of(plan, in_bytes.view(kind))
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:

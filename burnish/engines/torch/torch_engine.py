@@ -207,8 +207,8 @@ class TorchEngine(ShardedEngine):
         routing = self._routing(micro, plan, factors, record=record)
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
         if record:
-            rows = import_module("burnish.models.routing").TokenRows(plan)
-            output = replace(output, experts=rows.tokens_of(routing.record()))
+            tokens_of = import_module("burnish.models.routing").tokens_of
+            output = replace(output, experts=tokens_of(plan, routing.record()))
         return output if factors is None else replace(output, router_loss=routing.loss())
 
     def _router_sizes(self) -> tuple[int, int, int]:
