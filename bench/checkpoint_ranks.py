@@ -39,7 +39,7 @@ from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.save import Assets, Contents, ModelContents
+from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.host_memory import Arena
@@ -162,7 +162,7 @@ class Rank:
         shards = state.shards(state.tensors, 0)
         training = [s for s in shards if s.spec.name.startswith("exp_avg")]
         weights = [s for s in shards if not s.spec.name.startswith("exp_avg")]
-        models = {MAIN: ModelContents(weights, training, Assets({"config.json": b"{}"}))}
+        models = {MAIN: ModelContents(weights, training, {"config.json": b"{}"})}
         return Contents(models, {"step": self.step}, check_finite=True, arena=self.arena)
 
     def save_raw(self, path: Path) -> None:

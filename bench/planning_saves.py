@@ -54,8 +54,4 @@ class Saves:
 
 def _contents(engine: Engine) -> ModelContents:
     shards = {part: list(engine.shards(part)) for part in (Part.WEIGHTS, Part.TRAINING)}
-    return ModelContents(shards[Part.WEIGHTS], shards[Part.TRAINING], _write_assets)
-
-
-def _write_assets(directory: Path) -> None:
-    (directory / "config.json").write_text("{}")
+    return ModelContents(shards[Part.WEIGHTS], shards[Part.TRAINING], {"config.json": b"{}"})

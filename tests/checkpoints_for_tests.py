@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -64,10 +65,19 @@ def shards_of(tensors, layout, dim=0):
     return shards
 
 
-def write_assets(directory: Path) -> None:
-    (directory / "config.json").write_text('{"model_type": "llama"}\n')
-    (directory / "chat_templates").mkdir()
-    (directory / "chat_templates" / "default.jinja").write_text("{{ messages }}")
+ASSETS = {
+    "config.json": b'{"model_type": "llama"}\n',
+    "chat_templates/default.jinja": b"{{ messages }}",
+}
+
+
+def written_by(write) -> dict[str, bytes]:
+    """The files that a function writes into a directory."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write(directory)
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
 def contents_of(weights, slots, layout=None, /, **changes):
@@ -76,7 +86,7 @@ def contents_of(weights, slots, layout=None, /, **changes):
     model = {
         "weights": shards_of(weights, layout),
         "training": shards_of(slots, layout),
-        "write_assets": write_assets,
+        "assets": ASSETS,
     }
     model |= {name: changes.pop(name) for name in model if name in changes}
     fields = {"models": {MAIN: ModelContents(**model)}, "state": {"step": 1, "cursor": 5}}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints_for_tests import BIG_SHAPES, SHAPES, make_state, save_once, shards_of
+from checkpoints_for_tests import BIG_SHAPES, SHAPES, make_state, save_once, shards_of, written_by
 from tokenizers_for_tests import save_char_tokenizer
 
 from burnish.checkpoint.load import CheckpointSource
@@ -40,7 +40,7 @@ READ_BY_LOADING = ("COMMIT", "manifest.json", "state.json")
 def make_step(root: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Path:
     """A step to flip bits in: of some tens of kilobytes, or with `BIG_SHAPES` of some tens of megabytes."""
     weights, slots = (shards_of(each, Layout()) for each in make_state(0, shapes))
-    return save_once(root, 1, weights=weights, training=slots, write_assets=_write_assets)
+    return save_once(root, 1, weights=weights, training=slots, assets=written_by(_write_assets))
 
 
 def _write_assets(directory: Path) -> None:

@@ -108,7 +108,7 @@ def _save(layout: Layout, engine: Engine, root: Path) -> dict[str, Any]:
         engine.forward_backward(batch, loss)
         engine.optim_step(LR)
     weights, training = list(engine.shards(Part.WEIGHTS)), list(engine.shards(Part.TRAINING))
-    model = ModelContents(weights, training, write_assets=lambda directory: None)
+    model = ModelContents(weights, training)
     contents = Contents(models={MAIN: model}, state={"steps": engine.steps})
     with Checkpoints(root, layout) as checkpoints:
         checkpoints.save(2, contents)

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
-from burnish.checkpoint.save import Assets, Contents, Saved, Saver, check_new
+from burnish.checkpoint.save import Contents, Saved, Saver, check_new
 from burnish.checkpoint.subprocess import Companion, accompany, as_burnish_error
 from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
@@ -214,7 +214,6 @@ class BackgroundSaver:
         self._timeout = timeout_seconds
         self._keep_open = keep_open
         self._memory = Memory.make()
-        self._assets: dict[str, Assets] = {}
         self._store: TCPStore | None = None
         self._jobs = 0
         self._step: int | None = None
@@ -234,7 +233,7 @@ class BackgroundSaver:
         self._writer = self._start_writer()
 
     def begin(self, step: int, contents: Contents) -> None:
-        """Copy the contents and start writing them. No save may be in flight. Later saves reuse the first one's assets.
+        """Copy the contents and start writing them. No save may be in flight.
 
         Raises if copying fails on any rank, or if the step exists.
         """
@@ -243,7 +242,7 @@ class BackgroundSaver:
         with agree(self._saver.layout), naming_failures(f"step {step} could not be copied"):
             if self._saver.leads:
                 check_new(self._saver.root, step, self._saver.storage)
-            staged = stage(self._with_kept_assets(contents), self._memory)
+            staged = stage(contents, self._memory)
         self._jobs += 1
         job = Job(step, staged, self._jobs, self._meeting())
         if not self._writer.send(job):
@@ -313,15 +312,6 @@ class BackgroundSaver:
             if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
                 _log.error("%s", left)
         return committed
-
-    def _with_kept_assets(self, contents: Contents) -> Contents:
-        models = dict(contents.models)
-        for role, model in models.items():
-            if role not in self._assets:
-                write = model.write_assets if self._saver.layout.is_main else Assets({})
-                self._assets[role] = Assets.written_by(write)
-            models[role] = replace(model, write_assets=self._assets[role])
-        return replace(contents, models=models)
 
     def _meeting(self) -> tuple[str, int] | None:
         layout = self._saver.layout

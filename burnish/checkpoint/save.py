@@ -6,7 +6,6 @@ others sync. All goes into a directory without a step's name, which is renamed a
 
 from __future__ import annotations
 
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -89,8 +88,8 @@ class ModelContents:
     """This rank's pieces of the model, by canonical name."""
     training: Sequence[Shard]
     """This rank's pieces of the optimizer's slots, named `slot/weight`."""
-    write_assets: Callable[[Path], None]
-    """Writes config.json and tokenizer files into the directory it is given."""
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    """Rank 0: config.json and tokenizer files, by path below the model's directory."""
     whole: frozenset[str] = frozenset()
     """Names of fp32 weights that are never split: their family keeps them in fp32."""
 
@@ -135,33 +134,6 @@ class Contents:
             for role, model in self.models.items()
         }
         return replace(self, models=models)
-
-
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """The small files of a Hugging Face directory; a `write_assets`."""
-
-    files: Mapping[str, bytes]
-    """By path below the directory, with forward slashes."""
-
-    @classmethod
-    def written_by(cls, write_assets: Callable[[Path], None]) -> Assets:
-        """Return the files that the function writes."""
-        if isinstance(write_assets, Assets):
-            return write_assets
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            write_assets(directory)
-            paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-            files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
-        return cls(files)
-
-    def __call__(self, directory: Path) -> None:
-        """Write the files."""
-        for name, data in self.files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -548,7 +520,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
         )
     small = {STATE: state, **contents.files}
     for role, model in contents.models.items():
-        for name, data in Assets.written_by(model.write_assets).files.items():
+        for name, data in model.assets.items():
             small[f"{prefix_of(role)}{MODEL}/{name}"] = data
     return small
 

@@ -25,7 +25,7 @@ from burnish.models.value_head import value_config
 from burnish.records import Batch
 from burnish.tracking.stats import Stats
 from burnish.train.policy_update import CRITIC
-from burnish.train.setup import Foundation, Learner, make_engine, prove
+from burnish.train.setup import Foundation, Learner, make_engine, prove, with_assets
 
 
 def critic_foundation(policy: Foundation) -> Foundation:
@@ -43,7 +43,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
     config = config.model_copy(update={"engine": engine})
     prove(hf_config, policy.layout, policy.device)
     source = value_source(model, hf_config, config.seed)
-    return replace(
+    foundation = replace(
         policy,
         config=config,
         hf_config=hf_config,
@@ -53,6 +53,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
         flops=count_flops(hf_config),
         card="",
     )
+    return with_assets(foundation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -89,6 +89,8 @@ class Foundation(TextFoundation):
     """What its sequences cost, forward."""
     card: str = ""
     """The README.md of the trained model; "" for none."""
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    """On rank 0 of a run that trains: the files beside the weights, by name."""
 
     @property
     def prompt_limits(self) -> dict[str, int]:
@@ -155,7 +157,7 @@ class Learner:
         return ModelContents(
             weights=weights,
             training=list(self.engine.shards(Part.TRAINING)),
-            write_assets=self.foundation.write_assets,
+            assets=self.foundation.assets,
             whole=kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights)),
         )
 
@@ -213,9 +215,7 @@ def lay_foundation(
         count_flops(hf_config),
         card,
     )
-    if given is not None:  # it is trained
-        _require_assets(foundation)
-    return foundation
+    return foundation if given is None else with_assets(foundation)
 
 
 def model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -224,16 +224,20 @@ def model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(place, model.chat_template, model.trust_remote_code)
 
 
-def _require_assets(foundation: Foundation) -> None:
-    """Write the files beside weights once, so that a library refuses them before training."""
+def with_assets(foundation: Foundation) -> Foundation:
+    """Add the files beside trained weights. Raises `UsageError` where a library refuses to write them."""
     with (
         refusing(
             "the files beside the model's weights cannot be written as they were read",
             do="correct config.json, generation_config.json or the tokenizer's files",
         ),
-        tempfile.TemporaryDirectory() as directory,
+        tempfile.TemporaryDirectory() as name,
     ):
-        foundation.write_assets(Path(directory))
+        directory = Path(name)
+        foundation.write_assets(directory)
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+    return replace(foundation, assets=files if foundation.layout.is_main else {})
 
 
 def prove(

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from checkpoints_for_tests import save_once, shards_of
+from checkpoints_for_tests import save_once, shards_of, written_by
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def test_transformers_loads_the_model(tmp_path, monkeypatch, split, max_file_byt
         tmp_path,
         weights=shards_of(weights, Layout()),
         training=[],
-        write_assets=write_assets,
+        assets=written_by(write_assets),
         split=split,
     )
     is_sharded = len(list((path / "model").glob("*.safetensors"))) > 1

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints_for_tests import (
+    ASSETS,
     SHAPES,
     contents_of,
     fill_and_compare,
     make_state,
     shards_of,
-    write_assets,
 )
 from corruption import flip
 from ranks import run_ranks
@@ -51,9 +51,7 @@ def contents(layout, **changes):
     models = {}
     for role, (seed, shapes) in ROLES.items():
         weights, slots = make_state(seed, shapes if "embed.weight" in shapes else SHAPES)
-        models[role] = ModelContents(
-            shards_of(weights, layout), shards_of(slots, layout), write_assets
-        )
+        models[role] = ModelContents(shards_of(weights, layout), shards_of(slots, layout), ASSETS)
     return replace(contents_of({}, {}), models=models, **changes)
 
 
@@ -153,8 +151,8 @@ def test_one_role_that_is_not_finite_makes_the_step_unhealthy(tmp_path):
     with Checkpoints(tmp_path, Layout()) as checkpoints:
         weights = {"w": torch.tensor([1.0, torch.nan])}
         models = {
-            MAIN: ModelContents(shards_of({"w": torch.ones(2)}, Layout()), [], write_assets),
-            "critic": ModelContents(shards_of(weights, Layout()), [], write_assets),
+            MAIN: ModelContents(shards_of({"w": torch.ones(2)}, Layout()), [], ASSETS),
+            "critic": ModelContents(shards_of(weights, Layout()), [], ASSETS),
         }
         step = replace(contents_of({}, {}), models=models, check_finite=True)
         checkpoints.save(1, step)
@@ -188,7 +186,7 @@ def test_steps_are_compared_role_by_role(root):
 
 @pytest.mark.parametrize("name", ["model", "training", "residual", "a/b", "Critic", "0", ".."])
 def test_what_cannot_name_a_role(tmp_path, name):
-    model = ModelContents([], [], write_assets)
+    model = ModelContents([], [], ASSETS)
     with (
         Checkpoints(tmp_path, Layout()) as checkpoints,
         pytest.raises((ValueError, BurnishError), match="role"),
@@ -198,8 +196,8 @@ def test_what_cannot_name_a_role(tmp_path, name):
 
 def test_a_slot_cannot_have_the_name_of_a_role(tmp_path):
     slots = shards_of({"critic/w": torch.zeros(2)}, Layout())
-    models = {MAIN: ModelContents([], slots, write_assets)}
-    models["critic"] = ModelContents([], [], write_assets)
+    models = {MAIN: ModelContents([], slots, ASSETS)}
+    models["critic"] = ModelContents([], [], ASSETS)
     with Checkpoints(tmp_path, Layout()) as checkpoints, pytest.raises(ValueError, match="slot"):
         checkpoints.save(1, replace(contents_of({}, {}), models=models))
 

@@ -18,7 +18,6 @@ from burnish.boxes.tensor_reader import DirectoryReader, locate
 from burnish.checkpoint.layout import MAIN, Disks
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import (
-    Assets,
     Contents,
     ModelContents,
     Saver,
@@ -131,7 +130,7 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
         assets[CONFIG] = with_dtype(assets[CONFIG], dtype, f"the model's {CONFIG}")
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     return Contents(
-        models={MAIN: ModelContents(weights, [], Assets(assets))},
+        models={MAIN: ModelContents(weights, [], assets)},
         state={"step": step, IMPORTED: origin, "training": "absent"},
         healthy=all_finite(weights),
         split=split,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
     shards_of,
+    written_by,
 )
 from corruption import flip
 from safetensors.torch import load_file
@@ -106,10 +106,8 @@ def test_files_of_a_size_and_their_index(tmp_path):
     ],
 )
 def test_the_configuration_names_the_dtype(tmp_path, before, after):
-    def write_assets(directory: Path) -> None:
-        (directory / "config.json").write_text(json.dumps({"model_type": "x"} | before))
-
-    step = save_finite(tmp_path / "checkpoints", write_assets=write_assets)
+    assets = {"config.json": json.dumps({"model_type": "x"} | before).encode()}
+    step = save_finite(tmp_path / "checkpoints", assets=assets)
     export(StepModel(step), tmp_path / "out", torch.float16, BIG, LOCAL)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "x"} | after
 
@@ -123,7 +121,7 @@ def test_transformers_loads_it(tmp_path, family):
         tmp_path / "checkpoints",
         weights=shards_of(weights, Layout()),
         training=[],
-        write_assets=lambda directory: model.config.save_pretrained(directory),
+        assets=written_by(model.config.save_pretrained),
     )
     export(StepModel(step), tmp_path / "out", torch.float32, 20_000, LOCAL)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -160,7 +158,7 @@ def test_an_empty_directory_is_filled(tmp_path):
 
 
 def test_a_step_without_a_whole_model_is_refused(tmp_path):
-    step = save_finite(tmp_path / "checkpoints", write_assets=lambda directory: None)
+    step = save_finite(tmp_path / "checkpoints", assets={})
     with pytest.raises(IncompatibleError):
         export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
 

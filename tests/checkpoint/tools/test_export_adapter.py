@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters_for_tests import EXPERTS, LORA, adapter_tensor, plain_adapted
-from checkpoints_for_tests import bits, contents_of, shards_of
+from checkpoints_for_tests import bits, contents_of, shards_of, written_by
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_config, tiny_model
@@ -53,7 +53,7 @@ def save_adapter(
         weights,
         slots,
         state={"step": 1, "adapter": record},
-        write_assets=write_assets,
+        assets=written_by(write_assets),
     )
     with Checkpoints(root, Layout()) as checkpoints:
         checkpoints.save(1, contents)

@@ -90,7 +90,7 @@ def saved_rank(layout: Layout, root: Path) -> dict[str, Saved]:
                 list(engine.shards(Part.TRAINING)),
             )
             list(engine.published().changing)
-        model = ModelContents(weights, training, write_assets=lambda directory: None)
+        model = ModelContents(weights, training)
         contents = Contents(models={MAIN: model}, state={})
         notes = Notes()
         with (
