@@ -36,7 +36,7 @@ def tables(ranks: int, tensors: int) -> list[PieceTable]:
     for start, stop in pairwise(edges.tolist()):
         offsets = np.tile(np.array([start, 0]), (tensors, 1))
         sizes = np.tile(np.array([stop - start, COLUMNS]), (tensors, 1))
-        found.append(PieceTable(described, BoxTable(numbers, offsets, sizes)))
+        found.append(PieceTable(described, BoxTable(numbers, offsets, sizes), numbers))
     return found
 
 

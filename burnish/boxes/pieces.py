@@ -29,8 +29,8 @@ class PieceTable:
     """What they are pieces of, each once, in the order of first mention."""
     boxes: BoxTable
     """One row per piece; `tensor` is an index into `tensors`."""
-    index: Ints | None = None
-    """Its place among its rank's pieces, by row; None where all are there."""
+    index: Ints
+    """Its place among its rank's pieces, by row."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> PieceTable:
@@ -38,7 +38,7 @@ class PieceTable:
         numbers: dict[TensorSpec, int] = {}
         rows = [(numbers.setdefault(tensor, len(numbers)), box) for tensor, box in pieces]
         dims = max([1, *(len(tensor.shape) for tensor in numbers)])
-        return cls(tuple(numbers), BoxTable.of(rows, dims))
+        return cls(tuple(numbers), BoxTable.of(rows, dims), np.arange(len(rows)))
 
     def digest(self) -> str:
         """Return a digest of the pieces in order."""
@@ -50,10 +50,6 @@ def _digest(tensors: Sequence[TensorSpec]) -> str:
 
 
 Tensors = tuple[TensorSpec, ...]
-
-
-def _columns(boxes: BoxTable) -> tuple[Ints, Ints, Ints]:
-    return boxes.tensor, boxes.offsets, boxes.sizes
 
 
 def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
@@ -82,11 +78,8 @@ def alike_tensors(
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
     """Return every rank's table. Collective."""
     tensors, held = gather_tensors(mine, layout), np.flatnonzero(mine.boxes.elements)
-    told = gather_objects((held, *_columns(mine.boxes.take(held))), layout)
-    return [
-        PieceTable(named, BoxTable(*boxes), index)
-        for named, (index, *boxes) in zip(tensors, told, strict=True)
-    ]
+    told = gather_objects((mine.boxes.take(held), mine.index[held]), layout)
+    return [PieceTable(named, *each) for named, each in zip(tensors, told, strict=True)]
 
 
 def gather_some(
@@ -101,19 +94,15 @@ def gather_some(
     The ranks of the first `dims` of the grid exchange everything, others what is wanted.
     """
     inner, outer = layout.groups[:dims], layout.groups[dims:]
-    everything = (np.arange(len(mine.boxes)), *_columns(mine.boxes))
-    near = gather_within(everything, inner)
+    near = gather_within((mine.boxes, mine.index), inner)
     first = layout.rank // len(near) * len(near)
-    values = list[tuple[Ints, ...]]()
-    for named, arrays in zip(tensors[first : first + len(near)], near, strict=True):
-        rows = np.array([tensor.name in wanted for tensor in named], bool)[arrays[1]]
-        rows &= arrays[3].all(axis=1)  # others hold all of it
-        values.append(tuple(column[rows] for column in arrays))
+    values = list[tuple[BoxTable, Ints]]()
+    for named, (boxes, index) in zip(tensors[first : first + len(near)], near, strict=True):
+        rows = np.array([tensor.name in wanted for tensor in named], bool)[boxes.tensor]
+        rows &= boxes.sizes.all(axis=1)  # others hold all of it
+        values.append((boxes.take(rows), index[rows]))
     values = [each for part in gather_within(values, outer) for each in part]
-    return [
-        PieceTable(named, BoxTable(*boxes), index)
-        for named, (index, *boxes) in zip(tensors, values, strict=True)
-    ]
+    return [PieceTable(named, *each) for named, each in zip(tensors, values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,11 +198,7 @@ def _merged(
         offsets, sizes = np.pad(boxes.offsets, more), np.pad(boxes.sizes, more, constant_values=1)
         widened = BoxTable(tensor[boxes.tensor], offsets, sizes)
         ranks = np.repeat(np.arange(rank, rank + len(run)), rows)[kept]
-        index = np.concatenate([_index(table) for table in run])[kept]
+        index = np.concatenate([table.index for table in run])[kept]
         found.append(Pieces(widened, ranks, index, kind[boxes.tensor]))
         rank += len(run)
     return Pieces.concatenate(found)
-
-
-def _index(table: PieceTable) -> Ints:
-    return np.arange(len(table.boxes)) if table.index is None else table.index

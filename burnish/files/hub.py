@@ -270,8 +270,7 @@ def _require_its_hash(path: Path, place: HubPlace) -> None:
     else:
         return  # a cache without links has no such names
     with blob.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+        hashlib.file_digest(file, lambda: digest)
     if digest.hexdigest() != blob.name:
         blob.unlink()
         path.unlink(missing_ok=True)
