@@ -45,7 +45,7 @@ from torch.distributed.distributed_c10d import Store
 from bench.machine import Result, command_line, report
 from burnish.boxes.gather import waves_of
 from burnish.boxes.pieces import PieceTable, alike_tensors
-from burnish.boxes.rounds import WAVE_BYTES
+from burnish.boxes.plan import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WriteShare

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable, TensorIndex, alike_tensors, gather_pieces
-from burnish.boxes.plan import Cover, Moves
-from burnish.boxes.rounds import ALIGN, WAVE_BYTES, cut
+from burnish.boxes.plan import ALIGN, WAVE_BYTES, Cover, Moves, cut
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import Ints
 from burnish.boxes.transfer import accelerator_of, meeting_place, pieces_of

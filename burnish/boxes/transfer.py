@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burnish.boxes.pieces import Piece, PieceTable, gather_pieces
-from burnish.boxes.plan import Move, plan
-from burnish.boxes.rounds import ALIGN, WAVE_BYTES, schedule
+from burnish.boxes.plan import ALIGN, WAVE_BYTES, Move, plan, schedule
 from burnish.boxes.shards import Shard
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.host_memory import Arena

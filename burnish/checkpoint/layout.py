@@ -27,8 +27,7 @@ from burnish.boxes.pieces import (
     gather_some,
     gather_tensors,
 )
-from burnish.boxes.plan import Cover
-from burnish.boxes.rounds import Group, schedule
+from burnish.boxes.plan import Cover, Group, schedule
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxIndex, BoxTable, Columns, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name

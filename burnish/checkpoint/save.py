@@ -21,8 +21,7 @@ from torch import Tensor
 
 from burnish import __version__
 from burnish.boxes.pieces import Piece, PieceTable
-from burnish.boxes.plan import Move
-from burnish.boxes.rounds import Group
+from burnish.boxes.plan import Group, Move
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import OpenFiles
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pieces_for_tests import F32, piece, random_layout, tables
 
 from burnish.boxes.box import Box, intersect, whole
-from burnish.boxes.plan import plan
-from burnish.boxes.rounds import schedule
+from burnish.boxes.plan import plan, schedule
 from burnish.errors import IncompatibleError, MissingError
 
 shape_sets = st.dictionaries(

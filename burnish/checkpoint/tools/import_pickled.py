@@ -78,24 +78,17 @@ def guarded_by(version: int, *, seccomp: bool) -> str:
     return f"unpickled by a process that was kept from: {kept} ({guards}){lacks}"
 
 
-def pickled(
-    kind: str,
-    source: Path,
-    assets: Path,
-    *,
-    without_sandbox: bool = False,
-    landlock: int | None = None,
-) -> Foreign:
+def pickled(kind: str, source: Path, assets: Path, *, without_sandbox: bool = False) -> Foreign:
     """Return the model of a directory of this `pickled_kind`; its weights are unpickled when asked for.
 
-    `assets` is a directory with config.json. `landlock` is the kernel's version, asked if None. Raises `UsageError` without
-    Landlock, unless `without_sandbox`, and `MissingError` for missing files.
+    `assets` is a directory with config.json. Raises `UsageError` without Landlock, unless `without_sandbox`, and `MissingError`
+    for missing files.
 
     Asking for the weights raises `CorruptError` for anything but tensors, `MissingError`, and `IncompatibleError` for another
     shape.
     """
     files = _verl_files(source) if kind == "verl" else _dcp_files(source)
-    version = sandbox.landlock_version() if landlock is None else landlock
+    version = sandbox.landlock_version()
     if not version and not without_sandbox:
         raise UsageError(
             f"{source} cannot be unpickled in a sandbox",

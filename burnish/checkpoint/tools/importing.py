@@ -31,7 +31,7 @@ from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import LEASE, Lease
 from burnish.files.safetensors import read_header, weight_map
-from burnish.files.storage import LOCAL, LocalStorage
+from burnish.files.storage import LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,38 +83,38 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def save_foreign(foreign: Foreign, root: Path, step: int, storage: LocalStorage = LOCAL) -> Path:
+def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:
     """Commit foreign weights as a step, split if all are fp32; return its directory.
 
     Raises `BurnishError` if the step exists or another run uses `root`.
     """
-    require_outside_steps(root, storage)
+    require_outside_steps(root, LOCAL)
     with (
         naming_failures(f"{root} cannot be used"),
-        _making(storage, root),
+        _making(root),
         Lease(root / LEASE) as lease,
     ):
-        check_new(root, step, storage)
+        check_new(root, step, LOCAL)
         scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
         try:
-            storage.make_dirs(scratch)
+            LOCAL.make_dirs(scratch)
             weights = foreign.weights(scratch)
         finally:
-            storage.remove(scratch)  # what is mapped stays until it is let go
-        saver = Saver(root, Layout(), Disks.one(1), storage, token=lease.token)
+            LOCAL.remove(scratch)  # what is mapped stays until it is let go
+        saver = Saver(root, Layout(), Disks.one(1), LOCAL, token=lease.token)
         return saver.save(step, _contents(foreign, weights, step)).path
 
 
 @contextmanager
-def _making(storage: LocalStorage, root: Path) -> Iterator[None]:
+def _making(root: Path) -> Iterator[None]:
     """Make a directory, and remove what was made if the block fails."""
-    absent = [each for each in (root, *root.parents) if storage.kind(each) is None]
-    make_dirs_durably(storage, root, above=3)
+    absent = [each for each in (root, *root.parents) if LOCAL.kind(each) is None]
+    make_dirs_durably(LOCAL, root, above=3)
     try:
         yield
     except BaseException:
         if absent:
-            storage.remove(root)
+            LOCAL.remove(root)
         with suppress(OSError):  # somebody uses them by now
             for each in absent[1:]:
                 each.rmdir()

@@ -316,16 +316,23 @@ def test_it_says_what_guards_it(version, seccomp, kept, left):
     assert bool(lacks) == bool(left)
 
 
-def test_without_a_sandbox_only_when_told(verl, assets):
+def on_landlock(monkeypatch, version):
+    monkeypatch.setattr("burnish.checkpoint.tools.sandbox.landlock_version", lambda: version)
+
+
+def test_without_a_sandbox_only_when_told(verl, assets, monkeypatch):
+    on_landlock(monkeypatch, 0)
     with pytest.raises(UsageError) as caught:
-        opened(verl, assets, landlock=0, without_sandbox=False)
+        opened(verl, assets, without_sandbox=False)
     assert "--without-sandbox" in caught.value.do
-    assert "could not keep it from: writing" in opened(verl, assets, landlock=0).guard
-    assert "Landlock 7" in opened(verl, assets, landlock=7).guard
+    assert "could not keep it from: writing" in opened(verl, assets).guard
+    on_landlock(monkeypatch, 7)
+    assert "Landlock 7" in opened(verl, assets).guard
 
 
 @pytest.mark.nightly
-def test_a_child_unpickles_without_a_sandbox_when_told(verl, assets, root):
-    source = opened(verl, assets, landlock=0)
+def test_a_child_unpickles_without_a_sandbox_when_told(verl, assets, root, monkeypatch):
+    on_landlock(monkeypatch, 0)
+    source = opened(verl, assets)
     step = open_step(save_foreign(source, root, 0), LocalStorage())
     assert step.state["imported"]["kind"] == "verl"
