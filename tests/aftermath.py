@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints_for_tests import fill_and_compare, make_state
+from checkpoints_for_tests import committed, fill_and_compare, make_state
 
 from burnish.checkpoint.manager import Checkpoints, Load
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed, verify
+from burnish.checkpoint.steps import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 

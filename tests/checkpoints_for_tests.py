@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,7 +18,9 @@ from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, ModelContents
+from burnish.checkpoint.steps import Committed, open_step, step_paths
 from burnish.distributed.layout import Layout
+from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.storage import LOCAL, LocalStorage
 
 SHAPES = {
@@ -97,6 +100,15 @@ def save_once(root, step=1, seed=0, storage=LOCAL, **changes):
     """One step in `root`, by one process."""
     with Checkpoints(root, Layout(), retention=Retention(10), storage=storage) as checkpoints:
         return checkpoints.save(step, contents_of(*make_state(seed), **changes))
+
+
+def committed(root, storage=LOCAL) -> list[Committed]:
+    """The steps that open, oldest first."""
+    found = []
+    for path in step_paths(root, storage).values():
+        with suppress(CorruptError, IncompatibleError):
+            found.append(open_step(path, storage))
+    return found
 
 
 def bits(tensor):

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoints_for_tests import committed
 from training_files import done, ranks
 
-from burnish.checkpoint.steps import committed, verify
+from burnish.checkpoint.steps import verify
 
 AHEAD = [
     *("rl", "rl.yaml", "rollout.ahead=2", "algorithm.mismatch_cap=2", "algorithm.advantage=gae"),

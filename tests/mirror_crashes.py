@@ -15,14 +15,14 @@ from pathlib import Path
 from threading import Lock
 
 from aftermath import Verdict
-from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state
+from checkpoints_for_tests import BIG_SHAPES, committed, contents_of, fill_and_compare, make_state
 from fork_server import Forked
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed, verify
+from burnish.checkpoint.steps import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote, RetryPolicy

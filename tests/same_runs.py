@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from training_files import metrics, weights
 
-from burnish.checkpoint.steps import committed
 from burnish.tracking.rollouts import read_rollouts, rollout_files
 
 RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2", "optim.lr=0.005"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoints_for_tests import committed
 from commands_for_tests import run
 from fork_server import Forked
 from ports import free_port
@@ -23,7 +24,6 @@ from ranks import PATIENCE_SECONDS
 from safetensors.torch import load_file
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
-from burnish.checkpoint.steps import committed
 from burnish.tracking.rollouts import Kind, read_rollouts, rollout_files
 from burnish.tracking.trackers import read_metrics
 

@@ -162,17 +162,19 @@ def require_healthy(step: Committed) -> None:
         )
 
 
-def committed(root: PurePath, storage: Source = LOCAL) -> list[Committed]:
-    """Return the steps that open, oldest first; log the others."""
-    return _opened(root, storage)[0]
-
-
 def newest(root: PurePath, storage: Source = LOCAL) -> Committed | None:
-    """Return the newest healthy step; None if none was ever committed.
+    """Return the newest healthy step; None if none was ever committed. Log damaged ones.
 
     Raises `CorruptError` if none is usable, `IncompatibleError` if all have another format.
     """
-    opened, errors = _opened(root, storage)
+    opened: list[Committed] = []
+    errors: dict[str, BurnishError] = {}
+    for path in step_paths(root, storage).values():
+        try:
+            opened.append(open_step(path, storage))
+        except (CorruptError, IncompatibleError) as error:
+            _log.warning("%s", error)
+            errors[path.name] = error
     usable = [step for step in opened if step.healthy]
     if usable:
         return usable[-1]
@@ -186,18 +188,6 @@ def newest(root: PurePath, storage: Source = LOCAL) -> Committed | None:
         want="one that is whole and healthy",
         do=f"see what is wrong with each: burnish ckpt verify {root.parent}",
     )
-
-
-def _opened(root: PurePath, storage: Source) -> tuple[list[Committed], dict[str, BurnishError]]:
-    found: list[Committed] = []
-    errors: dict[str, BurnishError] = {}
-    for path in step_paths(root, storage).values():
-        try:
-            found.append(open_step(path, storage))
-        except (CorruptError, IncompatibleError) as error:
-            _log.warning("%s", error)
-            errors[path.name] = error
-    return found, errors
 
 
 def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:

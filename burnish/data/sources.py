@@ -27,6 +27,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 
 from burnish.data.columns import READERS, Row, files_here
 from burnish.errors import MissingError, UsageError, neighbours, refusing
+from burnish.files.strict_json import no_duplicates
 from burnish.tracking.progress import Progress
 
 _TEMPORAL = ("timestamp", "date", "time", "duration")
@@ -396,7 +397,7 @@ def parsed(line: bytes, name: str, number: int, kind: type = dict, strict: bool 
     """
     try:
         value = json.loads(
-            line.rstrip().decode("utf-8-sig"), object_pairs_hook=_unrepeated if strict else None
+            line.rstrip().decode("utf-8-sig"), object_pairs_hook=no_duplicates if strict else None
         )
         if strict:
             json.dumps(value, ensure_ascii=False).encode()
@@ -421,12 +422,3 @@ def parsed(line: bytes, name: str, number: int, kind: type = dict, strict: bool 
         want="one JSON object on every line",
         do="correct or remove the line",
     )
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated[:_EXCERPT]!r} stands twice")
-    return found

@@ -20,6 +20,7 @@ from checkpoints_for_tests import (
     SlowStorage,
     StubbornStorage,
     bits,
+    committed,
     contents_of,
     fill_and_compare,
     make_state,
@@ -34,7 +35,7 @@ from burnish.checkpoint.background import Memory, stage, staged_in
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed, verify
+from burnish.checkpoint.steps import verify
 from burnish.distributed.environment import STOPPING
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError

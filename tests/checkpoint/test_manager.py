@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints_for_tests import (
     StubbornStorage,
+    committed,
     contents_of,
     fill_and_compare,
     make_state,
@@ -20,7 +21,7 @@ from ranks import run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed, newest
+from burnish.checkpoint.steps import newest
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.storage import LocalStorage

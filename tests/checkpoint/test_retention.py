@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from checkpoints_for_tests import save_once
+from checkpoints_for_tests import committed, save_once
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from burnish.checkpoint.retention import (
     completed,
     holding_pins,
 )
-from burnish.checkpoint.steps import committed
 from burnish.config.schema import KeepBestConfig
 from burnish.files.storage import LocalStorage
 

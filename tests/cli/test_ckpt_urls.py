@@ -9,13 +9,12 @@ import sys
 
 import pytest
 import torch
-from checkpoints_for_tests import bits, save_once
+from checkpoints_for_tests import bits, committed, save_once
 from corruption import flip
 from safetensors.torch import load_file
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.retention import write_mirrored
-from burnish.checkpoint.steps import committed
 from burnish.cli.main import main
 from burnish.files.remote import Remote
 from burnish.files.storage import LocalStorage

@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from checkpoints_for_tests import committed
 from killed_runs import KINDS, SAVING, killed
 from training_files import At, Command, burnish, done, make_files, outcome
-
-from burnish.checkpoint.steps import committed
 
 RUNS = [("sft", 2), ("rl", 1), ("ahead", 2), ("pipeline", 2)]
 """Kinds that are killed at random, and on how many processes."""

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints_for_tests import committed
 from training_files import Command, burnish, done, make_files, metrics
 
-from burnish.checkpoint.steps import committed, verify
+from burnish.checkpoint.steps import verify
 
 
 @pytest.fixture(scope="module")

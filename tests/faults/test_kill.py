@@ -10,6 +10,7 @@ import pytest
 from checkpoints_for_tests import (
     DeadlyStorage,
     FaultyStorage,
+    committed,
     contents_of,
     fill_and_compare,
     make_state,
@@ -20,7 +21,7 @@ from ranks import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed, verify
+from burnish.checkpoint.steps import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 

@@ -7,7 +7,7 @@ import random
 import threading
 
 import pytest
-from checkpoints_for_tests import BIG_SHAPES, fill_and_compare, make_state
+from checkpoints_for_tests import BIG_SHAPES, committed, fill_and_compare, make_state
 from fault_proxy import Fault
 from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 
@@ -15,7 +15,7 @@ from burnish.checkpoint.destinations.mirror import Meter, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import committed, newest, verify
+from burnish.checkpoint.steps import newest, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote, RetryPolicy

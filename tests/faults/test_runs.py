@@ -9,10 +9,9 @@ import time
 from functools import cache
 
 import pytest
+from checkpoints_for_tests import committed
 from killed_runs import AHEAD
 from training_files import At, Command, burnish, done, make_files, outcome
-
-from burnish.checkpoint.steps import committed
 
 KINDS = {
     "sft": ["sft", "sft.yaml"],

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints_for_tests import committed
 from training_files import At, Command, done, make_files, outcome
-
-from burnish.checkpoint.steps import committed
 
 EVERY = "evaluation.every=0"
 

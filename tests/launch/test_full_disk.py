@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoints_for_tests import committed
 from training_files import done, outcome
 
-from burnish.checkpoint.steps import committed
 from burnish.errors import UsageError
 
 pytestmark = pytest.mark.nightly

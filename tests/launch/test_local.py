@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from checkpoints_for_tests import committed
 from processes_for_tests import until
-
-from burnish.checkpoint.steps import committed
 
 pytestmark = pytest.mark.nightly
 ARGV = ["sft", "sft.yaml", "checkpoint.save_every=1", "evaluation.every=0", "steps=4000"]

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from collectors_for_tests import Collected
 from corruption import flip
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ from training_files import FRESH, RL, At, burnish, done, outcome, ranks, rollout
 from burnish.api import run_command
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
-from burnish.checkpoint.steps import Committed, committed, verify
+from burnish.checkpoint.steps import Committed, verify
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError

@@ -7,11 +7,10 @@ import shutil
 import signal
 
 import pytest
+from checkpoints_for_tests import committed
 from nights import by_day
 from safetensors.torch import load_file, save_file
 from training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
-
-from burnish.checkpoint.steps import committed
 
 
 @pytest.fixture(scope="module")

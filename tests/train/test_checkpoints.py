@@ -8,14 +8,14 @@ import signal
 
 import pytest
 import torch
-from checkpoints_for_tests import contents_of, make_state
+from checkpoints_for_tests import committed, contents_of, make_state
 from corruption import flip
 from safetensors.torch import load_file
 from training_files import FRESH, At, burnish, done, metrics, outcome
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import committed, open_step
+from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.config.load import load_config
 from burnish.config.resume import digest

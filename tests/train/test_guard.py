@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import make_generator
 from ranks import run_ranks
@@ -19,7 +20,6 @@ from transformers import AutoConfig
 
 from burnish.api import run_command
 from burnish.boxes.shards import Publication
-from burnish.checkpoint.steps import committed
 from burnish.config.schema import LoraConfig, RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group

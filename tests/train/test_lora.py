@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints_for_tests import contents_of
+from checkpoints_for_tests import committed, contents_of
 from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -18,7 +18,6 @@ from training_files import RL, SFT, burnish, done, metrics, outcome, weights, wr
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import committed
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch

@@ -8,10 +8,10 @@ import signal
 import time
 
 import pytest
+from checkpoints_for_tests import committed
 from training_files import At, burnish, done, make_files, outcome, ranks
 
 from burnish.checkpoint.destinations.remote_steps import RemoteSteps
-from burnish.checkpoint.steps import committed
 from burnish.files.remote import Remote
 
 SFT = ["sft", "sft.yaml", "checkpoint.save_every=2"]

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from safetensors.torch import load_file
 from training_files import At, burnish, done, metrics, outcome, weights
 from transformers import AutoModelForTokenClassification
-
-from burnish.checkpoint.steps import committed
 
 PPO = [
     *("rl", "rl.yaml", "algorithm.advantage=gae", "critic.lr=0.003", "critic.warmup_steps=2"),

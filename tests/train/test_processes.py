@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from checkpoints_for_tests import committed
 from nights import by_day
 from same_runs import RL, assert_same
 from training_files import done, metrics, ranks, rollouts
-
-from burnish.checkpoint.steps import committed
 
 REPOSITORY = Path(__file__).parents[2]
 PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from nights import by_day
 from training_files import RL, metrics, rollouts, weights
 
 from burnish.algorithms.schedule import learning_rate
 from burnish.api import run_command
-from burnish.checkpoint.steps import committed
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints_for_tests import committed
 from same_runs import assert_same
 from served_runs import IN_FLIGHT, STILL, drawn, written
 from servers_for_tests import Servers
@@ -14,7 +15,6 @@ from tiny import save_base, save_classifier
 from training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 
 from burnish.checkpoint.manifest import AHEAD
-from burnish.checkpoint.steps import committed
 from burnish.config.schema import RunConfig
 from burnish.data.loader import order
 from burnish.train.ahead import read_ahead

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from servers_for_tests import Servers
 from tiny import save_base
 from training_files import FRESH, RL, burnish, done, rollouts
 
-from burnish.checkpoint.steps import committed
 from burnish.config.constraints import check
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError

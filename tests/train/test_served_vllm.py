@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints_for_tests import committed
 from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
 from tiny import save_base
 from training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
-
-from burnish.checkpoint.steps import committed
 
 pytest.importorskip("vllm", exc_type=ImportError)
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

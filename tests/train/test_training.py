@@ -15,12 +15,12 @@ from contextlib import closing
 
 import pytest
 import torch
+from checkpoints_for_tests import committed
 from nights import by_day
 from training_files import At, burnish, done, metrics, rollouts, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
-from burnish.checkpoint.steps import committed
 from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.stats import Stats
 from burnish.tracking.traces import read_traces

@@ -14,6 +14,7 @@ import pytest
 from checkpoints_for_tests import (
     BIG_SHAPES,
     OnceFullStorage,
+    committed,
     contents_of,
     fill_and_compare,
     make_state,
@@ -31,7 +32,7 @@ from burnish.checkpoint.destinations.mirror import Sync, open_partial
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.layout import Disks, owners_by_disk
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import PORTION, committed, portion_paths, verify
+from burnish.checkpoint.steps import PORTION, portion_paths, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.remote import Remote

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once
+from checkpoints_for_tests import committed, contents_of, fill_and_compare, make_state, save_once
 from corruption import flip
 
 from burnish.checkpoint.destinations.mirror import Meter, Mirror, Sync
@@ -16,7 +16,7 @@ from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import MIRRORED, Retention, holding_pins, read_mirrored
-from burnish.checkpoint.steps import committed, newest, open_step, read_commit, verify
+from burnish.checkpoint.steps import newest, open_step, read_commit, verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.remote import Remote, RetryPolicy

@@ -10,7 +10,14 @@ import uuid
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import BIG_SHAPES, contents_of, fill_and_compare, make_state, save_once
+from checkpoints_for_tests import (
+    BIG_SHAPES,
+    committed,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+)
 from corruption import flip
 from ranks import run_ranks
 
@@ -19,7 +26,6 @@ from burnish.checkpoint.destinations.remote_steps import DAMAGED
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import committed
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError
 from burnish.files.remote import Remote, RetryPolicy
