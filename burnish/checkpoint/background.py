@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
-from burnish.checkpoint.save import Contents, Saved, Saver, check_new
+from burnish.checkpoint.save import Contents, Fence, Saved, Saver, check_new
 from burnish.checkpoint.subprocess import Companion, accompany, as_burnish_error
 from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
@@ -158,7 +158,7 @@ def _answer(
     memory: Memory,
     arena: Arena,
     timeout: float,
-    fence: Callable[[], None],
+    fence: Fence,
 ) -> Answer:
     try:
         with _meeting(job, saver.layout, timedelta(seconds=timeout)) as saver.layout:

@@ -70,6 +70,8 @@ from burnish.files.lease import Token
 from burnish.files.storage import LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json
 
+Fence = Callable[[], None]
+"""Raises an error if a step may not be committed any more."""
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
@@ -286,15 +288,6 @@ class Saved:
     """Rank 0: what could not be removed beside it; None where all could."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    step: int
-    uuid: str
-    healthy: bool
-    device: torch.device | None
-    plan: str
-
-
 @dataclass(slots=True, eq=False)
 class Saver:
     """Saves steps of one run, and reuses the plan."""
@@ -320,7 +313,7 @@ class Saver:
         """Whether this rank creates and renames on its disk."""
         return self.layout.rank in self.disks.leaders
 
-    def save(self, step: int, contents: Contents, fence: Callable[[], None] | None = None) -> Saved:
+    def save(self, step: int, contents: Contents, fence: Fence = lambda: None) -> Saved:
         """Commit a step and remove those that retention drops. Collective, errors included.
 
         Leaders call `fence` before the rename, which an error stops. Raises `BurnishError` if the step exists or writing fails.
@@ -331,24 +324,24 @@ class Saver:
             pieces = PieceTable.of(each.piece for each in shards)
             finite = not contents.check_finite or all_finite(contents.weights)
         healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
-        mine = _Told(step, uuid.uuid4().hex, healthy, device, self.digest(pieces))
-        told = gather_objects(mine, layout)
-        if len(steps := sorted({theirs.step for theirs in told})) > 1:
+        mine = (step, uuid.uuid4().hex, healthy, device, self.digest(pieces))
+        steps, uuids, are_healthy, devices, plans = zip(*gather_objects(mine, layout), strict=True)
+        if len({*steps}) > 1:
             raise BurnishError(
                 "ranks are saving different steps",
-                have=", ".join(map(str, steps)),
+                have=", ".join(map(str, sorted({*steps}))),
                 want="one step",
                 do="start all ranks again, with one configuration, from one checkpoint",
             )
-        plan = self.plan(pieces, contents.models, [theirs.plan for theirs in told])
+        plan = self.plan(pieces, contents.models, plans)
         with agree(layout):
-            place = meeting_place([theirs.device for theirs in told], device)
+            place = meeting_place(devices, device)
             arena = contents.arena or Arena(torch.device("cpu"))
             writer = BlockWriter(plan, shards, layout, place, arena)
-        empty = Manifest(told[0].uuid, step, layout.world, {})
-        healthy = all(theirs.healthy for theirs in told)
+        empty = Manifest(uuids[0], step, layout.world, {})
+        contents = replace(contents, healthy=all(are_healthy))
         try:
-            path = self._write(writer, contents, empty, fence, healthy=healthy)
+            path = self._write(writer, contents, empty, fence)
         except BaseException:
             if self.leads:
                 with suppress(OSError):
@@ -370,19 +363,10 @@ class Saver:
         return self._plan
 
     def _write(
-        self,
-        writer: BlockWriter,
-        contents: Contents,
-        empty: Manifest,
-        fence: Callable[[], None] | None,
-        *,
-        healthy: bool,
+        self, writer: BlockWriter, contents: Contents, empty: Manifest, fence: Fence
     ) -> Path:
-        layout, outline, what = (
-            self.layout,
-            writer.plan.outline,
-            f"step {empty.step} could not be saved",
-        )
+        layout, outline = self.layout, writer.plan.outline
+        what = f"step {empty.step} could not be saved"
         name = f"{empty.step:08d}.{empty.uuid}"
         inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
         if self.disks.are_several:
@@ -407,7 +391,7 @@ class Saver:
                     manifest = replace(
                         empty, files=_records(outline, _together(outline, hashes), small)
                     )
-                    sealed = _sealed(manifest, seal, healthy=healthy)
+                    sealed = _sealed(manifest, seal, healthy=contents.healthy)
             if self.disks.are_several:
                 sealed = from_main(sealed, layout)
             with agree(layout), naming_failures(what):
@@ -437,11 +421,10 @@ class Saver:
                 pass
         return below
 
-    def _commit(self, inflight: Path, final: Path, fence: Callable[[], None] | None) -> None:
+    def _commit(self, inflight: Path, final: Path, fence: Fence) -> None:
         if self.token is not None:
             self.token.check()
-        if fence is not None:
-            fence()
+        fence()
         self.storage.rename(inflight, final)
         self.storage.sync_dir(final.parent)
 
