@@ -185,11 +185,9 @@ class Checkpoints:
             token = None
             with agree(layout):
                 if layout.is_main:
-                    token = self._take(lease)
+                    token = self._take()
             may_differ = self._retention.mirror is not None
-            disks = _find_disks(
-                lease, token, lambda: self._take(lease), layout, may_differ=may_differ
-            )
+            disks = _find_disks(lease, token, self._take, layout, may_differ=may_differ)
             self._saver = replace(self._saver, disks=disks)
             with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
@@ -203,10 +201,10 @@ class Checkpoints:
             raise
         return self
 
-    def _take(self, path: Path) -> Token:
+    def _take(self) -> Token:
         with naming_failures(f"{self._root} cannot be used"):
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
-            self._lease = self._held.enter_context(Lease(path))
+            self._lease = self._held.enter_context(Lease(self._root / LEASE))
             self._saver = replace(self._saver, token=self._lease.token)
             removals = Removals(self._root)
             clear(self._root, self._storage, removals)
