@@ -117,8 +117,6 @@ class BoxIndex:
     def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
         """Return overlapping pairs: the row of `others`, ascending, the row here, the common elements."""
         starts = range(0, max(len(others), 1), _ROWS_AT_ONCE)
-        if len(starts) == 1:
-            return self._meeting(others)
         found = [self._meeting(others.take(slice(at, at + _ROWS_AT_ONCE))) for at in starts]
         theirs = [rows + at for at, (rows, _, _) in zip(starts, found, strict=True)]
         mine, boxes = [rows for _, rows, _ in found], [each for _, _, each in found]

@@ -50,14 +50,13 @@ from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
 from burnish.files.cache import cache_root
-from burnish.files.durable import make_dirs_durably, write_durably
-from burnish.files.storage import LOCAL
 from burnish.models.meta_init import build_on_meta, plain_model, position_limit
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.tracking.rundir import write_atomically
 from burnish.tracking.stats import Stats
 
 _VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5
@@ -329,8 +328,7 @@ def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
 def _keep(place: Path, layout: Layout) -> None:
     if layout.local_rank == 0:
         with suppress(OSError):  # the next run proves it again
-            make_dirs_durably(LOCAL, place.parent, above=2)
-            write_durably(LOCAL, place, b"passed\n")
+            write_atomically(place, b"passed\n")
 
 
 def _model_code(hf_config: PretrainedConfig) -> str:
