@@ -36,7 +36,7 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
-from burnish.files.lease import LEASE, Lease, Token
+from burnish.files.lease import LEASE, Token, holding_lease
 from burnish.files.storage import LOCAL, LocalStorage, Source
 from burnish.tracking.rundir import RunDirectory
 
@@ -176,7 +176,6 @@ class Checkpoints:
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Destination | None = None
-        self._lease: Lease | None = None
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -191,7 +190,8 @@ class Checkpoints:
             self._saver = replace(self._saver, disks=disks)
             with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
-                    held = (self._lease.fileno(),) if self._lease is not None else ()
+                    token = self._saver.token
+                    held = (token.descriptor,) if token is not None else ()
                     module = import_module("burnish.checkpoint.background")
                     self._background = module.BackgroundSaver(
                         self._saver, self._background_timeout, held
@@ -204,12 +204,12 @@ class Checkpoints:
     def _take(self) -> Token:
         with naming_failures(f"{self._root} cannot be used"):
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
-            self._lease = self._held.enter_context(Lease(self._root / LEASE))
-            self._saver = replace(self._saver, token=self._lease.token)
+            token = self._held.enter_context(holding_lease(self._root / LEASE))
+            self._saver = replace(self._saver, token=token)
             removals = Removals(self._root)
             clear(self._root, self._storage, removals)
             _log_left(removals.error())
-            return self._lease.token
+            return token
 
     @property
     def meets_on_mirror(self) -> bool:

@@ -47,7 +47,7 @@ from burnish.errors import (
     table,
 )
 from burnish.files.durable import Removals, move_aside, naming_failures
-from burnish.files.lease import LEASE, Lease
+from burnish.files.lease import LEASE, holding_lease
 from burnish.files.remote import Remote
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import LOCAL, Source
@@ -418,7 +418,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
     root = _steps_directory(run)
     config, gone = root.parent / "config.yaml", list[Path]()
     removals = Removals(root)
-    with naming_failures(f"{root} could not be cleared"), Lease(root / LEASE):
+    with naming_failures(f"{root} could not be cleared"), holding_lease(root / LEASE):
         rest = leftovers(root, LOCAL)
         with holding_pins(root, LOCAL) as pins:
             if config.is_file():

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from burnish.errors import BurnishError
 
@@ -33,6 +33,8 @@ class Token:
     """The lease's file."""
     number: int
     """Greater than that of every holder before."""
+    descriptor: int = -1
+    """Of the lock, in the process that holds it."""
 
     def current(self) -> object:
         """Return the number in the file, or why there is none."""
@@ -74,81 +76,53 @@ def is_held(path: Path) -> bool:
     return False
 
 
-class Lease:
-    """Exclusive use of a directory inside the block, by a `flock`.
+@contextmanager
+def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]:
+    """Use a directory alone inside the block, by a `flock`.
 
     The lock ends with all processes that have the descriptor. The next holder waits `patience_seconds` for helpers.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        _lock(path, descriptor, patience_seconds)
+        before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
+        # The clock makes up for a number that was lost with the file.
+        number = max(before + 1 if type(before) is int else 0, time.time_ns())
+        me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "token": number}
+        if job := os.environ.get("SLURM_JOB_ID"):
+            me["slurm_job"] = job[:64]
+        text = json.dumps(me).encode()
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
+        os.fsync(descriptor)
+        yield Token(path, number, descriptor)
+    finally:
+        os.close(descriptor)
 
-    def __init__(self, path: Path, patience_seconds: float = 60.0) -> None:
-        self._path = path
-        self._patience = patience_seconds
-        self._descriptor: int | None = None
-        self._number = 0
 
-    def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self._path, flags, 0o644)
+def _lock(path: Path, descriptor: int, patience_seconds: float) -> None:
+    deadline = time.monotonic() + patience_seconds
+    was_held = False
+    while True:
         try:
-            self._lock(descriptor)
-            before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
-            # The clock makes up for a number that was lost with the file.
-            self._number = max(before + 1 if type(before) is int else 0, time.time_ns())
-            me: dict[str, Any] = {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "token": self._number,
-            }
-            if job := os.environ.get("SLURM_JOB_ID"):
-                me["slurm_job"] = job[:64]
-            text = json.dumps(me).encode()
-            os.pwrite(descriptor, text, 0)
-            os.ftruncate(descriptor, len(text))
-            os.fsync(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._descriptor = descriptor
-        return self
-
-    @property
-    def token(self) -> Token:
-        """The holder's token."""
-        return Token(self._path, self._number)
-
-    def fileno(self) -> int:
-        """Return the lock's descriptor. Raises `ValueError` outside the block."""
-        if self._descriptor is None:
-            raise ValueError("the lease is not held")
-        return self._descriptor
-
-    def _lock(self, descriptor: int) -> None:
-        deadline = time.monotonic() + self._patience
-        was_held = False
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                text = os.pread(descriptor, _LIMIT, 0)
-                # Who looks whether it is held holds it for a moment.
-                if not was_held or (_is_dead(_parse(text)) and time.monotonic() < deadline):
-                    was_held = True
-                    time.sleep(_LOOK_SECONDS)
-                    continue
-                holder = text.decode(errors="replace").strip()
-                raise BurnishError(
-                    f"another run is using {self._path.parent}",
-                    have=holder or "a process that has not said its name yet",
-                    want="one run at a time in a directory",
-                    do="wait for it to end, or give this run another name",
-                ) from error
-            return
-
-    def __exit__(self, *error: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            text = os.pread(descriptor, _LIMIT, 0)
+            # Who looks whether it is held holds it for a moment.
+            if not was_held or (_is_dead(_parse(text)) and time.monotonic() < deadline):
+                was_held = True
+                time.sleep(_LOOK_SECONDS)
+                continue
+            holder = text.decode(errors="replace").strip()
+            raise BurnishError(
+                f"another run is using {path.parent}",
+                have=holder or "a process that has not said its name yet",
+                want="one run at a time in a directory",
+                do="wait for it to end, or give this run another name",
+            ) from error
+        return
 
 
 def _parse(text: bytes) -> dict[str, Any]:

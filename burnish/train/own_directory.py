@@ -11,7 +11,7 @@ from burnish.checkpoint.steps import QUARANTINE, step_paths
 from burnish.config.document import recorded
 from burnish.config.resume import RunIdentity, difference
 from burnish.errors import MissingError, UsageError
-from burnish.files.lease import LEASE, Lease
+from burnish.files.lease import LEASE, holding_lease
 from burnish.files.storage import LOCAL
 from burnish.tracking.rundir import CHECKPOINTS, TRAINER, RunDirectory
 
@@ -55,7 +55,7 @@ def make_way(directory: RunDirectory, run: RunIdentity) -> None:
     is_same = is_its and not difference(recorded(directory.config), run.config)
     if is_same and run.config.resume != "fresh":
         return
-    with Lease(directory.checkpoints / LEASE):
+    with holding_lease(directory.checkpoints / LEASE):
         others = (directory.root.with_name(f"{directory.root.name}.{n}") for n in count(1))
         aside = next(path for path in others if not path.exists())
         directory.root.rename(aside)

@@ -23,7 +23,7 @@ from burnish.checkpoint.steps import verify
 from burnish.cli.main import main
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError
-from burnish.files.lease import Lease
+from burnish.files.lease import holding_lease
 from burnish.files.remote import Remote
 from burnish.files.storage import Source
 from burnish.files.strict_json import encode_json
@@ -434,7 +434,7 @@ def test_gc_without_a_configuration_keeps_all_steps(
 def test_gc_refuses_a_run_that_is_going_on(
     long_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Lease(long_run / "checkpoints/.lease"):
+    with holding_lease(long_run / "checkpoints/.lease"):
         assert ckpt(capsys, "gc", long_run)[0] == 1
     assert len(as_json(capsys, "ls", long_run)[1]["steps"]) == 5
 

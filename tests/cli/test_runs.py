@@ -12,7 +12,7 @@ from training_files import done, make_files
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig
-from burnish.files.lease import LEASE, Lease
+from burnish.files.lease import LEASE, holding_lease
 from burnish.tracking.rundir import RunDirectory
 
 
@@ -45,7 +45,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def test_runs_are_listed(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Lease(Path("runs/sft/checkpoints") / LEASE):
+    with holding_lease(Path("runs/sft/checkpoints") / LEASE):
         found = {row["run"]: row for row in as_json(capsys)["runs"]}
     assert list(found) == [f"runs/{n}" for n in ("rl", "sft", "sweep/again", "empty", "broken")]
     states = [row["state"] for row in found.values()]

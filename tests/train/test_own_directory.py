@@ -13,7 +13,7 @@ from burnish.config.document import dump_yaml
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, IncompatibleError, MissingError
-from burnish.files.lease import LEASE, Lease
+from burnish.files.lease import LEASE, holding_lease
 from burnish.tracking.rundir import RunDirectory
 from burnish.train.own_directory import make_way, require_own_directory
 from burnish.train.pins import at_newest_steps
@@ -118,7 +118,7 @@ def test_a_run_that_never_saved_makes_way_for_a_corrected_one(work: Path) -> Non
         assert directory.root.exists()
         other = RunIdentity(trainer, config(name="x", seed=3 - number))
         require_own_directory(directory, other)
-        with Lease(directory.checkpoints / LEASE), pytest.raises(BurnishError):
+        with holding_lease(directory.checkpoints / LEASE), pytest.raises(BurnishError):
             make_way(directory, other)
         make_way(directory, other)
         assert not directory.root.exists()

@@ -13,7 +13,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
-from burnish.files.lease import Lease
+from burnish.files.lease import holding_lease
 from burnish.train.ownership import open_run
 from burnish.train.run import Run
 
@@ -37,7 +37,7 @@ def test_a_directory_in_use_stays_as_it_is(tmp_path: Path) -> None:
     before = contents(tmp_path / "run")
     assert before.keys() - {"git.diff"} == {"config.yaml", "environment.json"}
     with (
-        Lease(tmp_path / "run/checkpoints/.lease"),
+        holding_lease(tmp_path / "run/checkpoints/.lease"),
         pytest.raises(BurnishError),
     ):
         open_and_close(config_in(tmp_path, steps=7))

@@ -21,7 +21,7 @@ from view.served import Viewer, viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
 from burnish.config.schema import TracesConfig
-from burnish.files.lease import LEASE, Lease
+from burnish.files.lease import LEASE, holding_lease
 from burnish.records import RewardCall
 from burnish.tracking.profiles import profiling
 from burnish.tracking.rollouts import rollouts_path, write_rollouts
@@ -387,7 +387,7 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
     run.write_status(9, "running")
     tracker = JsonlTracker(run.metrics, resume_step=3)
     write(run.rollouts, 3, [row()])
-    with viewer(tmp_path) as found, Lease(run.checkpoints / LEASE):
+    with viewer(tmp_path) as found, holding_lease(run.checkpoints / LEASE):
         assert found.get("runs")["runs"][0]["state"] == "running"
         assert found.get("metrics", run="a")["a"]["last_step"] == 3
         connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=30)

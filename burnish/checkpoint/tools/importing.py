@@ -29,7 +29,7 @@ from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
-from burnish.files.lease import LEASE, Lease
+from burnish.files.lease import LEASE, holding_lease
 from burnish.files.safetensors import read_header, weight_map
 from burnish.files.storage import LOCAL
 
@@ -92,7 +92,7 @@ def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:
     with (
         naming_failures(f"{root} cannot be used"),
         _making(root),
-        Lease(root / LEASE) as lease,
+        holding_lease(root / LEASE) as token,
     ):
         check_new(root, step, LOCAL)
         scratch = root / f"{INFLIGHT}{step:08d}.{uuid.uuid4().hex}"
@@ -101,7 +101,7 @@ def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:
             weights = foreign.weights(scratch)
         finally:
             LOCAL.remove(scratch)  # what is mapped stays until it is let go
-        saver = Saver(root, Layout(), Disks.one(1), LOCAL, token=lease.token)
+        saver = Saver(root, Layout(), Disks.one(1), LOCAL, token=token)
         return saver.save(step, _contents(foreign, weights, step)).path
 
 

@@ -15,7 +15,7 @@ from burnish.checkpoint.steps import open_step, verify
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.checkpoint.tools.importing import hugging_face, mapped_tensors, save_foreign
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
-from burnish.files.lease import Lease
+from burnish.files.lease import holding_lease
 from burnish.files.storage import LocalStorage
 
 LOCAL = LocalStorage()
@@ -154,7 +154,7 @@ def test_a_step_is_never_overwritten(tmp_path):
 def test_a_directory_in_use_is_refused(tmp_path):
     source = save_tiny(tmp_path / "source")
     with (
-        Lease(tmp_path / "checkpoints/.lease"),
+        holding_lease(tmp_path / "checkpoints/.lease"),
         pytest.raises(BurnishError),
     ):
         imported(source, tmp_path / "checkpoints")
