@@ -27,7 +27,7 @@ import xxhash
 
 from burnish.errors import BurnishError, MissingError, UsageError, few
 from burnish.files.backends import RemoteFile
-from burnish.files.durable import write_durably
+from burnish.files.durable import naming_failures, write_durably
 from burnish.files.lease import locked
 from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL
@@ -131,18 +131,11 @@ def copied(selection: Selected, watch: Watch | None = None) -> Path:
     _check_names(selection)
     root = cache_root()
     copy = _Copy(selection, root)
-    if copy.is_whole():
-        return copy.path
-    try:
-        with copy.locked():
+    if not copy.is_whole():
+        do = "make room there, or set BURNISH_CACHE to a directory that can be written"
+        with naming_failures(f"the cache {root} cannot be written", do), copy.locked():
             if not copy.is_whole():
                 copy.make(watch)
-    except OSError as error:
-        raise BurnishError(
-            f"the cache {root} cannot be written",
-            have=error,
-            do="make room there, or set BURNISH_CACHE to a directory that can be written",
-        ) from error
     return copy.path
 
 

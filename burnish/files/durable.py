@@ -111,14 +111,14 @@ def discard(storage: LocalStorage, path: Path, trash: Path) -> None:
 
 
 @contextmanager
-def naming_failures(what: str) -> Iterator[None]:
+def naming_failures(
+    what: str, do: str = "see that the disk has room, is writable and in order"
+) -> Iterator[None]:
     """Turn `OSError` in the block into a `BurnishError`."""
     try:
         yield
     except OSError as error:
-        raise BurnishError(
-            what, have=error, do="see that the disk has room, is writable and in order"
-        ) from error
+        raise BurnishError(what, have=error, do=do) from error
 
 
 class Removals:
