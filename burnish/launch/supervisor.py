@@ -124,28 +124,27 @@ class Supervisor:
     def _placed(self, attempt: int) -> Attempt | None:
         """Start as many processes as before, or fewer if these find no room; None after a signal."""
         settings = self._settings
-        started = self._start(self._world, attempt, settings.replace_seconds)
-        if started is None and not self._signals and settings.min_processes is not None:
-            room = min(self._launcher.room(), self._world - 1)
-            for world in self._sizes(room, settings.min_processes):
-                started = self._start(world, attempt, _SMALLER_SECONDS)
-                if started is not None:
-                    log.warning("going on with %d of %d processes", world, self._wanted)
-                    self._world = world
-                if started is not None or self._signals:
-                    break
-        if started is None and not self._signals:
-            least = settings.min_processes or self._wanted
-            raise BurnishError(
-                "there is no room for the run's processes",
-                have=f"room for {self._launcher.room()}",
-                want=f"{self._world} within distributed.replace_seconds: {settings.replace_seconds:g}, or {least} afterwards",
-                do="start the same command again when there is; distributed.min_processes lets a run go on with fewer",
-            )
-        return started
+        for world, seconds in self._worlds():
+            started = self._launcher.start(world, attempt, seconds, lambda: bool(self._signals))
+            if started is not None and world < self._world:
+                log.warning("going on with %d of %d processes", world, self._wanted)
+                self._world = world
+            if started is not None or self._signals:
+                return started
+        least = settings.min_processes or self._wanted
+        raise BurnishError(
+            "there is no room for the run's processes",
+            have=f"room for {self._launcher.room()}",
+            want=f"{self._world} within distributed.replace_seconds: {settings.replace_seconds:g}, or {least} afterwards",
+            do="start the same command again when there is; distributed.min_processes lets a run go on with fewer",
+        )
 
-    def _start(self, world: int, attempt: int, seconds: float) -> Attempt | None:
-        return self._launcher.start(world, attempt, seconds, lambda: bool(self._signals))
+    def _worlds(self) -> Iterator[tuple[int, float]]:
+        """Yield numbers of processes to try, and the seconds for each."""
+        yield self._world, self._settings.replace_seconds
+        if (least := self._settings.min_processes) is not None:
+            room = min(self._launcher.room(), self._world - 1)
+            yield from ((world, _SMALLER_SECONDS) for world in self._sizes(room, least))
 
     def _sizes(self, most: int, least: int) -> Iterator[int]:
         """Yield sizes that have a layout, the largest first."""

@@ -50,7 +50,7 @@ class Underway(NamedTuple):
 
 
 class Generator(Protocol):
-    """Samples from the current weights."""
+    """Samples from the current weights. The last four may be left out."""
 
     central: bool
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
@@ -63,17 +63,19 @@ class Generator(Protocol):
         Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone. `drawn` tokens count.
         """
 
-    def so_far(self) -> list[Underway]:
-        """Return what a `generate` under way has made. In one process, call it from `watch`."""
-
     def load_weights(self, weights: Publication, version: int) -> None:
         """Copy weights from every rank's shards, frozen ones once only, so from one engine. Collective."""
+
+    def so_far(self) -> list[Underway]:
+        """Return what a `generate` under way has made. In one process, call it from `watch`."""
+        return []
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """Yield each tensor that it computes with, by canonical name, and its `Shard.checksum`.
 
         A tied weight in two places appears twice.
         """
+        return iter(())
 
     def release(self) -> None:
         """Free device memory until `load_weights` brings all weights; refuse `generate` meanwhile."""

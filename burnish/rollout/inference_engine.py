@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,8 +30,8 @@ from burnish.rollout.running import LocalGenerator, Running
 
 _WAVE_BYTES = 64 << 20
 # Of weights that are handed to an engine at a time.
-JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""What engines join even where a model's `packed_modules_mapping` does not say so."""
+_JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+# What engines join even where a model's `packed_modules_mapping` does not say so.
 
 
 def draw_settings(sampling: Sampling) -> list[float]:
@@ -158,6 +158,15 @@ def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     config.architectures = [kind.__name__] if kind else list(config.architectures or ())
     return config
+
+
+def joined_layer(model: Any, modules: Container[str], layer: str) -> tuple[str, list[str]]:
+    """Return an engine's layer for a checkpoint's layer, and the names that it joins, if it does."""
+    parent, _, last = layer.rpartition(".")
+    for one, parts in {**_JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
+        if layer not in modules and last in parts and f"{parent}.{one}" in modules:
+            return f"{parent}.{one}", [f"{parent}.{part}" for part in parts]
+    return layer, []
 
 
 def whole_tensors(

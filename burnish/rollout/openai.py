@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from http.client import HTTPConnection, HTTPException
@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from burnish.boxes.shards import Publication, TensorSpec
+from burnish.boxes.shards import Publication
 from burnish.config.schema import RolloutConfig
 from burnish.data.columns import tools_of
 from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason
 from burnish.records.seeds import derive_seed
-from burnish.rollout.base import Sampling, Underway, Watch, require_valid
+from burnish.rollout.base import Generator, Sampling, Watch, require_valid
 from burnish.rollout.client import connection_to, in_threads, next_of
 
 KEY = "OPENAI_API_KEY"
@@ -47,8 +47,8 @@ class _Passing(Exception):
         self.wait = wait
 
 
-class EndpointGenerator:
-    """A `Generator` for evaluation. Its completions have texts; their log-probs are NaN."""
+class EndpointGenerator(Generator):
+    """For evaluation. Its completions have texts; their log-probs are NaN."""
 
     central = True
 
@@ -209,22 +209,8 @@ class EndpointGenerator:
             do=remedies.get(status, "correct the setting that it names"),
         )
 
-    def so_far(self) -> list[Underway]:
-        """Return []."""
-        return []
-
     def load_weights(self, weights: Publication, version: int) -> None:
         """Raise `UsageError`."""
         raise UsageError(
             "the weights of an endpoint cannot be set", do="set rollout.engine=builtin to train"
         )
-
-    def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """Yield nothing."""
-        return iter(())
-
-    def release(self) -> None:
-        """See `Generator.release`."""
-
-    def close(self) -> None:
-        """See `Generator.close`."""

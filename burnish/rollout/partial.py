@@ -1,6 +1,6 @@
 """Keep completions that are being drawn, so that a save holds them and a resumed run continues them.
 
-A completion of n tokens goes on as a request whose prompt ends with them, with draw n. So it equals an uninterrupted one.
+A completion of n tokens goes on as a request whose prompt ends with them, with draw n.
 """
 
 from __future__ import annotations

@@ -282,10 +282,7 @@ class Readback:
         """Start copying `drawn` of n sequences and `experts` [n, L, k]."""
         self.sequences, self.version = tuple(sequences), version
         device = drawn.tokens.device
-        self._parts = [
-            part.to("cpu", non_blocking=True)
-            for part in (drawn.tokens, drawn.sampled_logprobs, drawn.logprobs)
-        ]
+        self._parts = [part.to("cpu", non_blocking=True) for part in drawn]
         self._experts = None if experts is None else experts.to("cpu", non_blocking=True)
         self._copied = None if device.type == "cpu" else torch.Event(device)
         if self._copied is not None:

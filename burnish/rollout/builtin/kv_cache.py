@@ -103,37 +103,35 @@ def _rounded(length: int) -> int:
     return -(-length // _SPAN_GRAIN) * _SPAN_GRAIN
 
 
-class SlotCache:
+class SlotCache(RowStore):
     """One row per completion, in the model's dtype; the `Attends` of the latest step."""
 
-    def __init__(self, slots: int, prompt: int, completion: int) -> None:
+    def __init__(
+        self, slots: int, prompt: int, completion: int, dtype: torch.dtype | None = None
+    ) -> None:
         """Allocate nothing yet; `prompt` and `completion` are the most tokens."""
+        super().__init__(prompt + completion, dtype)
         self._slots = slots
-        self._store = RowStore(prompt + completion)
         self._positions, self._span = torch.empty(0), 0
         self._biases: dict[int | None, Tensor] = {}
 
     def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
         """Start row `rows[i]` with prompt `which[i]`."""
         longest = max(prompts.lengths[index] for index in which)
-        self._store.reserve(prompts, self._slots, longest)
-        self._store.read(prompts, which, rows)
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """See `RowStore.move`."""
-        self._store.move(sources, targets)
+        self.reserve(prompts, self._slots, longest)
+        self.read(prompts, which, rows)
 
     def step(self, positions: Tensor, span: int) -> Attends:
         """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; end all others."""
-        self._store.reserve(None, self._slots, span)
+        self.reserve(None, self._slots, span)
         self._positions, self._span, self._biases = positions, _rounded(span), {}
         return self
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Append token i to row i and attend to it; see `Attends.attend`."""
         (query, key, value), running = parts, len(self._positions)
-        self._store.append(layer, self._positions, key, value)
-        keys, values = (part[:running, :, : self._span] for part in self._store.layers[layer])
+        self.append(layer, self._positions, key, value)
+        keys, values = (part[:running, :, : self._span] for part in self.layers[layer])
         bias = self._bias(window, keys.dtype)
         output = _attend_one(query[0].transpose(0, 1), keys, values, bias, scaling)
         return output.flatten(1, 2)[None]

@@ -10,7 +10,7 @@ distribution function by id. Masses are fp32, running sums fp64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ _BLOCK = 64
 """Tokens per block of the two-level search."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class Drawn(NamedTuple):
     """One token for each of n rows."""
 
     tokens: Tensor

@@ -21,10 +21,8 @@ class SharedCache(SlotCache):
 
     def __init__(self, slots: int, prompt: int, completion: int) -> None:
         """See `SlotCache`."""
-        super().__init__(slots, prompt, completion)
-        self._prompts, self._store = (
-            RowStore(longest, torch.float32) for longest in (prompt, completion)
-        )
+        super().__init__(slots, 0, completion, torch.float32)
+        self._prompts = RowStore(prompt, torch.float32)
         self._stored: list[int] = []
         """The number of the prompt in each row of `_prompts`."""
         self._prompt_of: list[int | None] = [None] * slots
@@ -36,7 +34,7 @@ class SharedCache(SlotCache):
         for row, index in zip(rows.tolist(), which, strict=True):
             self._prompt_of[row] = prompts.first + index
         self._lengths[rows] = torch.tensor([prompts.lengths[index] for index in which])
-        self._store.reserve(prompts, len(self._lengths), 0)
+        self.reserve(prompts, len(self._lengths), 0)
         self._groups = None
         fresh = [i for i in dict.fromkeys(which) if prompts.first + i not in self._stored]
         if not fresh:
@@ -53,7 +51,7 @@ class SharedCache(SlotCache):
         self._prompts.read(prompts, fresh, torch.tensor(places))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """See `SlotCache.move`."""
+        """See `RowStore.move`."""
         super().move(sources, targets)
         self._lengths[targets] = self._lengths[sources]
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -67,22 +65,19 @@ class SharedCache(SlotCache):
             self._groups = self._grouped(running)
         own = positions - self._lengths[:running]
         self._positions, self._span, self._biases = own, int(own.max()) + 1, {}
-        self._store.reserve(None, running, self._span)
+        self.reserve(None, running, self._span)
         return self
 
     def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
         """Append token i to row i; attend to its prompt and that row. See `Attends.attend`."""
         (query, key, value), groups = parts, self._groups
         assert groups is not None  # a step has begun
-        self._store.append(layer, self._positions, key, value)
+        self.append(layer, self._positions, key, value)
         shared = [
             part[: groups.prompts, :, : groups.longest].flatten(0, 1)
             for part in self._prompts.layers[layer]
         ]
-        own = [
-            part[: groups.running, :, : self._span].flatten(0, 1)
-            for part in self._store.layers[layer]
-        ]
+        own = [part[: groups.running, :, : self._span].flatten(0, 1) for part in self.layers[layer]]
         kv_heads = key.shape[1]
         heads = query[0].transpose(0, 1).float() * scaling
         heads = heads.reshape(len(heads), kv_heads, -1, query.shape[-1])

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 
 from burnish.files.safetensors import ADAPTER_PREFIX
-from burnish.rollout.inference_engine import JOINED
+from burnish.rollout.inference_engine import joined_layer
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
@@ -59,15 +59,6 @@ def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[s
 def _plain(names: Iterable[str]) -> frozenset[str]:
     """Return names without the wrappers of layers with an adapter."""
     return frozenset(name.replace(".base_layer.", ".") for name in names)
-
-
-def _joined(model: Any, modules: Mapping[str, Any], layer: str) -> tuple[str, list[str]]:
-    """Return vLLM's layer for a checkpoint's layer, and the names that it joins, if it does."""
-    parent, _, last = layer.rpartition(".")
-    for one, parts in {**JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
-        if layer not in modules and last in parts:
-            return f"{parent}.{one}", [f"{parent}.{part}" for part in parts]
-    return layer, []
 
 
 def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str, Any]) -> None:
@@ -102,7 +93,7 @@ def _adapted(model: Any, name: str) -> tuple[Any, int]:
     """Return the wrapper that has A or B of an adapter, and the part."""
     modules, layer = dict(model.named_modules()), name.removeprefix(ADAPTER_PREFIX)
     layer = layer.partition(".lora_")[0]
-    owner, parts = _joined(model, modules, layer)
+    owner, parts = joined_layer(model, modules, layer)
     return modules.get(owner), parts.index(layer) if parts else 0
 
 
@@ -142,7 +133,7 @@ def read_tensor(
         return experts and _expert(experts, int(expert[2]), expert[3], shapes[name], ranks)
     else:
         layer = owner
-        owner, parts = _joined(model, modules, layer)
+        owner, parts = joined_layer(model, modules, layer)
         rows = [shapes[f"{part}.{kind}"][0] // ranks for part in parts]
         before = rows[: parts.index(layer)] if parts else []
     module = modules.get(owner)
