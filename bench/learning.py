@@ -143,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if len(arguments.seeds) < 2:
         parser.error("one seed says nothing of how far seeds are apart; give two or more")
-    config = load_config(ROOT / CONFIG).config
+    config = load_config(ROOT / CONFIG)
     if not config.model.path or not (ROOT / config.model.path).is_dir():
         parser.error(f"{config.model.path} is not there; run `make demo` first")
     steps = arguments.steps

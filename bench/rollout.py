@@ -94,7 +94,7 @@ def generators(directory: Path) -> Iterator[dict[str, Generator]]:
             settings = [f"name={engine}", f"rollout.engine={engine}", f"rollout.place={place}"]
             if place == "servers":
                 stack.enter_context(server([file, *settings]))
-            foundation = lay_foundation(load_config(file, settings).config)
+            foundation = lay_foundation(load_config(file, settings))
             made[name] = stack.enter_context(closing(make_generator(foundation)))
         yield made
 

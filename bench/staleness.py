@@ -105,7 +105,7 @@ def main() -> None:
             group.append(curve(given.runs.resolve(), ahead, seed, given.steps, settings))
     given.picture.parent.mkdir(parents=True, exist_ok=True)
     given.picture.write_text(picture(curves))
-    rollouts = given.prompts * load_config(ROOT / CONFIG).config.rollout.n
+    rollouts = given.prompts * load_config(ROOT / CONFIG).rollout.n
     for ahead in AHEAD:
         share = share_within(curves[ahead], curves[0], rollouts)
         last = np.mean([each[-10:].mean() for each in curves[ahead]])

@@ -74,11 +74,11 @@ def arguments() -> list[str]:
 def test_the_guides_four_lines_are_what_its_command_says(demo: Path) -> None:
     assert len(LINES.splitlines()) == 4
     (demo / "rl.yaml").write_text((demo / CONFIG).read_text() + LINES)
-    by_lines = load_config(demo / "rl.yaml").config
+    by_lines = load_config(demo / "rl.yaml")
     _, config, *overrides = arguments()
-    by_command = load_config(demo / config, overrides).config
+    by_command = load_config(demo / config, overrides)
     assert by_lines.engine == by_command.engine
-    assert by_lines.engine != load_config(demo / CONFIG).config.engine
+    assert by_lines.engine != load_config(demo / CONFIG).engine
 
 
 @pytest.mark.nightly

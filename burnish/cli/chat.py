@@ -38,11 +38,11 @@ def chat(given: Namespace) -> None:
     place, step = given.config, None
     file = RunDirectory(Path(place or "")).config
     if place and file.is_file():
-        config = load_config(file, given.overrides).config
+        config = load_config(file, given.overrides)
         model, step = newest_model(file.parent, config.model)
     else:
         named = [f"model.path={place}"] if place else []
-        config = load_config(None, [*named, *given.overrides]).config
+        config = load_config(None, [*named, *given.overrides])
         model = at_newest_steps(config.model_dump()).model
     data = DataConfig(chat_template_kwargs=config.data.chat_template_kwargs)
     settings = config.model_copy(update={"model": model, "data": data, "reward": RewardConfig()})

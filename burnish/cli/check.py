@@ -23,7 +23,7 @@ _HIDE_ACCELERATORS = {
 
 def run_check(given: Namespace) -> None:
     """Check a configuration. Raises `BurnishError` where something differs."""
-    config = load_config(given.config, given.overrides).config
+    config = load_config(given.config, given.overrides)
     config = at_newest_steps(config.model_dump(), config.directory)
     command: Command = "rl" if config.reward.given else "sft"
     check(config, command, given.processes or place_of(os.environ).layout.world)

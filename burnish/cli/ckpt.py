@@ -422,7 +422,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
         rest = leftovers(root, LOCAL)
         with holding_pins(root, LOCAL) as pins:
             if config.is_file():
-                loaded = load_config(config).config
+                loaded = load_config(config)
                 retention = Retention.of(loaded.checkpoint, loaded.mirror_url)
                 paths = step_paths(root, LOCAL)
                 gone = [paths[step] for step in retention.removable(root, LOCAL, pins)]

@@ -32,7 +32,7 @@ Configured = tuple["Plan | None", BurnishError | None]
 
 def run_plan(arguments: Namespace) -> None:
     """Plan a configuration. Raises `UsageError` if no layout fits."""
-    config = load_config(arguments.config, arguments.overrides).config
+    config = load_config(arguments.config, arguments.overrides)
     check_engine(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:

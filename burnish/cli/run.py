@@ -39,7 +39,7 @@ def run(given: Namespace) -> None:
         file, overrides = None, [f"model.path={json.dumps(file)}", *overrides]
     elif file and command == "eval" and (run_dir := run_at(file)):
         file = recorded_config(run_dir)
-    config = load_config(file, overrides).config
+    config = load_config(file, overrides)
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
     if devices is not None and not given.dry_run:
@@ -85,7 +85,7 @@ def supervise(given: Namespace) -> None:
             "torchrun has started this process, so it cannot start the run's processes",
             do="leave out torchrun, or --processes and --ray",
         )
-    config = load_config(given.config, given.overrides).config
+    config = load_config(given.config, given.overrides)
     argv = [command, *filter(None, [given.config]), *given.overrides]
     rollout = config.rollout
     servers = rollout.servers if command == "rl" and rollout.place == "servers" else 0
@@ -110,7 +110,7 @@ def launcher_of(
 
 def submit(given: Namespace) -> None:
     """Submit a run to a Ray cluster as a job, and follow it."""
-    config = load_config(given.config, given.overrides).config
+    config = load_config(given.config, given.overrides)
     check(config, given.kind, given.processes)
     with refusing("Ray is not installed", do=install("ray")):
         jobs = import_module("burnish.launch.ray_jobs")
@@ -121,7 +121,7 @@ def submit(given: Namespace) -> None:
 
 def serve_run(given: Namespace) -> None:
     """Generate completions for the run that a configuration names until ctrl-C."""
-    config = load_config(given.config, given.overrides).config
+    config = load_config(given.config, given.overrides)
     check(config, "rl", None)
     from burnish.distributed.device import pick_device
     from burnish.train.localize import local_inputs

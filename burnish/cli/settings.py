@@ -17,7 +17,7 @@ from burnish.cli.output import print_text
 from burnish.config.constraints import Command, check, notices
 from burnish.config.document import dump_yaml, one_line
 from burnish.config.keys import Key, known_keys, plain_name
-from burnish.config.load import DEFAULT, load_config
+from burnish.config.load import DEFAULT, load_config, load_with_origins
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import suggestion
 from burnish.config.translate import translated
@@ -27,7 +27,7 @@ from burnish.train.own_directory import recorded_config
 
 def check_file(given: Namespace) -> None:
     """Check a configuration against the schema and the constraints between settings. Raises `UsageError` with all problems."""
-    config = load_config(given.config, given.overrides).config
+    config = load_config(given.config, given.overrides)
     command: Command = "rl" if config.reward.given else "sft"
     check(config, command, world=None)
     console = Console(highlight=False, soft_wrap=True)
@@ -41,9 +41,9 @@ def show(given: Namespace) -> None:
     file = given.config
     if file and os.path.isdir(file):
         file = recorded_config(Path(file))
-    resolved = load_config(file, given.overrides)
+    config, origins = load_with_origins(file, given.overrides)
     console = Console(highlight=False, soft_wrap=True)
-    for line in dump_yaml(resolved.config, resolved.origin).splitlines():
+    for line in dump_yaml(config, origins).splitlines():
         setting, mark, origin = line.rpartition("  # ")
         if not mark:
             console.print(Text(line))

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +31,7 @@ _MOST_PROBLEMS = 20
 """Problems that are told of; nobody mends more at a time."""
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A whole configuration."""
-
-    config: RunConfig
-    """Every setting."""
-    origins: Mapping[str, str]
-    """What set a path (`reward.functions[0].weight`): FILE:LINE, "command line" or "argument"."""
-
-    @cached_property
-    def origin(self) -> Mapping[str, str]:
-        """The origin of every setting by dotted key, or "default"."""
-        names = [key.name for key in known_keys().values() if not key.section]
-        return {name: _origin(self.origins, name) for name in names if "[" not in name}
-
-
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resolved:
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (None: only defaults), then apply overrides `a.b=c` in order.
 
     A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, or for a mapping
@@ -57,13 +40,22 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Resol
 
     Raises `MissingError` for an absent file, and `UsageError` for broken YAML, unknown keys and wrong values.
     """
+    return load_with_origins(path, overrides)[0]
+
+
+def load_with_origins(
+    path: str | Path | None, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, Mapping[str, str]]:
+    """Return `load_config`, and what set each setting: FILE:LINE, "command line" or "default"."""
     draft, subject = _Draft(), "the command line"
     if path is not None:
         draft.take(read_document(path), str(path))
         subject = f"{path} and the command line" if overrides else str(path)
     for override in overrides:
         draft.override(override)
-    return draft.resolved(subject)
+    config = draft.config(subject)
+    names = [key.name for key in known_keys().values() if not key.section and "[" not in key.name]
+    return config, {name: _origin(draft.origins, name) for name in names}
 
 
 def load_settings(
@@ -80,7 +72,7 @@ def load_settings(
         given = source.model_dump(exclude_unset=True) if isinstance(source, RunConfig) else source
         draft.set_all(_plain(given), _ARGUMENT)
     draft.set_all(_plain(settings), _ARGUMENT)
-    return draft.resolved("the settings").config
+    return draft.config("the settings")
 
 
 def _plain(value: Any) -> Any:
@@ -154,7 +146,7 @@ class _Draft:
         self.origins[name] = origin
         target[last] = value
 
-    def resolved(self, subject: str) -> Resolved:
+    def config(self, subject: str) -> RunConfig:
         """Return the configuration, or raise `UsageError` with all problems."""
         try:
             config = RunConfig.model_validate(self.values)
@@ -162,7 +154,7 @@ class _Draft:
             self._note_findings(error)
         if self.problems:
             raise together(self.problems, subject)
-        return Resolved(config, self.origins)
+        return config
 
     def _note_findings(self, error: ValidationError) -> None:
         noted = set()

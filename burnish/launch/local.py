@@ -71,9 +71,9 @@ class RankProcess:
         self._process.wait()
 
     def _read(self) -> None:
-        with suppress(OSError, ValueError):  # it was closed
-            for line in self._process.stdout or ():
-                self._lines.append(line.rstrip("\n"))
+        if self._process.stdout is not None:
+            with suppress(OSError, ValueError), self._process.stdout as lines:
+                self._lines.extend(line.rstrip("\n") for line in lines)
 
 
 class LocalAttempt:

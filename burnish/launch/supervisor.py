@@ -204,7 +204,10 @@ class Supervisor:
 
 
 def run_once(launcher: Launcher, world: int | None) -> int:
-    """Start a command once; return its exit code. Raises `UsageError` if its processes find no room."""
+    """Start a command once; return its exit code. Raises `UsageError` if its processes find no room.
+
+    After a failure others may go on for a while, as in `Supervisor`.
+    """
     world = launcher.processes() if world is None else world
     started = launcher.start(world, 0, _SMALLER_SECONDS, lambda: False)
     if started is None:
@@ -214,10 +217,14 @@ def run_once(launcher: Launcher, world: int | None) -> int:
             want=world,
             do="give --processes a smaller number, or wait",
         )
+    deadline = float("inf")
     with closing(started):
-        while len(ended := started.poll(_LOOK_SECONDS)) < world:
-            pass
-    status = next(filter(None, ended.values()), 0)
+        while len(ended := started.poll(_LOOK_SECONDS)) < world and time.monotonic() < deadline:
+            if any(ended.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        rank, status = next((each for each in ended.items() if each[1]), (0, 0))
+        for line in started.last_lines(rank) if status else ():
+            log.error("rank %d: %s", rank, line)
     return _exit_code(status)
 
 

@@ -288,7 +288,7 @@ def begin_run(work: Path, *overrides: str) -> Path:
     """What a run of `c.yaml` leaves behind, as far as the command line looks at it."""
     directory = work / "runs/try"
     (directory / "checkpoints/step-00000100").mkdir(parents=True)
-    config = load_config(work / "c.yaml", overrides).config
+    config = load_config(work / "c.yaml", overrides)
     (directory / "config.yaml").write_text(dump_yaml(config))
     return directory
 
@@ -374,7 +374,7 @@ def test_each_command_starts_its_trainer(
     assert capsys.readouterr().out == "val/n            12\nval/reward/mean  0.5\n"
     assert main(["eval", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
-    config = load_config("c.yaml", ["steps=5"]).config
+    config = load_config("c.yaml", ["steps=5"])
     decided = config.engine.model_copy(update={"precision": started[0][1].engine.precision})
     config = config.model_copy(update={"engine": decided})
     assert [given[:3] for given in started[:3]] == [

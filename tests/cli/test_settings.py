@@ -27,7 +27,7 @@ def test_show_prints_everything_with_its_origin_and_can_be_read_back(
     assert len(columns) == 1
     again = tmp_path / "again.yaml"
     again.write_text(text)
-    assert load_config(again).config == load_config(file, ["optim.lr=2e-5"]).config
+    assert load_config(again) == load_config(file, ["optim.lr=2e-5"])
 
 
 def test_show_reports_a_bad_configuration(

@@ -16,7 +16,7 @@ GOOD = ["model.path=m", "data.train=[t]", "reward.functions=[{function: numeric}
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return load_config(None, [*GOOD, *overrides]).config
+    return load_config(None, [*GOOD, *overrides])
 
 
 def refused(command: Command, *overrides: str, world: int = 1) -> str:
@@ -132,7 +132,7 @@ def test_a_reward_model_is_a_reward() -> None:
 
 
 def test_a_good_evaluation_passes() -> None:
-    check(load_config(None, ["model.path=m", "data.validation=[v]"]).config, "eval")
+    check(load_config(None, ["model.path=m", "data.validation=[v]"]), "eval")
 
 
 BAD: list[tuple[Command, list[str], list[str]]] = [

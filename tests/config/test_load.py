@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,19 @@ from configurations import sections
 from hypothesis import given, settings
 
 from burnish.config.document import dump_yaml
-from burnish.config.load import Resolved, load_config, load_settings
+from burnish.config.load import load_config, load_settings, load_with_origins
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError
 
 
-def load(tmp_path: Path, text: str, *overrides: str) -> Resolved:
+def loaded(tmp_path: Path, text: str, *overrides: str) -> tuple[RunConfig, Mapping[str, str]]:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    return load_config(path, overrides)
+    return load_with_origins(path, overrides)
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
+    return loaded(tmp_path, text, *overrides)[0]
 
 
 def refused(tmp_path: Path, text: str, *overrides: str) -> str:
@@ -27,19 +32,19 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
 
 
 def test_nothing_given_is_all_defaults() -> None:
-    resolved = load_config(None, [])
-    assert resolved.config == RunConfig()
-    assert set(resolved.origin.values()) == {"default"}
+    config, origins = load_with_origins(None, [])
+    assert config == RunConfig()
+    assert set(origins.values()) == {"default"}
 
 
 def test_file_and_overrides_and_where_each_value_came_from(tmp_path: Path) -> None:
     text = "seed: 3\n\nrollout:\n  n: 4\n  top_k: 5\noptim: {lr: 1e-5}\nreward:\n  functions:\n  - function: numeric\n"
-    resolved = load(tmp_path, text, "rollout.n=16", "algorithm.kl.coef=1e-3")
-    config, file = resolved.config, tmp_path / "c.yaml"
+    config, origins = loaded(tmp_path, text, "rollout.n=16", "algorithm.kl.coef=1e-3")
+    file = tmp_path / "c.yaml"
     assert (config.seed, config.rollout.n, config.rollout.top_k) == (3, 16, 5)
     assert (config.optim.lr, config.algorithm.kl.coef) == (1e-5, 1e-3)
     assert config.reward.functions[0].function == "numeric"
-    set_by = {key: origin for key, origin in resolved.origin.items() if origin != "default"}
+    set_by = {key: origin for key, origin in origins.items() if origin != "default"}
     assert set_by == {
         "seed": f"{file}:1",
         "rollout.n": "command line",
@@ -48,45 +53,47 @@ def test_file_and_overrides_and_where_each_value_came_from(tmp_path: Path) -> No
         "reward.functions": f"{file}:8",
         "algorithm.kl.coef": "command line",
     }
-    assert "rollout.temperature" in resolved.origin
-    assert "rollout" not in resolved.origin
+    assert "rollout.temperature" in origins
+    assert "rollout" not in origins
 
 
 def test_the_last_override_wins(tmp_path: Path) -> None:
-    assert load(tmp_path, "", "seed=1", "seed=2").config.seed == 2
+    assert load(tmp_path, "", "seed=1", "seed=2").seed == 2
 
 
 def test_an_override_of_a_section_changes_the_keys_it_names(tmp_path: Path) -> None:
-    resolved = load(
+    config, origins = loaded(
         tmp_path, "rollout: {n: 4, top_k: 3}", "rollout={n: 2}", "algorithm={kl: {coef: 1}}"
     )
-    assert (resolved.config.rollout.n, resolved.config.rollout.top_k) == (2, 3)
-    assert resolved.config.algorithm.kl.coef == 1
-    assert resolved.origin["rollout.n"] == resolved.origin["algorithm.kl.coef"] == "command line"
-    assert resolved.origin["algorithm.kl.estimator"] == "default"
+    assert (config.rollout.n, config.rollout.top_k) == (2, 3)
+    assert config.algorithm.kl.coef == 1
+    assert origins["rollout.n"] == origins["algorithm.kl.coef"] == "command line"
+    assert origins["algorithm.kl.estimator"] == "default"
 
 
 def test_a_section_without_keys_is_all_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, "rollout:\n  # n: 3\noptim:\n").config == RunConfig()
+    assert load(tmp_path, "rollout:\n  # n: 3\noptim:\n") == RunConfig()
 
 
 def test_keys_inside_a_mapping_of_the_users_own(tmp_path: Path) -> None:
     text = "model:\n  fresh: {hidden_size: 8, rope: {theta: 1}}\n"
-    resolved = load(tmp_path, text, "model.fresh.hidden_size=16", "model.fresh.rope.factor=2")
-    assert resolved.config.model.fresh == {"hidden_size": 16, "rope": {"theta": 1, "factor": 2}}
-    assert resolved.origin["model.fresh"] == f"{tmp_path / 'c.yaml'}:2, command line"
-    assert load(tmp_path, "", "model.fresh.a=1").config.model.fresh == {"a": 1}
+    config, origins = loaded(
+        tmp_path, text, "model.fresh.hidden_size=16", "model.fresh.rope.factor=2"
+    )
+    assert config.model.fresh == {"hidden_size": 16, "rope": {"theta": 1, "factor": 2}}
+    assert origins["model.fresh"] == f"{tmp_path / 'c.yaml'}:2, command line"
+    assert load(tmp_path, "", "model.fresh.a=1").model.fresh == {"a": 1}
 
 
 def test_a_shared_alias_is_not_changed_by_an_override_of_one_use(tmp_path: Path) -> None:
     text = "rollout: &s {temperature: 0.5}\nevaluation: *s\n"
-    config = load(tmp_path, text, "rollout.temperature=1").config
+    config = load(tmp_path, text, "rollout.temperature=1")
     assert (config.rollout.temperature, config.evaluation.temperature) == (1, 0.5)
 
 
 @pytest.mark.parametrize("written", ["", "null", "~"])
 def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
-    assert load(tmp_path, "steps: 3", f"steps={written}").config.steps is None
+    assert load(tmp_path, "steps: 3", f"steps={written}").steps is None
 
 
 @pytest.mark.parametrize(
@@ -158,14 +165,14 @@ def test_bad_input_is_named(
     ids=["file", "command"],
 )  # fmt: skip
 def test_short_forms(tmp_path: Path, text: str, overrides: list[str]) -> None:
-    config = load(tmp_path, text, *overrides).config
+    config = load(tmp_path, text, *overrides)
     assert (config.name, config.model.path, config.data.train) == ("007", "12", ["a.jsonl"])
     assert (config.rollout.stop, config.rollout.stop_token_ids) == (["1_0"], [5])
     assert [each.function for each in config.reward.functions] == ["f.py:g"]
     assert [(each.path, each.name) for each in config.reward.models] == [("M", None), ("3", "1e3")]
     again = tmp_path / "again.yaml"
     again.write_text(dump_yaml(config))
-    assert load_config(again).config == config
+    assert load_config(again) == config
 
 
 def test_short_forms_from_python() -> None:
@@ -247,10 +254,10 @@ def test_what_is_dumped_loads_equal(
     tmp_path_factory: pytest.TempPathFactory, config: RunConfig
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
-    origins = load_config(None, []).origin
+    _, origins = load_with_origins(None, [])
     for comments in (None, dict.fromkeys(origins, "a remark")):
         path.write_text(dump_yaml(config, comments), encoding="utf-8", newline="")
-        assert load_config(path, []).config == config
+        assert load_config(path, []) == config
 
 
 def test_the_dump_is_whole_and_keeps_the_order_of_the_schema() -> None:

@@ -15,7 +15,7 @@ PAPER = [
 
 
 def said(*overrides: str) -> list[str]:
-    return list(notices(load_config(None, overrides).config, "rl"))
+    return list(notices(load_config(None, overrides), "rl"))
 
 
 def test_nothing_is_said_of_what_is_as_usual() -> None:
@@ -31,7 +31,7 @@ def test_held_out_data_that_are_hardly_looked_at() -> None:
     (line,) = said(data, "evaluation.before=false")
     assert "data.validation" in line
     assert said(data, "evaluation.every=5") == []
-    assert list(notices(load_config(None, [data]).config, "eval")) == []
+    assert list(notices(load_config(None, [data]), "eval")) == []
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_sum_fixed"])
@@ -69,12 +69,12 @@ def test_what_a_command_does_not_use() -> None:
         "evaluation.temperature=0",
         GSPO,
     ]
-    config = load_config(None, given).config
+    config = load_config(None, given)
     (line,) = notices(config, "sft")
     assert line.endswith(" sft: reward, algorithm, batch.prompts, evaluation.temperature")
     assert next(notices(config, "rl")).endswith(" rl: batch.examples")
     assert list(notices(config, "eval")) == []
-    assert list(notices(load_config(None, shared).config, "sft")) == []
+    assert list(notices(load_config(None, shared), "sft")) == []
 
 
 def test_what_a_command_does_not_use_are_settings() -> None:
@@ -86,7 +86,7 @@ def test_drawing_ahead_without_a_correction() -> None:
     assert "algorithm.mismatch_cap" in line
     for corrected in ("mismatch_cap=2", "mismatch_reject=token", "old_logprobs=rollout"):
         assert said("rollout.ahead=2", f"algorithm.{corrected}") == []
-    assert list(notices(load_config(None, ["rollout.ahead=2"]).config, "eval")) == []
+    assert list(notices(load_config(None, ["rollout.ahead=2"]), "eval")) == []
 
 
 def test_drawing_all_at_once() -> None:

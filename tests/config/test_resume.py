@@ -18,7 +18,7 @@ from burnish.errors import IncompatibleError
 
 
 def with_(*overrides: str) -> RunConfig:
-    return load_config(None, overrides).config
+    return load_config(None, overrides)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ SFT = (
 
 def loaded(tmp_path: Path, text: str) -> RunConfig:
     (tmp_path / "new.yaml").write_text(text)
-    return load_config(tmp_path / "new.yaml").config
+    return load_config(tmp_path / "new.yaml")
 
 
 def test_a_script_of_verl(tmp_path: Path) -> None:

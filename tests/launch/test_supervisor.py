@@ -16,6 +16,8 @@ from training_files import At, done, outcome
 
 from burnish.config.schema import DistributedConfig
 from burnish.errors import BurnishError, UsageError
+from burnish.launch import supervisor
+from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import Supervisor
 
 ARGV = ["rl", "rl.yaml", "checkpoint.save_every=1", "evaluation.every=0"]
@@ -49,6 +51,21 @@ def calm(work: Path) -> Callable[[Sequence[str]], dict[str, Any]]:
 def supervised(launcher: ForkedLauncher, world: int = 2, **settings: float) -> int:
     given = {"replace_seconds": 0, **settings}
     return Supervisor(launcher, DistributedConfig.model_validate(given), world).run()
+
+
+def test_a_command_that_is_started_once_does_not_outlive_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 dies before the ranks have met, and rank 0 would wait for it for minutes."""
+    text = "import os, sys, time\nprint('lost', flush=True) if os.environ['RANK'] == '1' else time.sleep(600)\n"
+    package = tmp_path / "burnish"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(text + "sys.exit(7)\n")
+    monkeypatch.chdir(tmp_path)  # where `python -m burnish` looks first
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.1)
+    assert supervisor.run_once(LocalLauncher([]), 2) == 7
+    assert caplog.messages == ["rank 1: lost"]
 
 
 @pytest.mark.nightly

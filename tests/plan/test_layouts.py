@@ -86,7 +86,7 @@ def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values)))
     for plan in planner(values, command).all_plans()[::10]:
-        config = load_config(path, plan.overrides()).config
+        config = load_config(path, plan.overrides())
         check(config, command, 64)
         assert config.engine == plan.engine
 

@@ -197,7 +197,7 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values_of(model))))
     for plan in plans[::10]:
-        config = load_config(path, plan.overrides()).config
+        config = load_config(path, plan.overrides())
         check(config, "sft", plan.devices.count)
         assert config.engine == plan.engine
 

@@ -35,7 +35,7 @@ def test_the_best_steps_are_kept(work, mode):
     assert [step.step for step in steps] == sorted({best, 6})
     assert steps[0].state["measured"] == {"val/loss": losses[best]}
     digests = {step.state["config_digest"] for step in steps}
-    assert digests == {digest(load_config(run / "config.yaml").config)}
+    assert digests == {digest(load_config(run / "config.yaml"))}
     assert [step.state["weights_version"] for step in steps] == [step.step for step in steps]
 
 

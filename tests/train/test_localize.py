@@ -165,7 +165,7 @@ def test_a_run_with_everything_behind_urls(tmp_path: Path, s3_server: S3Server) 
     environ = {**s3_server.environ, "BURNISH_CACHE": str(tmp_path / "cache")}
     code, log = burnish(work, "rl", "rl.yaml", "name=far", "steps=1", *where, environ=environ)
     assert code == 0, log
-    recorded = load_config(work / "runs/far/config.yaml").config
+    recorded = load_config(work / "runs/far/config.yaml")
     assert recorded.data.train == [f"{bucket.url}/train.jsonl"]
 
 

@@ -74,7 +74,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(hub: HubServer, work: Path) 
     call(hub, work, "sft", "sft.yaml", "--dry-run")
     assert not any("safetensors" in path and "blobs" in path for _, path in hub.asked)
     call(hub, work, "sft", "sft.yaml")
-    recorded = load_config(work / "runs/run/config.yaml").config
+    recorded = load_config(work / "runs/run/config.yaml")
     assert recorded.model.path == f"me/tiny@{model}"
     assert recorded.data.train == recorded.data.validation == [f"me/sums@{sums}"]
 
@@ -83,7 +83,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(hub: HubServer, work: Path) 
     hub.asked.clear()
     call(hub, work, "sft", "sft.yaml", "steps=2", HF_HOME=str(work / "another home"))
     assert any(path.startswith("blobs/") for _, path in hub.asked)
-    assert load_config(work / "runs/run/config.yaml").config.model == recorded.model
+    assert load_config(work / "runs/run/config.yaml").model == recorded.model
     hub.asked.clear()
     call(hub, work, "eval", "runs/run", HF_HUB_OFFLINE="1")
     call(hub, work, "sft", "sft.yaml", "steps=3")
@@ -130,7 +130,7 @@ def test_a_run_that_is_on_its_mirror_alone_keeps_its_commits(hub: HubServer, wor
     hub.repositories["models/me/tiny"] = {"config.json": b"{}"}
     home = str(work / "another home")
     call(hub, work, "sft", "sft.yaml", mirror, "steps=2", HF_HOME=home)
-    recorded = load_config(work / "runs/run/config.yaml").config
+    recorded = load_config(work / "runs/run/config.yaml")
     assert recorded.model.path == f"me/tiny@{commit}"
 
 

@@ -21,7 +21,7 @@ MODEL = "model.fresh={model_type: qwen3, vocab_size: 32, hidden_size: 16, interm
 
 def rows_of(*overrides: str, command: str = "sft", brief: bool = True) -> dict[str, str]:
     """The summary's texts by their names."""
-    config = load_config(None, list(overrides)).config
+    config = load_config(None, list(overrides))
     lines = summary(config, "sft" if command == "sft" else "rl", 1, brief=brief).splitlines()
     return {name: text.strip() for name, _, text in (line[2:].partition("  ") for line in lines)}
 
