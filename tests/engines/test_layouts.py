@@ -370,6 +370,7 @@ def other_families_rank(layout: Layout, settings: Mapping[str, int]) -> list[lis
     return found
 
 
+@pytest.mark.nightly
 def test_other_families_follow_their_plan() -> None:
     (wanted,) = run_ranks(other_families_rank, 1, {})
     for rank in run_ranks(other_families_rank, 2, {"tensor_parallel": 2}):

@@ -27,7 +27,7 @@ def in_peace(work: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "second", "place"),
     [
-        (signal.SIGINT, signal.SIGINT, "Saver._lay_out"),
+        pytest.param(signal.SIGINT, signal.SIGINT, "Saver._lay_out", marks=pytest.mark.nightly),
         (signal.SIGINT, signal.SIGTERM, "Saver._commit"),
         pytest.param(signal.SIGTERM, signal.SIGTERM, "Saver._lay_out", marks=pytest.mark.nightly),
     ],

@@ -508,13 +508,15 @@ def test_a_step_with_batches_is_checked_set_aside_exported_and_shown(
     assert aside == ["step-00000003", "step-00000004"]
 
 
-def test_two_processes_and_one_share_batches(work: Path, in_peace: Path) -> None:
+@pytest.mark.parametrize(("first", "second"), by_day([(2, 1), (1, 2)], [(2, 1)]))
+def test_two_processes_and_one_share_batches(
+    work: Path, in_peace: Path, first: int, second: int
+) -> None:
     """What two drew ahead one trains on, and the other way round."""
-    for first, second in ((2, 1), (1, 2)):
-        argv = [*AHEAD, f"name=shared_{first}"]
-        started = ranks(work, argv, first, at=At(TAKE, 4, signal.SIGTERM))
-        assert [each.wait() for each in started] == [128 + signal.SIGTERM] * first
-        assert_same(done(work, *argv, world=second), in_peace)
+    argv = [*AHEAD, f"name=shared_{first}"]
+    started = ranks(work, argv, first, at=At(TAKE, 4, signal.SIGTERM))
+    assert [each.wait() for each in started] == [128 + signal.SIGTERM] * first
+    assert_same(done(work, *argv, world=second), in_peace)
 
 
 @pytest.mark.nightly

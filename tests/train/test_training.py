@@ -91,6 +91,7 @@ def test_every_rollout_of_two_ranks_has_a_trace_and_a_resumed_run_has_each_once(
     assert len(ids) == 32
 
 
+@pytest.mark.nightly
 def test_a_profiled_step_agrees_with_its_timing(work):
     run = done(work, "rl", "rl.yaml", "name=profiled", "steps=3", "evaluation.every=2", "tracking.profile_steps=[2]", world=2)  # fmt: skip
     files = sorted((run / "profiles").iterdir())
@@ -314,7 +315,7 @@ def test_completions_of_one_token(work):
     assert all(math.isfinite(value) for row in metrics(run) for value in row.values())
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("kind", by_day(["sft", "rl"], ["rl"]))
 def test_a_mixture_with_a_curriculum_goes_on_where_it_was(work, kind):
     """Rows of two files, three to one and from easy to hard, on one rank, then killed and resumed on two."""
     easy = [{"prompt": f"{n}+0=", "completion": f"{n}", "hard": n % 3} for n in range(9)]
