@@ -43,6 +43,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from bench.machine import Result, command_line, report
+from burnish.algorithms.critic import gae, value_stats
 from burnish.boxes.gather import waves_of
 from burnish.boxes.pieces import PieceTable, alike_tensors
 from burnish.boxes.plan import WAVE_BYTES
@@ -53,7 +54,7 @@ from burnish.config.schema import RunConfig
 from burnish.data import batching
 from burnish.data.balance import Shares
 from burnish.distributed import failure_watch, processes
-from burnish.distributed.collectives import any_rank
+from burnish.distributed.collectives import any_rank, by_number
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
@@ -395,13 +396,13 @@ def rollouts(ranks: int) -> list[Result]:
     return [
         *[within(f"rollouts/{name}", size / 1e6, "MB") for name, size in sizes.items()],
         *[within(f"rollouts/{name}", took, "s") for name, took in seconds.items()],
-        within("rollouts", sum(seconds.values()), "s"),
+        within("rollouts", sum(took for n, took in seconds.items() if "critic" not in n), "s"),
         within("rollouts/memory", memory / 1e6, "MB"),
     ]
 
 
 def exchange(pipe: Connection, ranks: int) -> None:
-    """Do with all rollouts of a step of GRPO what every rank does, and pack those that go to one rank."""
+    """Do with all rollouts of a step of GRPO what every rank does, and pack those that go to one rank. Whiten those of PPO."""
     rng, begin, limit = np.random.default_rng(0), 100, 800
     messages = []
     for rank, row in enumerate(rng.integers(1, limit, (ranks, SAMPLES)).tolist()):
@@ -445,8 +446,24 @@ def exchange(pipe: Connection, ranks: int) -> None:
         every = list(range(len(mine)))
         packet = every, batching._packet(dict(enumerate(mine)), every, ["sampled_logprobs"])
         tokens += len(pickle.dumps(packet))
+    values = [np.zeros(each.item(), np.float32) for each in table.lengths[:SAMPLES]]
+    estimates = gae(table.rewards[:SAMPLES], values, None, 1.0, 0.95)
+    told = estimates.sums.tobytes()
+    numbers = np.arange(len(table.rows), dtype=np.int32).reshape(ranks, SAMPLES)
+    of_critic = [pickle.dumps([each.tobytes(), told]) for each in numbers]
+
+    def whiten() -> None:
+        found = by_number([pickle.loads(each) for each in of_critic], (6,))[1]  # noqa: S301 - our own
+        estimates.whitened(found, table.lengths)
+        value_stats(found, table.lengths)
+
+    clock("numbers of a critic", whiten)
     assert len(credit.advantages) == len(table.rows)
-    sizes = {"numbers of all": sum(map(len, messages)), "tokens of its own": tokens}
+    sizes = {
+        "numbers of all": sum(map(len, messages)),
+        "numbers of a critic": sum(map(len, of_critic)),
+        "tokens of its own": tokens,
+    }
     pipe.send((sizes, seconds, memory, int(lengths.sum())))
 
 

@@ -46,11 +46,17 @@ def gather_rows(
     """Return numbered rows of all first peers, by number. Collective."""
     mine = np.asarray(numbers, np.int32), rows
     told = [each[: None if layout.is_first_peer else 0].tobytes() for each in mine]
-    shares = gather_objects(told, layout)
-    found = np.frombuffer(b"".join(each for each, _ in shares), np.int32)
-    everything = np.frombuffer(b"".join(each for _, each in shares)).reshape(-1, *rows.shape[1:])
+    return by_number(gather_objects(told, layout), rows.shape[1:])
+
+
+def by_number(
+    told: Sequence[Sequence[bytes]], shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    """Return what ranks told, by number."""
+    found = np.frombuffer(b"".join(each for each, _ in told), np.int32)
+    rows = np.frombuffer(b"".join(each for _, each in told)).reshape(-1, *shape)
     order = np.argsort(found, kind="stable")
-    return found[order], everything[order]
+    return found[order], rows[order]
 
 
 def gather_within(value: T, groups: Sequence[ProcessGroup | None]) -> list[T]:
