@@ -448,9 +448,9 @@ def exchange(pipe: Connection, ranks: int) -> None:
         tokens += len(pickle.dumps(packet))
     values = [np.zeros(each.item(), np.float32) for each in table.lengths[:SAMPLES]]
     estimates = gae(table.rewards[:SAMPLES], values, None, 1.0, 0.95)
-    told = estimates.sums.tobytes()
+    sums = estimates.sums.tobytes()
     numbers = np.arange(len(table.rows), dtype=np.int32).reshape(ranks, SAMPLES)
-    of_critic = [pickle.dumps([each.tobytes(), told]) for each in numbers]
+    of_critic = [pickle.dumps([each.tobytes(), sums]) for each in numbers]
 
     def whiten() -> None:
         found = by_number([pickle.loads(each) for each in of_critic], (6,))[1]  # noqa: S301 - our own

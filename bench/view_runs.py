@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from burnish.records import Completion, Prompt, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.rollouts import write_rollouts
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import json_line, json_numbers
@@ -60,7 +61,7 @@ def make_run(
         write_rollouts(
             run.rollouts,
             step,
-            made,
+            RolloutTable.of([[each] for each in made]),
             [each.reward - 0.5 for each in made],
             lambda ids: [words[each] for each in ids],
             {
@@ -82,7 +83,13 @@ def make_hostile_run(directory: Path) -> Path:
         _rollout(i, 0, text, float(reward), np.arange(4), HOSTILE[i % 5])
         for i, (text, reward) in enumerate(zip(HOSTILE, rewards, strict=True))
     ]
-    write_rollouts(run.rollouts, 1, made, [0.0] * len(made), lambda ids: list(HOSTILE[: len(ids)]))
+    write_rollouts(
+        run.rollouts,
+        1,
+        RolloutTable.of([[each] for each in made]),
+        [0.0] * len(made),
+        lambda ids: list(HOSTILE[: len(ids)]),
+    )
     return directory
 
 

@@ -43,7 +43,7 @@ def gather_objects(value: T, layout: Layout) -> list[T]:
 def gather_rows(
     numbers: Sequence[int] | npt.NDArray[np.integer], rows: npt.NDArray[np.float64], layout: Layout
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-    """Return numbered rows of all first peers, by number. Collective."""
+    """Return the numbered rows of all first peers. Collective."""
     mine = np.asarray(numbers, np.int32), rows
     told = [each[: None if layout.is_first_peer else 0].tobytes() for each in mine]
     return by_number(gather_objects(told, layout), rows.shape[1:])
@@ -52,7 +52,7 @@ def gather_rows(
 def by_number(
     told: Sequence[Sequence[bytes]], shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-    """Return what ranks told, by number."""
+    """Join what ranks told."""
     found = np.frombuffer(b"".join(each for each, _ in told), np.int32)
     rows = np.frombuffer(b"".join(each for _, each in told)).reshape(-1, *shape)
     order = np.argsort(found, kind="stable")

@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def is_first_peer(self) -> bool:
-        """Whether it speaks for those with its micro-batches."""
+        """Whether it speaks for its peers."""
         return self.rank == self.peers(self.data_rank)[0]
 
     @property

@@ -21,6 +21,7 @@ from burnish.tracking.rundir import write_atomically
 from burnish.tracking.trackers import json_line, json_number, json_numbers
 
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
+    from burnish.records.rollout_table import RolloutTable
     from burnish.records.samples import Floats, Rollout
 
 Kind = Literal["step", "validation"]
@@ -46,7 +47,7 @@ def rollouts_path(directory: Path, step: int, kind: Kind = "step", *, rest: bool
 def write_rollouts(
     directory: Path,
     step: int,
-    rollouts: Sequence[Rollout],
+    table: RolloutTable,
     advantages: Sequence[float] | None,
     token_texts: TokenTexts | None = None,
     by_token: Mapping[str, Mapping[int, Floats]] | None = None,
@@ -55,17 +56,17 @@ def write_rollouts(
     """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
 
     `advantages` has each rollout's mean over tokens; None for a validation. With `token_texts`, chosen rows have the texts of their
-    tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the order of `by_place`, if `rollouts` are not.
+    tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the order of `by_place`, if `table` has not.
     """
     kind: Kind = "validation" if advantages is None else "step"
-    known = [None] * len(rollouts) if advantages is None else advantages
-    given = [advantage for _, advantage in zip(rollouts, known, strict=True)]
-    order = by_place([(each.prompt.index, each.sample) for each in rollouts])
-    longest = chosen(step, [each.reward for each in rollouts], order)
+    known = [None] * len(table.rows) if advantages is None else advantages
+    given = [advantage for _, advantage in zip(table.rows, known, strict=True)]
+    order = by_place(table.places)
+    longest = chosen(step, table.rewards.tolist(), order)
     kept = dict[int, Row]()
 
     def others() -> Iterator[bytes]:
-        for i, rollout in arriving or ((i, rollouts[i]) for i in order):
+        for i, rollout in arriving or ((i, table.rollout(i)) for i in order):
             row = _row(step, rollout, given[i])
             if i in longest:
                 if token_texts is not None:

@@ -149,14 +149,14 @@ class Observers:
     def rollouts_scored(
         self,
         step: int,
-        rollouts: Sequence[Any],
+        table: RolloutTable,
         advantages: Sequence[float] | None,
         by_token: Mapping[str, Mapping[int, Any]] | None = None,
         arriving: Iterable[tuple[int, Any]] = (),
         whole: Container[int] = (),
     ) -> None:
         """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields what this rank's lack, by index."""
-        known = list(rollouts)
+        known: list[Any] = [None] * len(table.rows) if arriving else table.rollouts
 
         def passing() -> Iterator[tuple[int, Any]]:
             for i, rollout in arriving:
@@ -166,7 +166,7 @@ class Observers:
         kept: Mapping[int, Mapping[str, Any]] = {}
         if writes_rollouts(self._settings, step, self._total_steps, advantages is None):
             place = self._directory.rollouts, step
-            given = rollouts, advantages, self._token_texts, by_token
+            given = table, advantages, self._token_texts, by_token
             kept = self._rollouts.write_rollouts(*place, *given, passing() if arriving else None)
             kind = "validation" if advantages is None else "step"
             self._thinning.wrote(step, kind)

@@ -228,7 +228,7 @@ def _keep(
                 is_asked = foundation.config.rollout.engine == "openai"  # its tokens are unknown
                 tokens = foundation.config.tracking.rollout_tokens and not is_asked
                 given = texts if tokens else None
-                write_rollouts(kept.rollouts, step, table.rollouts, None, given, arriving=come)
+                write_rollouts(kept.rollouts, step, table, None, given, arriving=come)
                 write_atomically(kept.config, config)
                 with closing(JsonlTracker(kept.metrics)) as metrics:
                     metrics.log(step, measured)

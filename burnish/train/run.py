@@ -286,7 +286,7 @@ class Run:
             try:
                 if self._observers is not None:
                     means = None if advantages is None else advantages.tolist()
-                    told = (step, table.rollouts, means, by_token, come, whole)
+                    told = (step, table, means, by_token, come, whole)
                     self._observers.rollouts_scored(*told)
             finally:
                 for _ in come:  # on all ranks, whatever was raised

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from burnish.records import Completion, Prompt, RewardCall, Rollout, StopReason
+from burnish.records.rollout_table import RolloutTable
 
 
 def made_rollout(
@@ -33,3 +36,8 @@ def made_rollout(
         reward_error=error,
         calls=calls,
     )
+
+
+def table_of(rollouts: Sequence[Rollout]) -> RolloutTable:
+    """Each with a prompt of its own."""
+    return RolloutTable.of([[each] for each in rollouts])

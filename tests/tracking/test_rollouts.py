@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tracking.made_rollouts import made_rollout
+from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.errors import CorruptError
+from burnish.records import Rollout
 from burnish.tracking.rollouts import (
     EXTREMES,
     RANDOMS,
@@ -23,9 +24,9 @@ from burnish.tracking.rollouts import (
 )
 
 
-def written(directory: Path, step: int, *given: Any) -> Path:
+def written(directory: Path, step: int, rollouts: list[Rollout], *given: Any) -> Path:
     """The file of the rollouts that are kept longest."""
-    write_rollouts(directory, step, *given)
+    write_rollouts(directory, step, table_of(rollouts), *given)
     return rollouts_path(directory, step)
 
 
@@ -72,7 +73,7 @@ def test_best_worst_and_random_ones_are_kept_apart(tmp_path: Path) -> None:
     assert len(kept) == 2 * EXTREMES + RANDOMS
     assert sorted(kept + others) == list(range(100))
     assert {0, 1, 2, 99, *range(95, 99)} <= set(kept)
-    write_rollouts(tmp_path, 1, rollouts[:3], [0.0] * 3)
+    write_rollouts(tmp_path, 1, table_of(rollouts[:3]), [0.0] * 3)
     assert not rest.exists()
 
 
@@ -97,7 +98,7 @@ def test_tokens_have_texts_and_numbers(tmp_path: Path) -> None:
 def test_too_many_are_thinned_from_the_oldest(tmp_path: Path) -> None:
     rollouts = [made_rollout(i, text=f"{i}" * 50) for i in range(40)]
     for step in range(1, 6):
-        write_rollouts(tmp_path, step, rollouts, [0.0] * 40)
+        write_rollouts(tmp_path, step, table_of(rollouts), [0.0] * 40)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     chosen, rest = (rollouts_path(tmp_path, 1, rest=r).name for r in (False, True))
     thin_rollouts(tmp_path, sum(sizes.values()))
@@ -139,14 +140,14 @@ def test_any_text_and_number_can_be_written(tmp_path: Path) -> None:
 
 def test_every_rollout_needs_its_advantage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="zip"):
-        write_rollouts(tmp_path, 1, [made_rollout()], [])
+        write_rollouts(tmp_path, 1, table_of([made_rollout()]), [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_files_of_later_steps_are_discarded(tmp_path: Path) -> None:
     for step in (5, 10, 100_000_000):
-        write_rollouts(tmp_path, step, [], [])
-        write_rollouts(tmp_path, step, [made_rollout()], None)
+        write_rollouts(tmp_path, step, table_of([]), [])
+        write_rollouts(tmp_path, step, table_of([made_rollout()]), None)
     (tmp_path / "step-notes.jsonl").write_text("mine")
     assert [step for step, _ in rollout_files(tmp_path)] == [5, 10, 100_000_000]
     discard_rollouts_after(tmp_path, 5)

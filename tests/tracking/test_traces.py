@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.made_rollouts import made_rollout
+from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig, TracesConfig
@@ -46,7 +46,7 @@ def written(
     """The spans of each trace that a step leaves."""
     traces = Traces(run_directory(root), TracesConfig(**settings), 10**9, 0)
     advantages = [0.5] * len(rollouts)
-    kept = write_rollouts(root / "rollouts", step, rollouts, advantages) if due else {}
+    kept = write_rollouts(root / "rollouts", step, table_of(rollouts), advantages) if due else {}
     traces.take(step, rollouts, advantages, kept)
     path = rollouts_path(root / "traces", step)
     return [spans_of(each) for each in read_traces(path)] if path.exists() else []

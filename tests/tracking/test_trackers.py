@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tracking.made_rollouts import made_rollout
+from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
@@ -201,7 +201,7 @@ def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
     for step in (0, 2):
         run, told = observers(tmp_path, "Noted Sampled", step=step, rollouts_every=1)
         for each in (1, 2, 3, 4)[step : step + 3]:
-            told.rollouts_scored(each, [made_rollout()], [0.5])
+            told.rollouts_scored(each, table_of([made_rollout()]), [0.5])
             told.step_finished(each, {})
         told.checkpoint_committed("/there")
         told.report("stopped")
@@ -225,7 +225,7 @@ def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
 def test_trackers_get_the_rollouts_that_are_kept_longest(tmp_path: Path) -> None:
     run, told = observers(tmp_path, "Sampled", rollouts_every=1)
     rollouts = [made_rollout(i, text=str(i), reward=i) for i in range(100)]
-    told.rollouts_scored(1, rollouts, [0.0] * 100)
+    told.rollouts_scored(1, table_of(rollouts), [0.0] * 100)
     told.close()
     noted = (run.root / "sampled.txt").read_text().splitlines()[0]
     samples = re.findall(r"'(\d+)'", noted)
@@ -244,8 +244,8 @@ def test_rollouts_are_written_where_they_are_due(tmp_path: Path) -> None:
     for every, wanted in ((3, [1, 3, 6, 7]), (0, [])):
         run, told = observers(tmp_path / str(every), rollouts_every=every)
         for step in range(1, 8):
-            told.rollouts_scored(step, [made_rollout()], [0.5])
-        told.rollouts_scored(2, [made_rollout()], None)
+            told.rollouts_scored(step, table_of([made_rollout()]), [0.5])
+        told.rollouts_scored(2, table_of([made_rollout()]), None)
         told.close()
         assert [step for step, _ in rollout_files(run.rollouts)] == wanted
         assert [step for step, _ in rollout_files(run.rollouts, "validation")] == [2] * (every > 0)

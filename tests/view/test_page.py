@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
-from tracking.made_rollouts import made_rollout
+from tracking.made_rollouts import made_rollout, table_of
 from view.chromium import PROGRAM, Pipe, Tab, chromium
 from view.served import viewer
 
@@ -62,7 +62,7 @@ def growing(root: Path, name: str, steps: int) -> RunDirectory:
         made_rollout(0, i, text=text, reward=reward, error="ValueError: <b>" if not i else None)
         for i, (reward, text) in enumerate(TEXTS.items())
     ]
-    write_rollouts(run.rollouts, 1, rollouts, [0.0] * len(rollouts))
+    write_rollouts(run.rollouts, 1, table_of(rollouts), [0.0] * len(rollouts))
     return run
 
 
@@ -313,7 +313,7 @@ def test_a_run_that_goes_on_updates_its_page(tab: Tab, address: str, root: Path)
     tab.wait("document.querySelector('.now b').textContent === '0.5'")
     show(tab, f"{address}#/run/live/rollouts")
     tab.wait("document.querySelectorAll('.item').length === 3")
-    write_rollouts(run.rollouts, 5, [made_rollout(0, 0), made_rollout(1, 0)], [0.0, 0.0])
+    write_rollouts(run.rollouts, 5, table_of([made_rollout(0, 0), made_rollout(1, 0)]), [0.0, 0.0])
     grow(run, 5)
     tab.wait("document.querySelector('.count .chip')")
     assert count(tab, ".item") == 3  # what one reads does not move

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.made_rollouts import made_rollout
+from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.errors import CorruptError
 from burnish.records import Rollout
@@ -97,7 +97,7 @@ def reinforcement_learning(run: RunDirectory) -> None:
                 text=text, reward=float(step == 3), error="ValueError: <i>" if step == 1 else None
             )
         ]
-        write_rollouts(run.rollouts, step, rollouts, [0.5])
+        write_rollouts(run.rollouts, step, table_of(rollouts), [0.5])
 
 
 def test_the_answers_of_a_whole_run(run: RunDirectory) -> None:
@@ -135,8 +135,10 @@ def test_what_a_model_says_stays_text(run: RunDirectory) -> None:
     run.metrics.unlink()
     log(run, {1: {f"val/{attack}": 1.0, f"custom/{attack}": 2.0, "actor/loss": 1.0}})
     rollout = made_rollout(text=attack, prompt=attack, error=attack)
-    write_rollouts(run.rollouts, 1, [rollout], [0.0])
-    write_rollouts(run.rollouts, 2, [made_rollout(text=attack, prompt=attack, reward=0.0)], [0.0])
+    write_rollouts(run.rollouts, 1, table_of([rollout]), [0.0])
+    write_rollouts(
+        run.rollouts, 2, table_of([made_rollout(text=attack, prompt=attack, reward=0.0)]), [0.0]
+    )
     write_atomically(run.config, f"name: '{attack.replace(chr(39), '')}'\n# {attack}\n")
     run.write_environment({"host": attack, "command": [attack]})
     found = report(run)
@@ -148,7 +150,7 @@ def test_what_a_model_says_stays_text(run: RunDirectory) -> None:
 
 def test_half_characters_can_be_read_back(run: RunDirectory) -> None:
     text = "\ud800 <b>\x00\u2028"
-    write_rollouts(run.rollouts, 1, [made_rollout(text=text)], [0.0])
+    write_rollouts(run.rollouts, 1, table_of([made_rollout(text=text)]), [0.0])
     (row,) = report(run).answers["rollouts"]["rows"]
     assert row["completion"] == text
 
@@ -211,7 +213,7 @@ def write(directory: Path, step: int, rewards: dict[int, list[float]]) -> None:
         for index, group in rewards.items()
         for sample, reward in enumerate(group)
     ]
-    write_rollouts(directory, step, rollouts, [0.0] * len(rollouts))
+    write_rollouts(directory, step, table_of(rollouts), [0.0] * len(rollouts))
 
 
 def named(directory: Path, kind: str, count: int = 3) -> Any:
@@ -264,7 +266,7 @@ def test_no_rollouts_are_no_examples(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_shortened_in_the_middle(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 1, [made_rollout(text="a" * 5000 + "b" * 5000)], [0.0])
+    write_rollouts(tmp_path, 1, table_of([made_rollout(text="a" * 5000 + "b" * 5000)]), [0.0])
     (row,) = named(tmp_path, "best")
     text = row["completion"]
     assert len(text) < 3100

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.made_rollouts import made_rollout
+from tracking.made_rollouts import made_rollout, table_of
 from view.rollout_files import row, write
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
@@ -285,7 +285,7 @@ def test_the_trace_of_a_rollout(tmp_path: Path) -> None:
     )
     rollouts = [made_rollout(5, 0), made_rollout(5, 1, error="late", calls=calls)]
     rollouts += [made_rollout(5, 0, reward=0.0)]  # the prompt again
-    write_rollouts(run.rollouts, 9, rollouts, [0.0] * 3)
+    write_rollouts(run.rollouts, 9, table_of(rollouts), [0.0] * 3)
     with viewer(tmp_path) as found:
         first, again, second = found.get("rollouts", run="a", from_step=9)["rows"]
         assert found.get("rollout", run="a", id=second["id"])["trace"] is None
