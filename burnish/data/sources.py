@@ -83,8 +83,8 @@ class Rows:
         ]
 
     def first(self, count: int | None) -> Rows:
-        """Return the first rows; all for None."""
-        if count is None or count >= len(self):
+        """Return the first rows; all for None, and if none are read yet."""
+        if count is None or self.is_streamed or count >= len(self):
             return self
         return replace(self, table=self.table.select(range(count)))
 

@@ -128,10 +128,6 @@ class StreamedRows(Rows):
     def _first(self) -> Iterator[Row]:
         return map(self.__getitem__, range(min(_LOOKED_AT, len(self.window(0)))))
 
-    def first(self, count: int | None) -> Rows:
-        """Return all rows: none are read yet."""
-        return self
-
     def has(self, name: str) -> bool:
         """Return whether the first rows have a column."""
         return name in self.columns or any(value_at(row, name) is not None for row in self._first)
