@@ -44,7 +44,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Processes, how far ahead, and settings."""
 
 
-MARKED = [c if c == "ranks" else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
+MARKED = [c if c == "ahead" else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)
