@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
@@ -64,6 +64,7 @@ from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.overview import rollout_stats
+from burnish.train.collect import merged_shares
 from burnish.train.policy_update import PolicyUpdate
 
 T = TypeVar("T")
@@ -411,8 +412,12 @@ def exchange(pipe: Connection, ranks: int) -> None:
             Rollout(task, n, completion(size), "", reward, {"exact_match": reward})
             for n, (size, reward) in enumerate(zip(row, rng.random(SAMPLES).tolist(), strict=True))
         ]
-        told = None, RolloutTable.of([group]).encoded(), {"generate": 1.5, "score": 0.5}
+        told = None, RolloutTable.of([group]).encoded(), {"generate": [1.5], "score": [0.5]}
         messages.append(pickle.dumps(told))
+    levels = [messages]
+    for size in group_sizes(ranks):
+        groups = [levels[-1][n : n + size] for n in range(0, len(levels[-1]), size)]
+        levels.append([pickle.dumps(merged_shares(list(map(pickle.loads, g)))) for g in groups])
     config, seconds = RunConfig.model_validate(CONFIG), dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
     update = PolicyUpdate(SimpleNamespace(layout=Layout(0, ranks)), None, None, flops, config)
@@ -431,7 +436,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
 
     table = clock(
         "hearing of all",
-        lambda: RolloutTable.gathered([pickle.loads(message)[1] for message in messages]),  # noqa: S301 - our own
+        lambda: hear(levels, group_sizes(ranks)),
     )
     credit = clock("advantages", lambda: update.assign_credit(table, []))
     lengths, shares = clock("dividing", divided)
@@ -459,12 +464,25 @@ def exchange(pipe: Connection, ranks: int) -> None:
 
     clock("numbers of a critic", whiten)
     assert len(credit.advantages) == len(table.rows)
+    heard = sum(
+        len(m)
+        for level, size in zip(levels, group_sizes(ranks), strict=False)
+        for m in level[:size]
+    )
     sizes = {
-        "numbers of all": sum(map(len, messages)),
+        "numbers of all": heard,
         "numbers of a critic": sum(map(len, of_critic)),
         "tokens of its own": tokens,
     }
     pipe.send((sizes, seconds, memory, int(lengths.sum())))
+
+
+def hear(levels: list[list[bytes]], sizes: Sequence[int]) -> RolloutTable:
+    """Do what rank 0 does with the messages of each of its groups."""
+    for level, size in zip(levels, sizes, strict=False):
+        own = merged_shares([pickle.loads(message) for message in level[:size]])  # noqa: S301 - our own
+        pickle.dumps(own)
+    return RolloutTable.gathered([own[1]])
 
 
 def completion(size: int) -> Completion:

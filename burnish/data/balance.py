@@ -85,7 +85,7 @@ def share_out(
 
 
 def share_evenly(costs: Costs, ranks: int) -> Integers:
-    """Return the rank of each thing, so that all get about equal total cost."""
+    """Return the rank of each thing, for equal total costs."""
     return share_out(np.ones_like(costs, np.int64), costs, ranks, max(len(costs), 1)).ranks
 
 
@@ -136,7 +136,7 @@ def _packed(sizes: Integers, limit: int) -> Integers:
 
 
 def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
-    """Give each empty bin an item of another: the costliest that bins can spare."""
+    """Give each empty bin a costly item of another."""
     _, first = np.unique(bins, return_index=True)
     others = np.setdiff1d(np.arange(len(bins)), first)
     moved = others[np.argsort(-costs[others], kind="stable")][: count - len(first)]
@@ -228,10 +228,7 @@ class _Division:
                 hopeless[high] = True
 
     def _exchange(self, high: Integers, looked_at: int) -> npt.NDArray[np.bool_]:
-        """Exchange items of bins [H] with others, idle to costly ones. Return [H] whether one is found.
-
-        If several want the same bin, the first gets it.
-        """
+        """Exchange items of bins [H] with others, idle to costly ones. Return [H] whether one is found."""
         others = np.ones(self._count, dtype=np.bool_)
         others[high] = False
         low = np.flatnonzero(others)

@@ -177,16 +177,17 @@ def _assign(outlines: npt.NDArray[Any], ranks: int, budget: int, flops: ModelFlo
 
 
 def _groups(outlines: npt.NDArray[Any], limit: int) -> Integers:
-    """Number runs of neighbours with one prompt, each of at most `limit` tokens."""
+    """Number runs of neighbours with one prompt, of at most `limit` tokens."""
     count, starts, names = len(outlines), outlines["start"], outlines["beginning"]
     apart = np.flatnonzero((starts[1:] != starts[:-1]) | (names[1:] != names[:-1])) + 1
     ends = np.concatenate(([0], outlines["length"].cumsum()))
     longest = np.searchsorted(ends, ends[:-1] + limit, side="right") - 1
-    runs = np.concatenate((apart, [count]))[np.searchsorted(apart, np.arange(count), side="right")]
-    following = np.maximum(np.minimum(longest, runs), np.arange(count) + 1).tolist()
-    begins, index = np.zeros(count, np.int64), 0
-    while index < count:
-        begins[index], index = 1, following[index]
+    begins, first = np.zeros(count, np.int64), np.concatenate(([0], apart))
+    last = np.concatenate((apart, [count]))
+    while len(first):
+        begins[first] = 1
+        first = np.maximum(longest[first], first + 1)
+        first, last = first[first < last], last[first < last]
     return begins.cumsum() - 1
 
 

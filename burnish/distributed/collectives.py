@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
@@ -33,11 +33,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 """torch's own. 2.13 renamed both and warns at the old names."""
 
 
-def gather_objects(value: T, layout: Layout) -> list[T]:
-    """Return every rank's value, by rank. Collective."""
+def gather_objects(
+    value: T, layout: Layout, merge: Callable[[list[T]], T] | None = None
+) -> list[T]:
+    """Return every rank's value, by rank, or those that `merge` joins to one. Collective."""
     if layout.world == 1:
         return [value]
-    return gather_within(value, layout.groups or (None,))
+    return gather_within(value, layout.groups or (None,), merge)
 
 
 def gather_rows(
@@ -59,13 +61,19 @@ def by_number(
     return found[order], rows[order]
 
 
-def gather_within(value: T, groups: Sequence[ProcessGroup | None]) -> list[T]:
+def gather_within(
+    value: T,
+    groups: Sequence[ProcessGroup | None],
+    merge: Callable[[list[T]], T] | None = None,
+) -> list[T]:
     """Return the values of the ranks in these dims of the grid, of all ranks for None. Collective."""
     values = [value]
     for group in groups:
         told: list[list[T]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(told, values, group)
         values = [each for part in told for each in part]
+        if merge is not None:
+            values = [merge(values)]
     return values
 
 

@@ -14,8 +14,10 @@ from burnish.records.samples import Completion, Prompt, Rollout, StopReason, dig
 
 Groups = Sequence[Sequence[Rollout]]
 """Rollouts by prompt: a `RolloutTable`, or lists."""
-EncodedTable = tuple[bytes, bytes, bytes, Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]
-"""A table as it travels, without owners and objects."""
+EncodedTable = tuple[
+    bytes, bytes, bytes, Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], list[int]
+]
+"""A table as it travels, without objects, and the number of rollouts of each rank."""
 Column = npt.NDArray[Any]
 
 _PROMPT = np.dtype(
@@ -121,7 +123,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     ) -> RolloutTable:
         """Join the tables of ranks 0, 1, ...; `own` is this rank's."""
         columns, counts = _joined(tables)
-        owners = np.repeat(np.arange(len(tables)), counts)
+        owners = np.repeat(np.arange(len(counts)), counts)
         held = np.full(len(owners), -1)
         if own is not None:
             held[np.isin(owners, own.owners)] = own.held
@@ -142,13 +144,13 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     def encoded(self) -> EncodedTable:
         """Return it without owners and objects."""
-        return (
-            self.prompts.tobytes(),
-            self.rows.tobytes(),
-            self.parts.tobytes(),
-            self.prompt_kinds,
-            [tuple(each) for each in self.kinds],
-        )
+        columns = self.prompts, self.rows, self.parts, self.prompt_kinds, self.kinds
+        return _encoded(columns, [len(self.rows)])
+
+    @staticmethod
+    def merged(tables: Sequence[EncodedTable]) -> EncodedTable:
+        """Join encoded tables of ranks."""
+        return _encoded(*_joined(tables))
 
     def take(self, groups: Sequence[int] | Column) -> RolloutTable:
         """Return some groups, in this order."""
@@ -339,10 +341,20 @@ def _ids(count: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.int64(-1), _MOST_TOKENS)[:count]
 
 
-def _joined(tables: Sequence[EncodedTable]) -> tuple[tuple[Any, Any, Any, Any, Any], list[int]]:
-    """Return the columns of tables end to end, and the number of rollouts of each."""
+_Columns = tuple[Column, Column, Column, Sequence[tuple[bool, str]], Sequence[RolloutKind]]
+"""A table's, without owners and objects."""
+
+
+def _encoded(columns: _Columns, counts: list[int]) -> EncodedTable:
+    *data, prompt_kinds, kinds = columns
+    prompts, rows, parts = (each.tobytes() for each in data)
+    return prompts, rows, parts, prompt_kinds, [tuple(each) for each in kinds], counts
+
+
+def _joined(tables: Sequence[EncodedTable]) -> tuple[_Columns, list[int]]:
+    """Return the columns of tables end to end, and the number of rollouts of each rank."""
     dtypes = (_PROMPT, _ROLLOUT, np.dtype(np.float64))
-    *data, prompt_kinds, kinds = zip(*tables, strict=True) if tables else [()] * 5
+    *data, prompt_kinds, kinds, ranks = zip(*tables, strict=True) if tables else [()] * 6
     prompts, rows, parts = (
         np.frombuffer(bytearray().join(each), dtype)
         for each, dtype in zip(data, dtypes, strict=True)
@@ -355,7 +367,7 @@ def _joined(tables: Sequence[EncodedTable]) -> tuple[tuple[Any, Any, Any, Any, A
         rows[name] += np.repeat(np.cumsum([0, *before])[:-1], counts).astype(np.int32)
     of_prompts = _merge(prompts["kind"], prompt_kinds, asked)
     of_rollouts = [RolloutKind(*each) for each in _merge(rows["kind"], kinds, counts)]
-    return (prompts, rows, parts, of_prompts, of_rollouts), counts
+    return (prompts, rows, parts, of_prompts, of_rollouts), [n for some in ranks for n in some]
 
 
 def _merge(numbers: Column, kinds: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:

@@ -110,17 +110,17 @@ class Collector:
             groups = self._scored([prompts[i] for i in mine], completions)
         except StopRequested as request:
             stopped = request.signal_number
-        took = {"generate": generated - began, "score": time.monotonic() - generated}
-        mine_alone = RolloutTable.of(groups, self.layout.rank)
-        shares = gather_objects((stopped, mine_alone.encoded(), took), self.layout)
-        for signal_number, _, _ in shares:
-            if signal_number is not None:
-                raise StopRequested(signal_number)
-        everything = RolloutTable.gathered([table for _, table, _ in shares], mine_alone)
+        took = {"generate": [generated - began], "score": [time.monotonic() - generated]}
+        own_table = RolloutTable.of(groups, self.layout.rank)
+        share = stopped, own_table.encoded(), took
+        [(stopped, told, took)] = gather_objects(share, self.layout, merged_shares)
+        if stopped is not None:
+            raise StopRequested(stopped)
+        everything = RolloutTable.gathered([told], own_table)
         table = everything.take(np.argsort(np.argsort(ranks, kind="stable")))
         self.complaints.hear(table)
         if self.stragglers is not None:
-            self.stragglers.hear([each for _, _, each in shares])
+            self.stragglers.hear(took)
         return self.judge(table)
 
     @property
@@ -154,6 +154,18 @@ class Collector:
     def _text(self, completion: Completion) -> str:
         told = completion.text
         return self.decode(completion.token_ids.tolist()) if told is None else told
+
+
+Share = tuple[int | None, EncodedTable, dict[str, list[float]]]
+"""A signal, rollouts, and the seconds of each rank by part of the work: of some ranks."""
+
+
+def merged_shares(shares: Sequence[Share]) -> Share:
+    """Join the shares of several ranks."""
+    signals, tables, seconds = zip(*shares, strict=True)
+    took = {part: [each for some in seconds for each in some[part]] for part in seconds[0]}
+    stopped = next((number for number in signals if number is not None), None)
+    return stopped, RolloutTable.merged(tables), took
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,10 +24,9 @@ class Stragglers:
         self._named: set[tuple[str, int]] = set()
         self._warns = warns
 
-    def hear(self, ranks: Sequence[Mapping[str, float]]) -> None:
-        """Add the seconds of a round, by rank."""
-        for part in ranks[0]:
-            more = [each[part] for each in ranks]
+    def hear(self, took: Mapping[str, Sequence[float]]) -> None:
+        """Add the seconds of a round, by part and rank."""
+        for part, more in took.items():
             self._seconds[part] = [
                 before + now
                 for before, now in zip(self._seconds[part] or [0.0] * len(more), more, strict=True)

@@ -79,15 +79,17 @@ def _in_a_grid():
         kind = ValueError if layout.rank == 5 else BurnishError
         with pytest.raises(kind), agree(layout):
             _fail_on(5, layout)
-        return connected, sizes, gather_objects(one, layout), flags, both
+        joined = gather_objects(f"{layout.rank}", layout, lambda parts: f"({''.join(parts)})")
+        return connected, sizes, (gather_objects(one, layout), joined), flags, both
 
 
 def test_a_grid_of_groups_gathers_and_flags_as_one_group_does():
     store = dist.TCPStore("127.0.0.1", 0, 6, True, timedelta(seconds=60), wait_for_workers=False)
     environs = [torchrun_environ(rank, 6, store.port) for rank in range(6)]
     found = run_processes(_in_a_grid, environs)
-    for _, sizes, gathered, flags, (one, other) in found:
+    for _, sizes, (gathered, joined), flags, (one, other) in found:
         assert sizes == [2, 3]
+        assert joined == ["((01)(23)(45))"]
         assert gathered == [[[None, None], {"rank": rank}, "x" * rank] for rank in range(6)]
         assert flags == [True, True, False]
         assert one == other

@@ -75,7 +75,9 @@ def groups_of(count: int, samples: int = SAMPLES) -> Groups:
 def divided(groups: Groups, layout: Layout) -> RolloutTable:
     """What a rank knows of groups that ranks made in turns."""
     tables = [RolloutTable.of(groups[rank :: layout.world], rank) for rank in range(layout.world)]
-    heard = RolloutTable.gathered([table.encoded() for table in tables], tables[layout.rank])
+    told = [table.encoded() for table in tables]
+    pairs = [RolloutTable.merged(told[first : first + 2]) for first in range(0, len(told), 2)]
+    heard = RolloutTable.gathered(pairs, tables[layout.rank])
     numbers = [n for rank in range(layout.world) for n in range(rank, len(groups), layout.world)]
     return heard.take(np.argsort(numbers))
 
