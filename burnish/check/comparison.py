@@ -352,7 +352,7 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
 
 
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
-    """Compare every tensor, in the order in which a mistake would show.
+    """Compare every tensor, in the order in which mistakes show.
 
     Gradients are compared before clipping, which would spread a mistake. Weights are compared with AdamW's first step from the
     layout's own clipped gradients: the sign of one near 0 decides a whole step.

@@ -1,4 +1,4 @@
-"""How fast the ranks of a run compute and talk, and which of them is the odd one out.
+"""How fast ranks compute and talk, and which is the odd one out.
 
 Bandwidths are the bus's, as in NCCL's tests: bytes by time, times (n - 1) / n, and for an all-reduce times two.
 """

@@ -12,19 +12,28 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from burnish.distributed.environment import STOPPING, die_with
+from burnish.distributed.environment import STOPPING, die_with, environ_of_child
 from burnish.errors import BurnishError
 
 _KILL_SECONDS = 10.0
 # How long one that was killed may take to go: the system lets it finish what it has begun on a disk.
-_CODE = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve{arguments!r}"
 
 _log = logging.getLogger(__name__)
+
+
+def start_beside(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process that holds the run's signals back until `accompany`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        return subprocess.Popen(command, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Companion:
@@ -43,21 +52,13 @@ class Companion:
         self._what = what
         ours, theirs = socket.socketpair()
         with theirs:
-            code = _CODE.format(
-                path=[os.path.abspath(each) for each in sys.path],
-                module=module,
-                arguments=(theirs.fileno(), os.getpid(), *descriptors),
+            arguments = (theirs.fileno(), os.getpid(), *descriptors)
+            self._process = start_beside(
+                [sys.executable, "-P", "-c", f"from {module} import serve; serve{arguments}"],
+                stdin=subprocess.DEVNULL,
+                env=environ_of_child(),
+                pass_fds=(theirs.fileno(), *descriptors, *keep_open),
             )
-            # Until `accompany`, after its imports, the new process holds the run's signals back.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), *descriptors, *keep_open),
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._pipe = Connection(ours.detach())
 
     def is_alive(self) -> bool:

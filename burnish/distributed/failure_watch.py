@@ -1,4 +1,4 @@
-"""Stop all ranks within seconds when one fails or dies, and name that rank.
+"""Stop all ranks within seconds when one fails or dies, and name it.
 
 A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.

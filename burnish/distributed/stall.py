@@ -1,6 +1,6 @@
 """Find out why nothing moves: one report on all ranks, after which the run ends (`distributed.stall_seconds`).
 
-A thread in each rank looks at its main thread every few seconds. The rank moves if the stack is none of those
+Each rank has a thread that looks at its main thread. The rank moves if the stack is none of those
 seen lately, if a phase begins or ends, or if a bar advances.
 A rank that stands still says so to rank 0's relay, which then asks every rank and judges the answers.
 """

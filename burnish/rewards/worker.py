@@ -1,6 +1,6 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT STACK`.
 
-It imports nothing heavy, and makes calls over the inherited connection FD: an async function's in bundles, others alone. It
+It imports nothing heavy. It gets calls over the connection FD: an async function's in bundles, others alone. It
 cancels late async calls; for any other late call the parent kills it.
 """
 

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -30,11 +29,11 @@ import torch
 import xxhash
 
 from burnish.boxes.shards import TensorSpec
-from burnish.checkpoint.subprocess import accompany
+from burnish.checkpoint.subprocess import accompany, start_beside
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
-from burnish.distributed.environment import STOPPING, environ_of_child
+from burnish.distributed.environment import environ_of_child
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
@@ -152,19 +151,15 @@ class Child:
 
     def _start(self) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until `accompany`
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "burnish.train.serve"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=environ_of_child() | self._seen,
-                start_new_session=True,  # the terminal's ctrl-C is for this process
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process = start_beside(
+            [sys.executable, "-m", "burnish.train.serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environ_of_child() | self._seen,
+            start_new_session=True,  # the terminal's ctrl-C is for this process
+        )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(self._given) + "\n")

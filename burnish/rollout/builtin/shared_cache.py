@@ -1,4 +1,4 @@
-"""The KV cache of CPUs without matrix units: it stores each prompt once for all its completions.
+"""The KV cache of CPUs without matrix units: all completions share their prompt's.
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
