@@ -107,7 +107,12 @@ def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
 
 def read_commit(path: PurePath, storage: Source) -> Commit:
     """Return a step's seal. Raises `CorruptError` if it is missing or damaged."""
-    _check_directory(path, storage)
+    if storage.kind(path) not in ("directory", None):
+        raise CorruptError(
+            f"{path} is no directory",
+            have="a file, a link or a device",
+            do="give the path of the directory itself: links are not followed",
+        )
     commit = parse_commit(read_small(path, COMMIT, COMMIT_LIMIT, storage), f"{path / COMMIT}")
     if path.name != step_name(commit.step):
         raise CorruptError(
@@ -206,15 +211,6 @@ def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
         if storage.kind(path / name) == "file":
             raise
         raise CorruptError(f"{path / name} is no file", have=error, do=ANOTHER_STEP) from error
-
-
-def _check_directory(path: PurePath, storage: Source) -> None:
-    if storage.kind(path) not in ("directory", None):
-        raise CorruptError(
-            f"{path} is no directory",
-            have="a file, a link or a device",
-            do="give the path of the directory itself: links are not followed",
-        )
 
 
 def files_below(

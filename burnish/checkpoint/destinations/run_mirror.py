@@ -6,7 +6,6 @@ happen late.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
@@ -40,6 +39,7 @@ from burnish.errors import BurnishError, CorruptError, IncompatibleError, Missin
 from burnish.files.backends import RemoteFile
 from burnish.files.durable import naming_failures
 from burnish.files.remote import Remote
+from burnish.files.strict_json import parse_object
 from burnish.tracking.logs import rotated
 from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory, write_atomically
 
@@ -258,19 +258,17 @@ class RunMirror:
 
     def _identity(self) -> dict[str, object] | None:
         try:
-            found = json.loads(self._mirror.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT))
-            if not isinstance(found, dict):
-                raise ValueError(f"a {type(found).__name__}")
+            text = self._mirror.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT)
+            return parse_object(text, f"{self.url}/{ENVIRONMENT}")
         except MissingError:
             return None
-        except ValueError as error:
+        except CorruptError as error:
             raise CorruptError(
                 f"{self.url}/{ENVIRONMENT} does not say whose mirror this is",
-                have=error,
+                have=error.have or error.problem,
                 want=f'a JSON object with "{RUN}", "{START}" and "{TRAINER}"',
                 do="put that of the run's directory there, or give this run a mirror of its own",
             ) from error
-        return found
 
     def claim(self, directory: RunDirectory) -> None:
         """See `Destination`."""
