@@ -262,9 +262,9 @@ def plan(pipe: Connection, ranks: int) -> None:
     boxes = pieces(tensors, rows, ranks)
     begun = process_time()
     message = pickle.dumps(boxes)
-    count = sum(len(each[0]) for each in boxes)
+    count = sum(len(each) for each, _ in boxes)
     del boxes
-    have = [PieceTable(tensors, BoxTable(*boxes), index) for index, *boxes in pickle.loads(message)]  # noqa: S301
+    have = [PieceTable(tensors, *each) for each in pickle.loads(message)]  # noqa: S301
     telling = process_time() - begun
     begun = process_time()
     shares = outline.shares(have, sections[0], disks, range(size))
@@ -307,18 +307,18 @@ def stored_tensors(layers: int = LAYERS) -> tuple[TensorSpec, ...]:
 
 def pieces(
     tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int, of: range | None = None
-) -> list[tuple[Ints, ...]]:
+) -> list[tuple[BoxTable, Ints]]:
     """Every rank's pieces of some tensors, or those `of` some ranks, cut by rows as FSDP cuts them."""
     lengths = np.array([tensors[row].shape[0] for row in rows])
     columns = np.array([(*tensors[row].shape, 1)[1] for row in rows])
-    most, found = -(-lengths // ranks), list[tuple[Ints, ...]]()
+    most, found = -(-lengths // ranks), list[tuple[BoxTable, Ints]]()
     for rank in range(ranks) if of is None else of:
         first = np.minimum(rank * most, lengths)
         size = np.minimum(most, lengths - first)
         offsets = np.stack([first, np.zeros_like(first)], axis=1)
         some = size > 0
         sizes = np.stack([size, columns], axis=1)
-        found.append((rows[some], rows[some], offsets[some], sizes[some]))
+        found.append((BoxTable(rows[some], offsets[some], sizes[some]), rows[some]))
     return found
 
 
@@ -334,8 +334,7 @@ def gather(pipe: Connection, ranks: int) -> None:
     """Plan the gathering of a model, and go through its parts as `Gather.run` does, without any elements."""
     tensors = tuple(each for each in stored_tensors() if each.name.startswith("model/"))
     rows = np.arange(len(tensors))
-    first, _, offsets, sizes = pieces(tensors, rows, ranks, range(1))[0]
-    boxes = BoxTable(first, offsets, sizes)
+    boxes, first = pieces(tensors, rows, ranks, range(1))[0]
     have = [
         (tensors[number], boxes.box(row, len(tensors[number].shape)))
         for row, number in enumerate(first.tolist())
@@ -349,7 +348,7 @@ def gather(pipe: Connection, ranks: int) -> None:
     message = pickle.dumps(others)
     begun = process_time()
     told = pickle.loads(message)  # noqa: S301 - our own
-    tables = [PieceTable(tensors, BoxTable(*three), index) for index, *three in told]
+    tables = [PieceTable(tensors, *each) for each in told]
     tables[0] = PieceTable(tensors, tables[0].boxes, np.arange(len(tables[0].boxes)))
     waves = waves_of(tables, tensors, alike, own, 0, WAVE_BYTES)
     planned, begun = process_time() - begun + looked, process_time()

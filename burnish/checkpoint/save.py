@@ -115,11 +115,6 @@ class Contents:
     """Host memory to assemble blocks in; None: memory that is freed after the save."""
 
     @property
-    def weights(self) -> list[Shard]:
-        """Return all models' weights."""
-        return [shard for model in self.models.values() for shard in model.weights]
-
-    @property
     def shards(self) -> list[Shard]:
         """Return all models' weights and slots."""
         return [s for model in self.models.values() for s in (*model.weights, *model.training)]
@@ -322,7 +317,8 @@ class Saver:
         with agree(layout):
             shards = list(_stored(contents))
             pieces = PieceTable.of(each.piece for each in shards)
-            finite = not contents.check_finite or all_finite(contents.weights)
+            models = contents.models.values()
+            finite = not contents.check_finite or all(all_finite(m.weights) for m in models)
         healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
         mine = (step, uuid.uuid4().hex, healthy, device, self.digest(pieces))
         steps, uuids, are_healthy, devices, plans = zip(*gather_objects(mine, layout), strict=True)
