@@ -52,8 +52,7 @@ class Columns:
                 found.update(np.ascontiguousarray(column).data)
         return found.hexdigest()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle fast: a thousand ranks send tables."""
+    def __reduce__(self) -> tuple[Any, ...]:  # fast: a thousand ranks send tables
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def _columns(self) -> list[tuple[str, Any]]:
