@@ -18,6 +18,12 @@ from training_files import done, metrics, ranks, rollouts
 
 REPOSITORY = Path(__file__).parents[2]
 PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]
+CHOOSING = [
+    *(*RL, "algorithm.policy_loss=kl_cov", "algorithm.cov_ratio=0.3"),
+    *("algorithm.advantage=reinforce_plus_plus", "algorithm.kl.place=reward"),
+    "algorithm.mask_truncated=true",
+]
+"""Chooses tokens of the whole step, and whitens over it."""
 RUNS = {"sft": ["sft", "sft.yaml"], "rl": RL, "ppo": PPO}
 
 
@@ -66,6 +72,17 @@ def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work, o
     assert_same(run, of_one("sft"))
     shared = done(work, *RL, "name=rl_shared", "engine.sequence_parallel=2", "steps=3", world=2)
     assert_same(shared, done(work, *RL, "name=rl_alone", "steps=3"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("argv", [PPO, CHOOSING], ids=["ppo", "choosing"])
+def test_what_is_computed_of_tokens_stays_where_it_is_and_is_that_of_one_process(work, argv):
+    """Ranks that share micro-batches speak once."""
+    name = argv[-1].partition("=")[0]
+    one = done(work, *argv, f"name={name}_alone", "steps=3")
+    for degree in ("tensor_parallel", "sequence_parallel"):
+        shared = [f"name={name}_{degree}", f"engine.{degree}=2", "steps=3"]
+        assert_same(done(work, *argv, *shared, world=2), one)
 
 
 def test_two_processes_evaluate_what_one_trained(work):
