@@ -334,6 +334,7 @@ class PolicyUpdate:
     def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
         """Return this rank's part of a batch of rollouts that have completions. Collective."""
         layout, owners = self.engine.layout, table.owners[numbers]
+        outlines = self.outlines(table, numbers, column)  # which refuses, on all ranks alike
         own = np.flatnonzero((owners < 0) | (owners == layout.rank)).tolist()
         batch = make_batch(
             {i: self._example(table.rollout(numbers[i]), column) for i in own},
@@ -341,7 +342,7 @@ class PolicyUpdate:
             self.config.microbatch_tokens,
             self.costs,
             temperature=self.config.rollout.temperature,
-            outlines=self.outlines(table, numbers, column),
+            outlines=outlines,
             owners=owners,
         )
         names = [*numbers.tolist(), -1]  # examples have the numbers of their rollouts
