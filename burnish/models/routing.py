@@ -86,7 +86,13 @@ class Routing:
         return result
 
     def record(self) -> Tensor:
-        """Return the experts of all routers, [R, L, k] in `index_dtype`."""
+        """Return the experts of all routers, [R, L, k] in `index_dtype`. Raises `IncompatibleError` without known routers."""
+        if not self.chosen:
+            raise IncompatibleError(
+                "the experts of a model were asked for, which has no known routers",
+                want=f"a model of type {names_of('has_router')}",
+                do="set algorithm.router_replay=none and engine.router_aux_loss=0",
+            )
         return torch.stack([self.chosen[number] for number in sorted(self.chosen)], dim=1)
 
     def loss(self) -> Tensor:
