@@ -250,7 +250,7 @@ def save(ranks: int) -> list[Result]:
 
 def plan(pipe: Connection, ranks: int) -> None:
     """Plan rank 0's section as `WritePlan.together` does, of pieces that are made here instead of gathered."""
-    roles, disks, size = [MAIN], Disks.one(ranks), prod(group_sizes(ranks)[:2])
+    roles, disks, size = [MAIN], Disks.one(ranks), prod(group_sizes(ranks)[:3])
     tensors = stored_tensors()
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), process_time()

@@ -57,7 +57,7 @@ MOST_BLOCKS = 1 << 19
 _SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
 # Most bytes of a span, and of the spans put together at one time; as many are being written meanwhile. One block at least.
 _WAVE_BYTES = 16 << 20
-_PLANNERS = 64
+_PLANNERS = 128
 # At least as many ranks divide the plan of a save among them, where there are so many.
 _BLOCKS_PER_TENSOR, _BLOCKS_TO_ALIGN = 64, 32
 # Ranks cut tensors by rows. Of small blocks, few hold the rows of two ranks.

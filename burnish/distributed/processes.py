@@ -44,7 +44,7 @@ _LEAVE = timedelta(seconds=5)
 _COUNT, _ALL = "count", "all"
 _LOOK = timedelta(seconds=30)
 # How long a rank waits for the names of the absent.
-_MESH, _GROUP = 256, 16
+_MESH, _GROUP = 256, 8
 # Ranks that are all connected to each other; above, ranks of each group that small messages go round in.
 _OWN_FILES = 512
 # Descriptors that a rank needs beside its connections.
@@ -122,7 +122,8 @@ def group_sizes(world: int, most: int = _GROUP) -> list[int]:
     """Return the dims of a grid of all ranks, of at most `most` each if possible."""
     sizes, left = list[int](), world
     while left > 1:
-        sizes.append(next((n for n in range(min(most, left), 1, -1) if left % n == 0), left))
+        fitting = (*range(min(most, left), 1, -1), *range(most + 1, left + 1))
+        sizes.append(next(n for n in fitting if left % n == 0))
         left //= sizes[-1]
     return sizes
 
@@ -130,7 +131,7 @@ def group_sizes(world: int, most: int = _GROUP) -> list[int]:
 def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int = _GROUP) -> Layout:
     """Return the layout with the groups of `group_sizes` beyond `mesh` ranks. Collective.
 
-    gloo's messages go round in a ring, so a grid of 16,000 ranks passes 42 where one ring would pass 15,999.
+    gloo's messages go round in a ring, so a grid of 16,000 ranks passes 27 where one ring would pass 15,999.
     """
     groups, below = list[dist.ProcessGroup](), 1
     for size in group_sizes(layout.world, most) if layout.world > mesh else ():
