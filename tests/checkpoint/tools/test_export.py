@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint.layout import rounded
+from burnish.checkpoint.layout import MAIN, rounded
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.distributed.layout import Layout
@@ -202,6 +202,6 @@ def test_a_steps_model_is_unchanged_by_the_round(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
     export(StepModel(step), tmp_path / "out", torch.float32, BIG, LOCAL)
     weights = load_file(tmp_path / "out/model.safetensors")
-    again = save_finite(tmp_path / "again", weights=contents_of(weights, {}).weights)
+    again = save_finite(tmp_path / "again", weights=contents_of(weights, {}).models[MAIN].weights)
     for name in ("model/model.safetensors", "training/residual.safetensors"):
         assert (again.path / name).read_bytes() == (step.path / name).read_bytes()
