@@ -245,11 +245,12 @@ def _keep(
 
 def _next_directory(parent: Path) -> Path:
     """Make a numbered directory that no other process has."""
+    parent.mkdir(parents=True, exist_ok=True)
     number = 0
     while True:
         number += 1
         with suppress(FileExistsError):
-            (parent / str(number)).mkdir(parents=True)
+            (parent / str(number)).mkdir()
             return parent / str(number)
 
 

@@ -272,6 +272,9 @@ def test_evaluations_at_the_same_moment_have_directories_of_their_own(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         places = list(pool.map(_next_directory, [tmp_path / "evaluations"] * 40))
     assert {int(place.name) for place in places} == {*range(1, 41)}
+    (tmp_path / "unmounted").symlink_to(tmp_path / "none")
+    with pytest.raises(FileExistsError):
+        _next_directory(tmp_path / "unmounted" / "evaluations")
 
 
 def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
