@@ -504,7 +504,7 @@ class EvaluationConfig(SamplingConfig):
     solved: float = 1.0
     """A completion with this score or more is correct, for pass@n."""
     prompts: int | None = Field(None, ge=1)
-    """Use only this many prompts or examples, from the beginning. Default: all."""
+    """Use only this many prompts or examples, evenly spaced. Default: all."""
 
 
 class KeepBestConfig(Section):

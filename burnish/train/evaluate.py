@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -74,7 +74,7 @@ def prompt_validation(
     """Return a function that calls `before`, answers held-out prompts and scores the answers."""
     config = foundation.config
     collector = replace(collector, stragglers=None)
-    prompts = dataset[: config.evaluation.prompts or len(dataset)]
+    prompts = [dataset[index] for index in _measured_rows(dataset, config.evaluation.prompts)]
     judged_by = config.reward.part_names[0]
     seed = derive_seed(config.seed, "validation")
     how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
@@ -87,6 +87,13 @@ def prompt_validation(
         return _by_source(table, answers, judged_by, config.evaluation.solved), table
 
     return validate
+
+
+def _measured_rows(dataset: Sized, wanted: int | None) -> list[int]:
+    """Return evenly spaced rows, so that each file has its share."""
+    count = len(dataset)
+    wanted = min(wanted or count, count)
+    return [place * count // wanted for place in range(wanted)]
 
 
 Answers = Sequence[Sequence[Any]]
@@ -146,14 +153,14 @@ def example_validation(
     config, layout, device = foundation.config, engine.layout, foundation.device
     paths, setting = config.data.validation, "data.validation"
     dataset = example_dataset(foundation, paths, setting, progress=progress)
-    count = min(len(dataset), config.evaluation.prompts or len(dataset))
+    rows = _measured_rows(dataset, config.evaluation.prompts)
     size, budget = config.batch.examples, config.microbatch_tokens
 
     def validate() -> tuple[dict[str, float], None]:
         stats = Stats({"val/loss": Mean(0.0, 0.0)})
-        for start in range(0, count, size):
+        for start in range(0, len(rows), size):
             check()
-            examples = dataset[start : min(start + size, count)]
+            examples = [dataset[index] for index in rows[start : start + size]]
             batch = make_batch(examples, layout, budget, foundation.flops)
             for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
                 # Tokens outside the loss mask are not scored, and hold 0.

@@ -76,7 +76,7 @@ COMMANDS = [
     ("sft sft.yaml --num_train_epochs=3 --packing", 2, "epochs leave"),
     ("rl rl.yaml --num-generations 8 --beta 0.04", 2, "rollout.n algorithm.kl.coef"),
     ("rl rl.yaml --use_vllm --vllm_mode colocate", 2, "rollout.engine vllm rollout.place child"),
-    ("rl rl.yaml learning_rate=1e-5", 2, "optim.lr=1e-05"),
+    ("rl rl.yaml learning_rate=1e-5", 2, "optim.lr=1.0e-05"),
     ("rl rl.yaml max_completion_length=512", 2, "rollout.max_response_length=512"),
     ("rl rl.yaml per_device_train_batch_size=8", 2, "batch.prompts"),
     ("rl rl.yaml gradient_accumulation_steps=4", 2, "batch.tokens_per_device leave"),

@@ -268,6 +268,18 @@ def test_evaluating_gives_what_training_logged(work, kind, number):
             assert [each["kind"] for each in page.runs(query)["runs"]] == ["eval", "rl"]
 
 
+def test_a_validation_on_some_rows_has_some_of_each_file(work):
+    files = "data.validation=[validation.jsonl,train.jsonl]"
+    run = done(work, "rl", "rl.yaml", "name=some_rows", "steps=1", files, "evaluation.prompts=4")
+    asked = {row["prompt"] for row in rollouts(run, 1, "validation")}
+    counts = [
+        sum(json.loads(line)["prompt"] in asked for line in (work / name).read_text().splitlines())
+        for name in ("validation.jsonl", "train.jsonl")
+    ]
+    assert sum(counts) == len(asked) == 4
+    assert min(counts) > 0
+
+
 def test_evaluations_at_the_same_moment_have_directories_of_their_own(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         places = list(pool.map(_next_directory, [tmp_path / "evaluations"] * 40))
