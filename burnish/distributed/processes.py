@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +32,8 @@ from burnish.errors import BurnishError, UsageError, few
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 _BACKENDS = {
     "cpu": "gloo",  # as "cpu:gloo" it is not the group's default, and torch warns when it is destroyed
     "cuda": "cpu:gloo,cuda:nccl",  # ROCm as well: its RCCL answers to both names
@@ -41,6 +45,8 @@ _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective o
 # How gloo and NCCL say it.
 _LEAVE = timedelta(seconds=5)
 # How long rank 0, where it serves the store, waits at the end for ranks that may still be using it.
+_UNSAID = 20.0
+# Seconds that rank 0 waits for others before it says so.
 _COUNT, _ALL = "count", "all"
 _LOOK = timedelta(seconds=30)
 # How long a rank waits for the names of the absent.
@@ -247,8 +253,16 @@ def _arrive(store: Store, layout: Layout, point: str) -> None:
 
 def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
     _arrive(store, layout, point)
+    everybody = [f"{point}/{_ALL}"]
     with _named_absence(store, layout, timeout, point):
-        store.wait([f"{point}/{_ALL}"], timeout)
+        began = time.monotonic()
+        while layout.is_main and not store.check(everybody):  # a wait that fails makes torch warn
+            time.sleep(0.02)
+            if time.monotonic() - began > _UNSAID:
+                there = store.add(f"{point}/{_COUNT}", 0)
+                _log.info("waiting for the other processes: %d of %d are here", there, layout.world)
+                break
+        store.wait(everybody, timeout)
 
 
 @contextmanager

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from burnish.distributed import processes
 from burnish.distributed.device import (
     free_memory,
     has_fp64,
@@ -29,6 +31,18 @@ from burnish.distributed.processes import backend_of, process_group, raise_descr
 from burnish.errors import BurnishError, UsageError
 
 CPU = torch.device("cpu")
+
+
+def test_rank_0_says_for_whom_it_waits(monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_UNSAID", 0.1)
+    store = HashStore()
+    store.set("met/1", "here")
+    store.add("met/count", 1)
+    with caplog.at_level("INFO"), pytest.raises(BurnishError) as caught:
+        processes._await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=1), "met")
+    assert "2 of 3" in caplog.text
+    assert "rank 2" in str(caught.value)
+    processes._await_everybody(store, Layout(2, 3, 2, 3), timedelta(seconds=1), "met")
 
 
 def test_a_lone_process_has_a_group_and_a_mesh():
