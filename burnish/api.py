@@ -26,6 +26,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, StoppedError, UsageError
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
+from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
@@ -110,6 +111,12 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 
 def run_at(place: str) -> Path | None:
     """Return a run, or None for a file."""
+    if (Path(place) / ADAPTER_CONFIG).is_file():
+        raise UsageError(
+            f"{place} is an adapter, which computes nothing without its model",
+            want="the model that it was trained beside",
+            do=f"give the model instead, and set model.lora.path={place}",
+        )
     if os.path.exists(place):
         return Path(place) if os.path.isdir(place) else None
     raise MissingError(

@@ -82,6 +82,13 @@ def test_what_cannot_be_is_refused(
         burnish.evaluate("runs/none")
 
 
+def test_an_adapter_alone_is_not_evaluated(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError) as caught:
+        burnish.evaluate(str(tmp_path))
+    assert "model.lora.path" in str(caught.value)
+
+
 def test_sft_then_evaluation_of_its_model(place: Path) -> None:
     result = burnish.sft(SFT, name="api", steps=2, evaluation={"every": 0})
     assert result.directory.resolve() == place / "runs" / "api"
