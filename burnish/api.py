@@ -123,6 +123,7 @@ def run_at(place: str) -> Path | None:
         f"there is no run, no model and no configuration file {place}",
         have=f"nothing at {Path(place).absolute()}",
         want="a run's directory, a model's directory or id, or a YAML file",
+        do="correct it",
     )
 
 

@@ -1,4 +1,4 @@
-"""Plan who sends which box to whom, to publish, save, load and reshard, and in rounds of bounded bytes."""
+"""Plan who sends which box to whom, in rounds of bounded bytes, to publish, save, load and reshard."""
 
 from __future__ import annotations
 

@@ -384,9 +384,8 @@ class Saver:
             sealed: dict[str, bytes] = {}
             with agree(layout):
                 if layout.is_main:
-                    manifest = replace(
-                        empty, files=_records(outline, _together(outline, hashes), small)
-                    )
+                    records = _records(outline, _together(outline, hashes), small)
+                    manifest = replace(empty, files=records)
                     sealed = _sealed(manifest, seal, healthy=contents.healthy)
             if self.disks.are_several:
                 sealed = from_main(sealed, layout)

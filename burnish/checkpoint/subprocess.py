@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def start_beside(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that holds the run's signals back until `accompany`."""
+    """Start a process that holds back the run's signals until it calls `accompany`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         return subprocess.Popen(command, **options)

@@ -120,11 +120,7 @@ _OF_ENDPOINTS: Sequence[Constraint] = (
     ("rollout.model", "rollout.engine=openai", ""),
 )
 _OF_RL: Sequence[Constraint] = (
-    (
-        "rollout.engine=openai",
-        "",
-        "the weights of an endpoint cannot be set; burnish eval uses one",
-    ),
+    ("rollout.engine=openai", "", "an endpoint's weights cannot be set; burnish eval uses one"),
     ("rollout.temperature=0.0", "", "all completions would be the same"),
     ("rollout.n=1", _UNGROUPED, "others compare the completions of a prompt, and would all be 0"),
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one has no variance"),

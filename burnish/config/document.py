@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from burnish.config.schema import RunConfig, Section
 from burnish.errors import CorruptError
@@ -71,22 +72,23 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def write_yaml(value: Any) -> str:
-    """Return YAML that `parse_document` reads back equal, its innermost collections on one line."""
+def write_yaml(value: Any, *, flow: bool | None = None) -> str:
+    """Return YAML that `parse_document` reads back equal; innermost collections, or with `flow` all, take one line."""
     text: str = yaml.dump(
         value,
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,
-        default_flow_style=None,
+        default_flow_style=flow,
         width=float("inf"),
     )
     return text
 
 
 def one_line(value: object) -> str:
-    """Return a value as it stands behind its key."""
-    return write_yaml({"": value}).partition(": ")[2].strip()
+    """Return a value on one line, sections as mappings."""
+    plain = {"": to_jsonable_python(value, fallback=str)}
+    return write_yaml(plain, flow=True).partition(": ")[2].strip()
 
 
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
@@ -117,7 +119,7 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
 
 
 def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
-    """Read what `dump_yaml` wrote, or has in a file elsewhere. Raises `CorruptError` for a changed file."""
+    """Read what `dump_yaml` wrote, or the `content` of a file elsewhere. Raises `CorruptError` for a changed file."""
     try:
         content = Path(path).read_bytes() if content is None else content
         return RunConfig.model_validate(yaml.load(content, CoreLoader))

@@ -61,7 +61,7 @@ def accelerator_named(name: str) -> Accelerator | None:
 
 
 def nvidia_smi(query: str) -> str:
-    """Return what `nvidia-smi` tells of its first device; "" if it does not answer."""
+    """Return what `nvidia-smi` says of its first device; "" if it does not answer."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, IndexError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

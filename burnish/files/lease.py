@@ -34,7 +34,7 @@ class Token:
     number: int
     """Greater than that of every holder before."""
     descriptor: int = -1
-    """Of the lock, in the process that holds it."""
+    """The lock's descriptor in the process that holds it."""
 
     def current(self) -> object:
         """Return the number in the file, or why there is none."""
@@ -56,7 +56,7 @@ class Token:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the `flock` of a file, made if needed, or of a directory. Raises `OSError`; without `wait` `BlockingIOError` if it is held."""
+    """Hold a directory's `flock`, or a file's, made if needed. Raises `OSError`; without `wait`, `BlockingIOError` if it is held."""
     access = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -78,7 +78,7 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]:
-    """Use a directory alone inside the block, by a `flock`.
+    """Hold a directory exclusively inside the block, by a `flock`.
 
     The lock ends with all processes that have the descriptor. The next holder waits `patience_seconds` for helpers.
     """

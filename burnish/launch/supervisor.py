@@ -225,6 +225,8 @@ def run_once(launcher: Launcher, world: int | None) -> int:
         rank, status = next((each for each in ended.items() if each[1]), (0, 0))
         for line in started.last_lines(rank) if status else ():
             log.error("rank %d: %s", rank, line)
+    if status < 0:
+        log.error("rank %d %s", rank, _described(status))
     return _exit_code(status)
 
 

@@ -192,7 +192,7 @@ class _WithLoss(torch.autograd.Function):
 def rows_of(plan: ScoringPlan, values: Tensor) -> Tensor:
     """Return this rank's rows [R, ...] of `values` [T, ...]; padding has those of some token.
 
-    A row has the value of a token that it is, never of a sequence's last, which generators do not compute.
+    A row has the value of one of its tokens, never of a sequence's last, which generators do not compute.
     """
     tree, last = plan.tree, np.cumsum(plan.lengths) - 1
     others = np.delete(np.arange(len(tree.rows)), last)

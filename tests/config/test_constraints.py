@@ -131,6 +131,12 @@ def test_a_reward_model_is_a_reward() -> None:
     check(config_of(*GOOD, "reward.functions=[]", "reward.models=[{path: judge}]"), "rl")
 
 
+def test_reward_models_are_refused_beside_an_endpoint() -> None:
+    asked = ["rollout.engine=openai", "rollout.url=http://x/v1", "rollout.model=m"]
+    message = refused("eval", *asked, "data.validation=[v]", "reward.models=[{path: judge}]")
+    assert "reward.models: [{path: judge," in message
+
+
 def test_a_good_evaluation_passes() -> None:
     check(load_config(None, ["model.path=m", "data.validation=[v]"]), "eval")
 

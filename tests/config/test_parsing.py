@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from burnish.config.document import write_yaml
+from burnish.config.document import one_line, write_yaml
 from burnish.config.parsing import parse_document, parse_value
+from burnish.config.schema import RewardModelConfig
 from burnish.errors import UsageError
 
 
@@ -142,3 +143,9 @@ def test_written_texts_stay_on_one_line() -> None:
     text = write_yaml({"a": "first\nsecond " + "long " * 100})
     assert text.count("\n") == 1
     assert parse_document(text, "x").values["a"].startswith("first\nsecond long")
+
+
+def test_what_stands_behind_a_key_is_one_line() -> None:
+    nested = {"a": [{"b": [1, "c: d"]}], "e": None}
+    assert parse_document(f"x: {one_line(nested)}", "x").values["x"] == nested
+    assert one_line([RewardModelConfig(path="judge")]).startswith("[{path: judge,")

@@ -53,19 +53,28 @@ def supervised(launcher: ForkedLauncher, world: int = 2, **settings: float) -> i
     return Supervisor(launcher, DistributedConfig.model_validate(given), world).run()
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("sys.exit(7)", 7, []), ("os.kill(os.getpid(), 9)", 137, ["rank 1 was killed by SIGKILL"])],
+)
 def test_a_command_that_is_started_once_does_not_outlive_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    end: str,
+    code: int,
+    said: list[str],
 ) -> None:
     """Rank 1 dies before the ranks have met, and rank 0 would wait for it for minutes."""
     text = "import os, sys, time\nprint('lost', flush=True) if os.environ['RANK'] == '1' else time.sleep(600)\n"
     package = tmp_path / "burnish"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(text + "sys.exit(7)\n")
+    (package / "__main__.py").write_text(f"{text}{end}\n")
     monkeypatch.chdir(tmp_path)  # where `python -m burnish` looks first
     monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.1)
-    assert supervisor.run_once(LocalLauncher([]), 2) == 7
-    assert caplog.messages == ["rank 1: lost"]
+    assert supervisor.run_once(LocalLauncher([]), 2) == code
+    assert caplog.messages == ["rank 1: lost", *said]
 
 
 @pytest.mark.nightly

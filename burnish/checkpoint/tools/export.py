@@ -322,9 +322,7 @@ def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
 
 @contextmanager
 def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
-    """Make a directory beside `target` that the block renames; clear what killed processes left. An error removes it. Raises
-    `OSError`.
-    """
+    """Make a directory beside `target` for the block to rename; clear what killed processes left. Raises `OSError`; any error removes it."""
     name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
     for entry in storage.entries(target.parent):
         path = target.with_name(entry.name)
