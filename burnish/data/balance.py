@@ -95,8 +95,8 @@ def _whole(costs: Costs) -> Integers:
     if not good.all():
         bad = int(np.flatnonzero(~good)[0])
         raise UsageError("a cost is not a positive number", have=f"{costs[bad]} for sequence {bad}")
-    scale = _COST_SUM / (float(costs.max(initial=1.0)) * max(len(costs), 1))
-    return np.maximum(np.rint(costs * scale), 1).astype(np.int64)
+    shares = costs / (costs.max(initial=0.0) or 1.0)  # 1: there are none
+    return np.maximum(np.rint(shares * (_COST_SUM / max(len(costs), 1))), 1).astype(np.int64)
 
 
 def _summed(values: Integers, group: Integers, count: int = 0) -> Integers:

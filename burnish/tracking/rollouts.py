@@ -71,8 +71,8 @@ def write_rollouts(
             if i in longest:
                 if token_texts is not None:
                     said = rollout.completion
-                    none = said.logprobs[:0]  # of an empty completion
-                    values = {name: each.get(i, none) for name, each in (by_token or {}).items()}
+                    numbers = by_token or {}  # not of completions that nothing is computed of
+                    values = {name: each[i] for name, each in numbers.items() if i in each}
                     texts = token_texts(said.token_ids.tolist())
                     row["tokens"] = {"texts": texts, "logprobs": _rounded(said.logprobs)}
                     row["tokens"] |= {name: _rounded(each) for name, each in values.items()}

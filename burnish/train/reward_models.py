@@ -71,7 +71,7 @@ class RewardModel:
             outlines=(outlines, {}),
             owners=table.owners[short],
         )
-        said = [output.values.double().cpu().numpy() for output in self.engine.forward(batch)]
+        said = [output.values.cpu().double().numpy() for output in self.engine.forward(batch)]
         last = {number: each[-1] for number, each in batch.by_example(said).items()}
         places, values = gather_rows([*last], np.array([*last.values()], np.float64), layout)
         found[short[places]] = values

@@ -206,13 +206,18 @@ def require_learnt(rough: Sequence[float], exact: Sequence[float]) -> None:
 def require_alike(
     ranks: Sequence[Mapping[str, Any]], wanted: Mapping[str, Any], parts: Sequence[str], what: str
 ) -> None:
-    """What `train` gave on all ranks is what `train_by_hand` did, `parts` of which have canonical names: to 1e-5 relative, tensor by tensor."""
+    """What `train` gave on all ranks is what `train_by_hand` did, `parts` of which have canonical names: to 1e-5 relative, tensor by tensor.
+
+    Ranks that share a sequence say the same bits of it.
+    """
+    first: dict[int, Sequence[Tensor]] = {}
     for found in ranks:
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), what
         assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5), what
         for number, said in found["logprobs"].items():
             for tensor, by_hand in zip(said, wanted["logprobs"][number], strict=True):
                 assert_relative(tensor, by_hand, 1e-5, f"{what}: sequence {number}")
+            assert all(map(torch.equal, said, first.setdefault(number, said))), what
     seen = {number for found in ranks for number in found["logprobs"]}
     assert seen == set(wanted["logprobs"])
     shapes = {name: shape for found in ranks for name, shape in found["shapes"].items()}

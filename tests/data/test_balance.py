@@ -233,6 +233,12 @@ def test_even_shares_of_a_long_tail(count, ranks):
     assert most < 1.0011 * max(costs.sum() / ranks, costs.max())
 
 
+@pytest.mark.parametrize("unit", [1e-18, 1e18])
+def test_the_unit_of_costs_does_not_matter(unit):
+    costs = np.array([4.0, 3.0, 2.0, 1.0])
+    assert share_evenly(costs * unit, 2).tolist() == share_evenly(costs, 2).tolist() == [0, 1, 1, 0]
+
+
 @pytest.mark.parametrize("each", [3, 4, 8])
 def test_few_things_for_each_share_cost_nearly_alike(each):
     costs = np.random.default_rng(6).uniform(64, 2048, 64 * each)

@@ -95,6 +95,16 @@ def test_tokens_have_texts_and_numbers(tmp_path: Path) -> None:
     assert not any("tokens" in row for row in read_rollouts(rest))
 
 
+def test_tokens_lack_numbers_that_were_not_computed(tmp_path: Path) -> None:
+    """As those of a completion that was cut, with `algorithm.mask_truncated`."""
+    numbers = {"advantages": {0: np.ones(3, np.float32)}}
+    rollouts = [made_rollout(0), made_rollout(1)]
+    path = written(tmp_path, 1, rollouts, [1.0, 1.0], lambda ids: ["a"] * len(ids), numbers)
+    one, other = (row["tokens"] for row in read_rollouts(path))
+    assert one["advantages"] == [1.0] * 3
+    assert other.keys() == {"texts", "logprobs"}
+
+
 def test_too_many_are_thinned_from_the_oldest(tmp_path: Path) -> None:
     rollouts = [made_rollout(i, text=f"{i}" * 50) for i in range(40)]
     for step in range(1, 6):
