@@ -65,7 +65,7 @@ class Engine(Protocol):
     ) -> list[TokenOutputs]:
         """Return the outputs of this rank's micro-batches, on its device, without gradients.
 
-        Ranks that share a micro-batch get the same bits: each chooses tokens by its own.
+        Ranks that share a micro-batch get the same bits.
         `adapter` False turns an adapter off. `experts` records where tokens go.
         """
 

@@ -155,7 +155,7 @@ class Observers:
         arriving: Iterable[tuple[int, Any]] = (),
         whole: Container[int] = (),
     ) -> None:
-        """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields them by index, those of `whole` with all tokens."""
+        """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields them by index."""
         known: list[Any] = [None] * len(table.rows) if arriving else table.rollouts
 
         def passing() -> Iterator[tuple[int, Any]]:

@@ -332,7 +332,7 @@ class PolicyUpdate:
         return found, columns
 
     def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
-        """Return this rank's part of a batch of rollouts that have completions. Collective."""
+        """Return this rank's part of a batch of rollouts. Collective."""
         layout, owners = self.engine.layout, table.owners[numbers]
         outlines = self.outlines(table, numbers, column)  # which refuses, on all ranks alike
         own = np.flatnonzero((owners < 0) | (owners == layout.rank)).tolist()
