@@ -111,11 +111,10 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 
 def run_at(place: str) -> Path | None:
     """Return a run, or None for a file."""
-    if (Path(place) / ADAPTER_CONFIG).is_file():
+    if os.path.isfile(os.path.join(place, ADAPTER_CONFIG)):
         raise UsageError(
             f"{place} is an adapter, which computes nothing without its model",
-            want="the model that it was trained beside",
-            do=f"give the model instead, and set model.lora.path={place}",
+            do=f"give the model that it was trained beside, and set model.lora.path={place}",
         )
     if os.path.exists(place):
         return Path(place) if os.path.isdir(place) else None

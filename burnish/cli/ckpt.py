@@ -32,6 +32,7 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify,
 )
+from burnish.checkpoint.tools.listing import listed_steps, saved_at
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
@@ -53,7 +54,6 @@ from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import LOCAL, Source
 from burnish.files.urls import Url, is_url
 from burnish.tracking.rundir import CHECKPOINTS, LATEST
-from burnish.view import runs
 
 Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
@@ -170,7 +170,7 @@ def list_steps(say: Say, path: PurePath) -> Outcome:
     """List a run's steps, and what else is there."""
     root = _steps_directory(path)
     source = source_of(root)
-    steps, error = runs.list_steps(root, source)
+    steps, error = listed_steps(root, source)
     heads = ("step", "size", "saved", "state", "pinned")
     _say_section(say, str(root), [heads, *map(_row, steps)], right=2)
     beside = _beside(root, source)
@@ -210,7 +210,7 @@ def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
         "healthy": step.healthy,
         "pinned": read_pins(step.path.parent, step.source).get(step.step),
         "bytes": step.manifest.total_bytes,
-        "saved": runs.saved_at(step.path),
+        "saved": saved_at(step.path),
         "version": step.commit.version,
         "processes": step.manifest.world,
         "uuid": step.commit.uuid,

@@ -253,16 +253,16 @@ def _arrive(store: Store, layout: Layout, point: str) -> None:
 
 def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
     _arrive(store, layout, point)
-    everybody = [f"{point}/{_ALL}"]
+    everybody, end = [f"{point}/{_ALL}"], time.monotonic() + timeout.total_seconds()
     with _named_absence(store, layout, timeout, point):
-        began = time.monotonic()
+        said = min(end, time.monotonic() + _UNSAID)
         while layout.is_main and not store.check(everybody):  # a wait that fails makes torch warn
             time.sleep(0.02)
-            if time.monotonic() - began > _UNSAID:
+            if time.monotonic() > said:
                 there = store.add(f"{point}/{_COUNT}", 0)
                 _log.info("waiting for the other processes: %d of %d are here", there, layout.world)
                 break
-        store.wait(everybody, timeout)
+        store.wait(everybody, timedelta(seconds=max(0.001, end - time.monotonic())))
 
 
 @contextmanager

@@ -50,9 +50,8 @@ class Complaints:
             if is_first and len(kinds) == 1:
                 raise _no_rewards(failed[-1], "of the first round")
             if self._lost_in_a_row >= self._most_rounds:
-                raise _no_rewards(
-                    failed[-1], f"of {count_text(self._lost_in_a_row, 'round')} in a row"
-                )
+                lost = count_text(self._lost_in_a_row, "round")
+                raise _no_rewards(failed[-1], f"of {lost} in a row")
 
     def require_answer(self) -> None:
         """Raise `BurnishError` if every completion of the run failed."""

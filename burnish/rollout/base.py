@@ -50,7 +50,7 @@ class Underway(NamedTuple):
 
 
 class Generator(Protocol):
-    """Samples from the current weights. The last four may be left out."""
+    """Samples from the current weights. A subclass may omit the last four."""
 
     central: bool
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""

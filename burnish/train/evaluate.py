@@ -227,15 +227,14 @@ def _keep(
     layout, table = foundation.layout, RolloutTable.of(groups)
     order = by_place(table.places)
     come = arriving(table, order, chosen(step, table.rewards.tolist(), order), layout)
-    texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
+    settings, texts = foundation.config, None
+    if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
+        texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
     with agree(layout):
         try:
             if layout.is_main:
                 kept = RunDirectory(_next_directory(root / "evaluations"))
-                is_asked = foundation.config.rollout.engine == "openai"  # its tokens are unknown
-                tokens = foundation.config.tracking.rollout_tokens and not is_asked
-                given = texts if tokens else None
-                write_rollouts(kept.rollouts, step, table, None, given, arriving=come)
+                write_rollouts(kept.rollouts, step, table, None, texts, arriving=come)
                 write_atomically(kept.config, config)
                 with closing(JsonlTracker(kept.metrics)) as metrics:
                     metrics.log(step, measured)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from burnish.distributed.collectives import deliver
 from burnish.distributed.layout import Layout
@@ -26,7 +25,7 @@ def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
 
 
 def arriving(
-    table: RolloutTable, order: Sequence[int], whole: Container[int], layout: Layout
+    table: RolloutTable, order: Sequence[int], whole: Collection[int], layout: Layout
 ) -> Iterator[tuple[int, Rollout]]:
     """Yield rollouts by number on rank 0, in this order. Collective.
 
@@ -37,8 +36,8 @@ def arriving(
         yield from ((number, table.rollout(number)) for number in order if layout.is_main)
         return
     numbers_of_all = np.asarray(order, np.int64)
-    sizes = np.cumsum(1 + table.lengths[numbers_of_all])
-    for numbers in np.split(numbers_of_all, _ends(sizes // _ROUND_TOKENS)):
+    rounds = np.cumsum(1 + table.lengths[numbers_of_all]) // _ROUND_TOKENS
+    for numbers in np.split(numbers_of_all, np.flatnonzero(np.diff(rounds)) + 1):
         mine = {n: table.rollout(n) for n in numbers[table.owners[numbers] == layout.rank].tolist()}
         parts = {n: each if n in whole else _texts(each) for n, each in mine.items()}
         parcels = [] if layout.is_main or not mine else [([0], pickle.dumps(parts))]
@@ -50,21 +49,15 @@ def arriving(
 
 
 def arrays_on_main(
-    arrays: Mapping[str, Mapping[int, Floats]], numbers: Iterable[int], layout: Layout
+    arrays: Mapping[str, Mapping[int, Floats]], numbers: Collection[int], layout: Layout
 ) -> Mapping[str, Mapping[int, Floats]]:
     """Return these rollouts' arrays, all on rank 0. Collective."""
-    mine = {name: {n: each[n] for n in numbers if n in each} for name, each in arrays.items()}
-    sends = layout.is_first_peer and any(mine.values())
-    found: dict[str, dict[int, Floats]] = {name: {} for name in arrays}
-    for data in deliver([([0], pickle.dumps(mine))] if sends else [], layout):
+    found = {name: {n: each[n] for n in numbers if n in each} for name, each in arrays.items()}
+    sends = layout.is_first_peer and not layout.is_main and any(found.values())
+    for data in deliver([([0], pickle.dumps(found))] if sends else [], layout):
         for name, each in pickle.loads(data).items():  # noqa: S301 - of this run
             found[name] |= each
     return found
-
-
-def _ends(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return where another value begins."""
-    return np.flatnonzero(np.diff(values)) + 1
 
 
 def _texts(rollout: Rollout) -> tuple[str, str, Any]:

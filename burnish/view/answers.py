@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 from pydantic import Field, ValidationError
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
+from burnish.checkpoint.tools.listing import listed_steps
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, refusing
 from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
@@ -31,7 +32,7 @@ from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.curves import Curve, Curves
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
-from burnish.view.runs import beside, describe, find_runs, list_steps, settings_of
+from burnish.view.runs import beside, describe, find_runs, settings_of
 
 Answer = dict[str, Any]
 
@@ -210,14 +211,13 @@ class Answers:
     def checkpoints(self, query: Query) -> Answer:
         """Return a run's steps with their health."""
         run = self._one(query)
-        steps: list[Answer]
         if self._url is None:
-            steps, problem = list_steps(self._within(run.checkpoints), LOCAL)
+            steps, problem = listed_steps(self._within(run.checkpoints), LOCAL)
         elif self._url.startswith("hf://"):
             steps, problem = [], None
         else:
             url = Url.parse(self._url).below(self._id(run.root)).below(run.checkpoints.name)
-            steps, problem = list_steps(RemotePath.of(url), RemoteSteps(Remote(url)))
+            steps, problem = listed_steps(RemotePath.of(url), RemoteSteps(Remote(url)))
         return {"steps": steps, "problem": problem and problem.problem}
 
     def log(self, query: Query) -> Answer:

@@ -6,20 +6,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from burnish.checkpoint.manifest import COMMIT
-from burnish.checkpoint.retention import read_pins
-from burnish.checkpoint.steps import open_step, step_paths
 from burnish.config.document import CoreLoader, recorded
-from burnish.errors import BurnishError, CorruptError, IncompatibleError
-from burnish.files.durable import naming_failures
+from burnish.errors import CorruptError
 from burnish.files.lease import LEASE, is_held
-from burnish.files.storage import Source
 from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory, dotted
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
@@ -86,35 +80,3 @@ def beside(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return each setting's values in several runs."""
     names = dict.fromkeys(name for each in settings for name in each)
     return {name: [each.get(name) for each in settings] for name in names}
-
-
-def list_steps(root: PurePath, source: Source) -> tuple[list[dict[str, Any]], CorruptError | None]:
-    """Return the steps of a directory of checkpoints, oldest first, and what is wrong with its pins."""
-    pins, problem = {}, None
-    try:
-        pins = read_pins(root, source)
-    except CorruptError as error:
-        problem = error
-    paths = step_paths(root, source)
-    return [_step(path, source, n, pins.get(n)) for n, path in paths.items()], problem
-
-
-def _step(path: PurePath, source: Source, number: int, reason: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": str(path), "step": number, "pinned": reason}
-    try:
-        with naming_failures(f"{path} cannot be read"):
-            step, saved = open_step(path, source), saved_at(path)
-    except BurnishError as error:
-        damaged = not isinstance(error, IncompatibleError)
-        return {**found, "damaged": damaged, "problem": error.problem}
-    size, files = step.manifest.total_bytes, len(step.manifest.files)
-    found |= {"bytes": size, "files": files, "processes": step.manifest.world}
-    return {**found, "saved": saved, "healthy": step.healthy}
-
-
-def saved_at(path: PurePath) -> str:
-    """Return when a step was committed; "" on a mirror, which got it later."""
-    if not isinstance(path, Path):
-        return ""
-    seconds = (path / COMMIT).stat().st_mtime
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -577,7 +577,7 @@ def test_what_the_system_refuses_is_said(
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "pins.json")
 
-    monkeypatch.setattr("burnish.view.runs.read_pins", refuse)
+    monkeypatch.setattr("burnish.checkpoint.tools.listing.read_pins", refuse)
     code, _, err = ckpt(capsys, "ls", run)
     assert code == 1
     assert str(run) in err
