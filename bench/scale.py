@@ -24,11 +24,11 @@ import json
 import multiprocessing
 import os
 import pickle
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
 from statistics import median
@@ -171,14 +171,13 @@ def join(places: list[Place], stores: list[Store]) -> None:
 def listen(pipe: Connection, first: int, count: int, contact: dict[str, Any]) -> None:
     """Fake ranks' connections to a relay: introduce all, and wait for a failure if asked to."""
     processes.raise_descriptors(count)
-    lines = []
     pipe.send("ready")
     pipe.recv()
-    for rank in range(first, first + count):
-        connection = socket.create_connection((contact["address"], contact["port"]), 60)
-        me = {"token": contact["token"], "rank": rank, "host": "here", "pid": 1}
-        connection.sendall(json.dumps(me).encode() + b"\n")
-        lines.append(connection)
+    address = contact["address"], contact["port"]
+    known = {"token": contact["token"], "host": "here", "pid": 1}
+    ranks = [known | {"rank": rank} for rank in range(first, first + count)]
+    with ThreadPoolExecutor(16) as pool:
+        lines = list(pool.map(partial(failure_watch.introduced, address), ranks))
     pipe.send(count)
     if pipe.recv():
         lines[0].sendall(json.dumps({"reason": "out of paper", "lines": []}).encode() + b"\n")

@@ -102,25 +102,26 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
     run = None
     if isinstance(config, str | os.PathLike):
         place = os.fspath(config)
-        if is_model(place):
-            config = {"model": {"path": place}}
-        elif run := run_at(place):
-            config = recorded_config(run)
+        file, run = config_at(place)
+        config = file or {"model": {"path": place}}
     return run_command("eval", load_settings(config, _with_reward(settings, reward)), run)
 
 
-def run_at(place: str) -> Path | None:
-    """Return a run, or None for a file."""
-    if os.path.isfile(os.path.join(place, ADAPTER_CONFIG)):
+def config_at(place: str) -> tuple[Path | None, Path | None]:
+    """Return the configuration's file, None for a model, and the run's directory, if any."""
+    if is_model(place):
+        return None, None
+    path = Path(place)
+    if (path / ADAPTER_CONFIG).is_file():
         raise UsageError(
             f"{place} is an adapter, which computes nothing without its model",
             do=f"give the model that it was trained beside, and set model.lora.path={place}",
         )
-    if os.path.exists(place):
-        return Path(place) if os.path.isdir(place) else None
+    if path.exists():
+        return (recorded_config(path), path) if path.is_dir() else (path, None)
     raise MissingError(
         f"there is no run, no model and no configuration file {place}",
-        have=f"nothing at {Path(place).absolute()}",
+        have=f"nothing at {path.absolute()}",
         want="a run's directory, a model's directory or id, or a YAML file",
         do="correct it",
     )

@@ -26,13 +26,12 @@ from burnish.checkpoint.steps import (
     clear,
     empty_directories,
     leftovers,
-    newest,
     open_step,
     step_number,
     step_paths,
     verify,
 )
-from burnish.checkpoint.tools.listing import listed_steps, saved_at
+from burnish.checkpoint.tools.listing import listed_steps, newest_step, no_step, saved_at
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
@@ -123,10 +122,7 @@ def one_step(path: PurePath) -> Committed:
     if is_step(path):
         return open_step(path, source_of(path.parent))
     directory = _steps_directory(path)
-    found = newest(directory, source_of(directory))
-    if found is None:
-        raise _empty(path)
-    return found
+    return newest_step(directory, source_of(directory))
 
 
 def _steps_directory(path: P) -> P:
@@ -155,14 +151,6 @@ def _steps_directory(path: P) -> P:
         have=have,
         want="runs/NAME, its checkpoints/, or a step-N in it",
         do="correct the path, or the URL",
-    )
-
-
-def _empty(path: PurePath) -> MissingError:
-    return MissingError(
-        f"{path} has no committed step",
-        want="a run that has saved",
-        do="give another run, or wait for its first save",
     )
 
 
@@ -272,7 +260,7 @@ def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
         root = _steps_directory(path)
         steps = list(step_paths(root, source_of(root)).values())
     if not steps:
-        raise _empty(path)
+        raise no_step(path)
     results = [each for step in steps if (each := _verified(step, say, fast))]
     if not results:
         raise MissingError(

@@ -11,7 +11,7 @@ from contextlib import closing
 from functools import partial
 from importlib import import_module
 
-from burnish.api import prepare, run_at, run_command
+from burnish.api import config_at, prepare, run_command
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
 from burnish.config.constraints import Command, check
@@ -23,22 +23,16 @@ from burnish.launch.elastic import has_layout, planner_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import Launcher, Supervisor
 from burnish.tracking.trackers import json_numbers
-from burnish.train.own_directory import recorded_config
-from burnish.train.pins import is_model
 from burnish.train.summary import summary
 
 
 def run(given: Namespace) -> None:
-    """Run a command with a configuration; with `dry_run` only say what it would do on `devices`.
-
-    For eval, the configuration may be a run's directory, or a model.
-    """
+    """Run a command with a configuration; with `dry_run` only say what it would do on `devices`."""
     command: Command = given.command
     file, overrides, run_dir = given.config, given.overrides, None
-    if file and command == "eval" and is_model(file):
-        file, overrides = None, [f"model.path={json.dumps(file)}", *overrides]
-    elif file and command == "eval" and (run_dir := run_at(file)):
-        file = recorded_config(run_dir)
+    if file and command == "eval":
+        file, run_dir = config_at(file)
+        overrides = overrides if file else [f"model.path={json.dumps(given.config)}", *overrides]
     config = load_config(file, overrides)
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)

@@ -6,7 +6,6 @@ becomes 7 where other rows hold numbers. Such columns are read again as JSON tex
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
@@ -27,6 +26,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 
 from burnish.data.columns import READERS, Row, files_here
 from burnish.errors import MissingError, UsageError, neighbours, refusing
+from burnish.files.lease import locked
 from burnish.files.strict_json import no_duplicates
 from burnish.tracking.progress import Progress
 
@@ -255,20 +255,19 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
             make = partial(Parquet, **named, batch_size=_PARQUET_ROWS)
         directory = Path(make().cache_dir)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with directory.with_suffix(".digest").open("a+") as seal:
-            fcntl.flock(seal, fcntl.LOCK_EX)
+        seal = directory.with_suffix(".digest")
+        with locked(seal):
             builder = make()  # knows what another process has converted meanwhile
-            seal.seek(0)
-            digest, _, states = seal.read().partition(" ")
+            digest, _, states = seal.read_text().partition(" ")
             if not digest or states != str(_states(_arrow_files(directory))):
                 shutil.rmtree(directory, ignore_errors=True)
-                seal.truncate(0)
+                os.truncate(seal, 0)
                 for file in files:
                     _require_rows(file, kind)
                 with progress.phase("converting"):
                     builder.download_and_prepare()
                 digest = _content(_arrow_files(directory), progress)
-                seal.write(f"{digest} {_states(_arrow_files(directory))}")
+                seal.write_text(f"{digest} {_states(_arrow_files(directory))}")
         return builder.as_dataset(split="train"), digest
 
 

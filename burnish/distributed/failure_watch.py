@@ -4,9 +4,9 @@ A collective whose peer is gone fails with a text about sockets (gloo) or hangs 
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
 The system closes a killed rank's connection; TCP keep-alive closes a lost machine's.
 
-Messages are JSON objects, one a line. A rank introduces itself with a token from the store.
-`{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it is. When it
-leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
+Messages are JSON objects, one a line. A rank introduces itself with a token from the store, and gets
+an empty line. `{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it
+is. When it leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
 The relay sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 """
 
@@ -26,7 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ _HELD_UP_SECONDS = 1.0
 # The same where no rank moves, so that none can leave by itself.
 _VERDICT_SECONDS = 2.0
 # A rank with a broken collective waits this long to hear whose fault it was.
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS, _AGAIN_SECONDS = 60.0, 0.5
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Seconds of silence before the other machine is asked, seconds between questions, questions.
 _BACKLOG, _FULL_SECONDS = 4096, 1.0
@@ -171,7 +171,7 @@ class FailureWatch:
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])
         try:
-            connection = socket.create_connection(address, _CONNECT_SECONDS)
+            connection = introduced(address, {"token": self._contact["token"]} | self._me)
         except OSError as error:
             raise BurnishError(
                 f"rank {self._rank} cannot connect to rank 0",
@@ -179,9 +179,7 @@ class FailureWatch:
                 want="ranks that reach each other on any port",
                 do="check the firewall between the machines, and that MASTER_ADDR is the machine of rank 0",
             ) from error
-        connection.settimeout(None)
         _prepare(connection)
-        connection.sendall(_line({"token": self._contact["token"]} | self._me))
         return connection
 
     def _listen(self) -> None:
@@ -347,6 +345,7 @@ class _Relay(threading.Thread):
         peer = Failure(**message)
         self._ranks[peer.rank] = writer
         self._processes[peer.rank] = peer.host, peer.pid
+        writer.write(b"\n")
         if self._failure is not None:
             writer.write(_line(asdict(self._failure)))
         return peer
@@ -363,6 +362,23 @@ class _Relay(threading.Thread):
         line = _line(message)
         for writer in self._ranks.values():
             writer.write(line)
+
+
+def introduced(address: tuple[str, int], rank: dict[str, Any]) -> socket.socket:
+    """Connect to a relay and wait for its answer. Raises `OSError`."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    # When thousands connect at once, a kernel drops some connections that seem to be open.
+    while True:
+        with ExitStack() as opened, suppress(ConnectionResetError, BrokenPipeError):
+            connection = opened.enter_context(socket.create_connection(address, _CONNECT_SECONDS))
+            connection.sendall(_line(rank))
+            if connection.recv(1):
+                opened.pop_all()
+                connection.settimeout(None)
+                return connection
+        if time.monotonic() > deadline:
+            raise ConnectionResetError("the connection was dropped again and again")
+        time.sleep(_AGAIN_SECONDS)
 
 
 def _listen_on(host: str) -> socket.socket:

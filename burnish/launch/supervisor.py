@@ -32,7 +32,7 @@ class Attempt(Protocol):
     """The processes of one start of a run."""
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        """Wait at most so long for an end; return the exit status of each rank that has ended, the first one first.
+        """Return each ended rank's exit status, the first one first. Wait at most so long for one.
 
         A signal's number counts negative.
         """
@@ -90,19 +90,9 @@ class Supervisor:
                 started = self._placed(attempt)
                 if started is None:
                     return 128 + self._signals[0]
-                try:
-                    larger, ended = self._watched(started)
-                    failed = next(((r, code) for r, code in ended.items() if code), None)
-                    said = started.last_lines(failed[0]) if failed else ()
-                finally:
-                    started.close()
-                if failed is None:
-                    return 0
-                rank, status = failed
+                larger, rank, status = self.follow(started)
                 code = _exit_code(status)
-                for line in said:
-                    log.error("rank %d: %s", rank, line)
-                if self._signals or code in REFUSALS:
+                if not status or self._signals or code in REFUSALS:
                     return code
                 if larger:
                     log.info("going on with %s", count_text(larger, "process"))
@@ -150,14 +140,22 @@ class Supervisor:
         """Yield sizes that have a layout, the largest first."""
         return filter(self._is_possible, range(most, least - 1, -1))
 
-    def _watched(self, started: Attempt) -> tuple[int, dict[int, int]]:
-        """Wait for the end of all ranks; return the larger number that there is room for, or 0, and the statuses."""
+    def follow(self, started: Attempt) -> tuple[int, int, int]:
+        """Wait for the end; return a larger number that there is room for, or 0, the first failed rank and its status."""
+        with closing(started):
+            larger, ended = self._watched(started)
+            rank, status = next((each for each in ended.items() if each[1]), (0, 0))
+            for line in started.last_lines(rank) if status else ():
+                log.error("rank %d: %s", rank, line)
+        return larger, rank, status
+
+    def _watched(self, started: Attempt) -> tuple[int, Mapping[int, int]]:
         asked, larger, deadline = False, 0, float("inf")
         while True:
             while self._passed_on < len(self._signals):
                 started.send(self._signals[self._passed_on])
                 self._passed_on += 1
-            ended = dict(started.poll(_LOOK_SECONDS))
+            ended = started.poll(_LOOK_SECONDS)
             if len(ended) == self._world or time.monotonic() > deadline:
                 return larger, ended
             failed = next(filter(None, ended.values()), 0)
@@ -204,10 +202,7 @@ class Supervisor:
 
 
 def run_once(launcher: Launcher, world: int | None) -> int:
-    """Start a command once; return its exit code. Raises `UsageError` if its processes find no room.
-
-    After a failure others may go on for a while, as in `Supervisor`.
-    """
+    """Start a command once; return its exit code. Raises `UsageError` if its processes find no room."""
     world = launcher.processes() if world is None else world
     started = launcher.start(world, 0, _SMALLER_SECONDS, lambda: False)
     if started is None:
@@ -217,14 +212,8 @@ def run_once(launcher: Launcher, world: int | None) -> int:
             want=world,
             do="give --processes a smaller number, or wait",
         )
-    deadline = float("inf")
-    with closing(started):
-        while len(ended := started.poll(_LOOK_SECONDS)) < world and time.monotonic() < deadline:
-            if any(ended.values()):
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        rank, status = next((each for each in ended.items() if each[1]), (0, 0))
-        for line in started.last_lines(rank) if status else ():
-            log.error("rank %d: %s", rank, line)
+    settings = DistributedConfig(timeout_seconds=_GRACE_SECONDS)
+    _, rank, status = Supervisor(launcher, settings, world).follow(started)
     if status < 0:
         log.error("rank %d %s", rank, _described(status))
     return _exit_code(status)

@@ -22,6 +22,7 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import Committed, small_files, verify_files
+from burnish.checkpoint.tools.listing import newest_step
 from burnish.config.document import dump_yaml
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
@@ -44,7 +45,6 @@ from burnish.tracking.trackers import JsonlTracker
 from burnish.train.collect import Collector, Judge, sampling
 from burnish.train.intact import Intact
 from burnish.train.owners import arriving
-from burnish.train.pins import newest_step
 from burnish.train.reward_models import load_judge
 from burnish.train.run import Validation
 from burnish.train.setup import (

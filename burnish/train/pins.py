@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from burnish.checkpoint.destinations.remote_steps import RemotePath
-from burnish.checkpoint.steps import Committed, newest, step_number
+from burnish.checkpoint.steps import step_number
+from burnish.checkpoint.tools.listing import newest_step
 from burnish.config.document import recorded
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, of_setting
@@ -71,18 +72,6 @@ def _steps_root(given: str) -> Path | None:
     path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     is_one = path.name == CHECKPOINTS or step_number(path.name) is not None
     return path if is_one and path.is_dir() else None
-
-
-def newest_step(root: Path) -> Committed:
-    """Return the newest of a run's `checkpoints`. Raises `MissingError` for none."""
-    found = newest(root)
-    if found is None:
-        raise MissingError(
-            f"{root.parent} has no committed step",
-            want="a run that has saved",
-            do="wait for its first save, or name another model",
-        )
-    return found
 
 
 def beginning(

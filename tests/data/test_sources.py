@@ -34,7 +34,7 @@ def test_files_that_another_process_converts_at_the_same_time_are_read(write, mo
             earlier.append(load_rows([path])[0])
         lock(file, operation)
 
-    monkeypatch.setattr("burnish.data.sources.fcntl.flock", second)
+    monkeypatch.setattr("burnish.files.lease.fcntl.flock", second)
     assert load_rows([path])[0] == earlier[1] == {"x": 1}
 
 

@@ -9,8 +9,10 @@ import resource
 import signal
 import socket
 import stat
+import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
@@ -104,7 +106,9 @@ def test_strangers_are_not_heard(pair, sent):
 def test_a_relay_out_of_reach_is_an_error_that_names_it():
     store = dist.HashStore()
     port = free_port()
-    store.set("watch", f'{{"address": "127.0.0.1", "port": {port}, "host": "h", "pid": 1}}')
+    store.set(
+        "watch", f'{{"address": "127.0.0.1", "port": {port}, "host": "h", "pid": 1, "token": "t"}}'
+    )
     with pytest.raises(BurnishError, match=rf"rank 1 .*rank 0\n.*{port}"):
         FailureWatch(Layout(1, 2, 1, 2), "", store)
 
@@ -216,6 +220,23 @@ def test_forked_children_do_not_keep_a_dead_rank_alive(tmp_path):
         " rank 0 was in tests.distributed.test_failure_watch._child_holds_the_connection" in printed
     )
     assert "most recent call first" in printed
+
+
+def test_a_dropped_connection_to_the_relay_is_made_again():
+    dropped = struct.pack("ii", 1, 0)  # SO_LINGER, so that close resets the connection
+    with socket.create_server(("localhost", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(LONG)
+        made = pool.submit(watch.introduced, listener.getsockname()[:2], {"rank": 7})
+        first, _ = listener.accept()
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, dropped)
+        first.close()
+        listener.accept()[0].close()
+        third, _ = listener.accept()
+        with third, third.makefile() as lines:
+            assert json.loads(lines.readline()) == {"rank": 7}
+            third.sendall(b'\n{"done": true}\n')
+            with made.result(LONG) as connection, connection.makefile() as told:
+                assert json.loads(told.readline()) == {"done": True}
 
 
 def _more_ranks_than_descriptors():

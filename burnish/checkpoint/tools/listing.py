@@ -8,10 +8,10 @@ from typing import Any
 
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.retention import read_pins
-from burnish.checkpoint.steps import open_step, step_paths
-from burnish.errors import BurnishError, CorruptError, IncompatibleError
+from burnish.checkpoint.steps import Committed, newest, open_step, step_paths
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
-from burnish.files.storage import Source
+from burnish.files.storage import LOCAL, Source
 
 
 def listed_steps(
@@ -45,3 +45,20 @@ def saved_at(path: PurePath) -> str:
         return ""
     seconds = (path / COMMIT).stat().st_mtime
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def newest_step(root: PurePath, source: Source = LOCAL) -> Committed:
+    """Return `newest`. Raises `MissingError` if none was ever committed."""
+    found = newest(root, source)
+    if found is None:
+        raise no_step(root)
+    return found
+
+
+def no_step(root: PurePath) -> MissingError:
+    """Return the error for a run that has not saved."""
+    return MissingError(
+        f"{root} has no committed step",
+        want="a run that has saved",
+        do="wait for its first save, or give another run",
+    )
