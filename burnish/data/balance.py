@@ -68,7 +68,7 @@ def share_out(
     """
     group = np.arange(len(lengths))
     if groups is not None:
-        _, group = np.unique(groups, return_inverse=True)
+        group = (np.bincount(groups) > 0).cumsum()[groups] - 1
     sizes = _summed(lengths, group)
     _check_limit(sizes, budget, group)
     whole = _summed(_whole(costs), group)
@@ -102,6 +102,17 @@ def _whole(costs: Costs) -> Integers:
 def _summed(values: Integers, group: Integers, count: int = 0) -> Integers:
     """Sum over each group; exact, because totals are below 2^53."""
     return np.bincount(group, weights=values, minlength=count).astype(np.int64)
+
+
+def _order(values: Integers) -> Integers:
+    """Order numbers ≥ 0 stably."""
+    if len(values) < 10_000:
+        return np.argsort(values, kind="stable")
+    order = np.arange(len(values))
+    for shift in range(0, int(values.max()).bit_length(), 16):  # 16 bits are sorted by radix
+        digits = (values[order] >> shift).astype(np.uint16)
+        order = order[np.argsort(digits, kind="stable")]
+    return order
 
 
 def _check_limit(sizes: Integers, limit: int, group: Integers) -> None:
@@ -175,7 +186,7 @@ def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -
     A turn gives many bins an item each, until one of these, or a full one, is next. Returns None if
     an item finds no room, or not soon.
     """
-    bins, falling = np.zeros_like(costs), np.argsort(-costs, kind="stable")
+    bins, falling = np.zeros_like(costs), _order(costs.max(initial=0) - costs)
     loads, rooms = np.zeros(count, dtype=np.int64), np.full(count, limit)
     start, patience = 0, _PATIENCE
     while start < len(falling):
@@ -186,7 +197,7 @@ def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -
         near = loads <= loads[has_room].min() + costs[item]
         full = rooms[near & ~has_room].max(initial=0)
         idlest = np.flatnonzero(near & has_room)
-        idlest = idlest[np.argsort(loads[idlest], kind="stable")][: len(falling) - start]
+        idlest = idlest[_order(loads[idlest])][: len(falling) - start]
         items, before = falling[start : start + len(idlest)], loads[idlest]
         idler = np.minimum.accumulate(before + costs[items])[:-1] < before[1:]
         other = (sizes[items] > rooms[idlest]) | (sizes[items] <= full)
@@ -210,7 +221,7 @@ class _Division:
         self._loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
         mean = -(-int(costs.sum()) // count)
         self._mean, self._enough = mean, mean + mean // _CLOSE_ENOUGH
-        self._rising, self._step = np.argsort(costs, kind="stable"), int(costs.max(initial=0)) + 1
+        self._rising, self._step = _order(costs), int(costs.max(initial=0)) + 1
 
     def level(self) -> None:
         """Improve costly bins until exchanges do not help them."""
@@ -229,12 +240,10 @@ class _Division:
 
     def _exchange(self, high: Integers, looked_at: int) -> npt.NDArray[np.bool_]:
         """Exchange items of bins [H] with others, idle to costly ones. Return [H] whether one is found."""
-        others = np.ones(self._count, dtype=np.bool_)
-        others[high] = False
-        low = np.flatnonzero(others)
+        low = np.delete(np.arange(self._count), high)
         if not len(high) or not len(low):
             return np.zeros(len(high), dtype=np.bool_)
-        low = low[np.argsort(self._loads[low], kind="stable")]
+        low = low[_order(self._loads[low])]
         partners = min(len(low), -(-looked_at * self._count // len(self._bins)))
         places = np.arange(len(high))[:, None] + np.arange(partners) * (len(low) // partners)
         load, given, taken, other = self._best(high, low[places % len(low)])
@@ -254,8 +263,7 @@ class _Division:
         loads, fills, active = self._loads, self._fills, np.zeros(self._count, dtype=np.bool_)
         active[high] = active[low] = True
         held = self._rising[active[self._bins[self._rising]]]
-        short = self._bins[held].astype(np.min_scalar_type(self._count))  # sorts faster
-        held = held[np.argsort(short, kind="stable")]
+        held = held[_order(self._bins[held])]
         sizes = np.bincount(self._bins[held], minlength=self._count)
         ends = sizes.cumsum()
         starts, keys = ends - sizes, self._bins[held] * self._step + self._costs[held]

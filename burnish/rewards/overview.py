@@ -88,7 +88,7 @@ def rollout_stats(table: RolloutTable) -> Stats:
     if not count:
         return Stats()
     rewards, lengths, sizes = table.rewards, table.lengths, table.sizes
-    starts = sizes.cumsum() - sizes
+    starts, cut = sizes.cumsum() - sizes, table.by_kind(lambda kind: kind.stop_reason == "length")
     means = np.add.reduceat(rewards, starts) / sizes
     squares = np.add.reduceat(np.square(rewards - means[table.groups]), starts)
     flat = np.minimum.reduceat(rewards, starts) == np.maximum.reduceat(rewards, starts)
@@ -100,9 +100,7 @@ def rollout_stats(table: RolloutTable) -> Stats:
             "reward/errors": Sum(len(table.failed)),
             "response_length/mean": Mean(int(lengths.sum()), count),
             "response_length/max": Max(int(lengths.max())),
-            "response_length/clip_ratio": Mean(
-                int(table.by_kind(lambda kind: kind.stop_reason == "length").sum()), count
-            ),
+            "response_length/clip_ratio": Mean(int(cut.sum()), count),
         }
     )
     for name in table.part_names:

@@ -322,10 +322,8 @@ class PolicyUpdate:
         """Return what all ranks know of the `_example`s of some rollouts."""
         found = np.zeros(len(numbers), OUTLINE)
         found["start"], found["trained"] = table.prompt_lengths[numbers], table.lengths[numbers]
-        found["length"], found["beginning"] = (
-            found["start"] + found["trained"],
-            table.digests[numbers],
-        )
+        found["length"] = found["start"] + found["trained"]
+        found["beginning"] = table.digests[numbers]
         columns: dict[str, tuple[int, ...]] = {column: ()} if column else {}
         if self._replayed:
             columns["experts"] = _experts_of_a_token(table, numbers)

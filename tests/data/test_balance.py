@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.data import balance
 from burnish.data.balance import divide, share_evenly, share_out
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
@@ -270,3 +271,9 @@ def test_imbalance_of_many_ranks_without_work():
 def test_a_cost_must_be_a_positive_number(bad):
     with pytest.raises(UsageError):
         share_out(np.array([3]), np.array([bad]), 1, 10)
+
+
+@pytest.mark.parametrize("most", [1, 900, 2**40, 2**62])
+def test_many_numbers_are_sorted_stably(most):
+    values = np.random.default_rng(0).integers(0, most, 30_000) // 3 * 3
+    assert balance._order(values).tolist() == np.argsort(values, kind="stable").tolist()
