@@ -107,7 +107,8 @@ def _config(
 ) -> RunConfig:
     model, shape = directory / "model", model_config(size)
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(model)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where drawing is quicker
+        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(model)
     write_tokenizer(model, shape["vocab_size"])
     return RunConfig.model_validate(
         {

@@ -157,8 +157,7 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
     outputs = engine.forward(batch)
     mine: dict[str, Tensor] = {}
     for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        said = output.values if len(output.values) else output.logprobs
-        mine |= _by_sequence(micro, numbers, said.cpu())
+        mine |= _by_sequence(micro, numbers, _said(output))
     stats = engine.forward_backward(batch, loss).values_by_name()
     norm = engine.optim_step(LR).values_by_name()["grad_norm"]
     moments, moments_apart = _whole(engine, Part.TRAINING)
@@ -178,6 +177,11 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
         weights,
         [*moments_apart, *weights_apart],
     )
+
+
+def _said(outputs: TokenOutputs) -> Tensor:
+    found = outputs.values if len(outputs.values) else outputs.logprobs
+    return found.detach().cpu()
 
 
 def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> dict[str, Tensor]:
@@ -227,7 +231,7 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     return BatchOutcome(
-        _by_sequence(micro, order, torch.cat([joined.logprobs, joined.values]).detach()),
+        _by_sequence(micro, order, _said(joined)),
         float(balance.detach()),
         float(value.detach()),
         float(norm),
@@ -337,8 +341,7 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
         value, _ = given.loss(found, micro.to(device))
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
-        said = torch.cat([found.logprobs, found.values]).detach().cpu()
-        outputs |= _by_sequence(micro, numbers, said)
+        outputs |= _by_sequence(micro, numbers, _said(found))
         rows = torch.from_numpy(plan.tree.rows)
         for name, (made, *_) in calls.items():
             if len(made) == len(plan.positions):

@@ -11,13 +11,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICES
-from training_files import make_files, metrics, weights
+from devices import CUDA, DEVICES, on_gpu
+from tiny import save_base, save_classifier
+from training_files import FRESH, make_files, metrics, weights
 
+from burnish.config.constraints import check
+from burnish.config.load import load_config
 from burnish.distributed.device import device_name
 from burnish.tracking.trackers import read_metrics
 
@@ -28,11 +32,45 @@ COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
 KILLED = "burnish.engines.torch.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL
 """Where a run kills itself: in its third step."""
 SECONDS = 600
+MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+PARTS = {
+    "plain": [],
+    "activations": ["engine.activation_checkpointing=full", "engine.activation_offload=true"],
+    "offload": ["engine.optimizer_offload=true", "optim.moments=bf16", "optim.betas=[0.9,0.95]"],
+    "compile": ["engine.compile=true"],
+    "muon": ["optim.kind=muon", "checkpoint.background=true"],
+    "lora": ["model.path=model", "model.fresh=null", "model.lora.rank=4"],
+    "megatron": ["engine.kind=megatron"],
+    "experts": [f"model.fresh={json.dumps(MIXTURE)}", "engine.router_aux_loss=0.1"],
+    "profile": ["tracking.torch_profiler=true", "tracking.profile_steps=[2]"],
+}
+"""Settings of parts of a run that a device has to do with, for both kinds of runs."""
+RL_PARTS = {
+    "adapter": [*PARTS["lora"], "model.lora.publish=adapter", "algorithm.kl.coef=0.1"],
+    "ppo": ["algorithm.advantage=gae", "engine.park=true", "algorithm.kl.place=reward", "algorithm.kl.coef=0.1"],
+    "judge": ["reward.models=[{path: judge}]", "algorithm.kl.coef=0.1"],
+    "replay": [*PARTS["experts"], "algorithm.router_replay=rollout"],
+    "megatron_replay": [*PARTS["megatron"], *PARTS["experts"], "algorithm.router_replay=recompute"],
+    "megatron_ppo": [*PARTS["megatron"], "algorithm.advantage=gae"],
+    "ahead": ["rollout.ahead=1", "rollout.place=child", "algorithm.mismatch_cap=2"],
+    "in_flight": ["rollout.ahead=2", "rollout.place=child", "rollout.in_flight=true", "algorithm.mismatch_cap=2"],
+    "sequence": ["algorithm.policy_loss=gspo", "algorithm.mismatch_cap=2", "algorithm.mismatch_level=sequence", "algorithm.mismatch_reject=sequence"],
+    "entropy": ["algorithm.policy_loss=kl_cov", "algorithm.entropy_coef=0.01"],
+    "clip_cov": ["algorithm.policy_loss=clip_cov", "algorithm.dynamic_sampling.enabled=true"],
+    "sapo": ["algorithm.policy_loss=sapo", "algorithm.advantage=gdpo", "algorithm.aggregation=sequence_sum"],
+    "samples": ["rollout.n=8", "rollout.slots=auto", "algorithm.advantage=remax", "algorithm.old_logprobs=rollout"],
+    "checked": ["rollout.check_every=1", "batch.epochs=2", "algorithm.top_entropy=0.5"],
+}  # fmt: skip
+"""More of them, for reinforcement learning."""
+CASES = [f"sft-{part}" for part in PARTS] + [f"rl-{part}" for part in [*PARTS, *RL_PARTS]]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_files(tmp_path_factory.mktemp("device"))
+    root = make_files(tmp_path_factory.mktemp("device"))
+    save_base(root / "model", 0)
+    save_classifier(root / "judge")
+    return root
 
 
 PROGRAM = """\
@@ -50,14 +88,16 @@ def start(
     name: str,
     device: torch.device,
     at: tuple[str, int, int] | None = None,
+    settings: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """A run; `at` is as in `training_files.At`."""
     program = ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2])))]
-    modules = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
+    found = os.environ.get("PYTHONPATH", "")
+    modules = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests", found)))
     hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     with (work / f"{name}.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, *program, kind, f"{kind}.yaml", f"name={name}", *COMMON],
+            [sys.executable, *program, kind, f"{kind}.yaml", f"name={name}", *COMMON, *settings],
             cwd=work,
             env=os.environ | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"} | hidden,
             stdout=log,
@@ -103,3 +143,30 @@ def test_a_run_and_the_same_killed_and_resumed(work: Path, kind: str, device: to
     assert mine.keys() == theirs.keys()
     if device.type == "cpu":
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def settings_of(case: str) -> tuple[str, list[str]]:
+    kind, _, part = case.partition("-")
+    return kind, {**PARTS, **RL_PARTS}[part]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_part_of_a_run_has_valid_settings(work: Path, case: str) -> None:
+    kind, settings = settings_of(case)
+    check(load_config(work / f"{kind}.yaml", [*COMMON, *settings]), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [pytest.param(CUDA, id="cuda", marks=on_gpu)])
+@pytest.mark.parametrize("case", CASES)
+def test_each_part_of_a_run_learns(work: Path, case: str, device: torch.device) -> None:
+    """On CPUs other tests have these settings."""
+    kind, settings = settings_of(case)
+    finish(start(work, kind, case, device, settings=settings), work, case)
+    run = work / "runs" / case
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["step"] == STEPS
+    names = ("train/grad_norm", "actor/grad_norm")
+    norms = [row[each] for row in rows for each in names if each in row]
+    assert len(norms) == STEPS
+    assert all(math.isfinite(norm) and norm > 0 for norm in norms)

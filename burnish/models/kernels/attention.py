@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -33,8 +33,9 @@ IMPLEMENTATION = "burnish_packed"
 _REFUSED = ("softcap", "s_aux", "position_bias")
 # Keyword arguments of variants that are not computed here; `s_aux` holds attention sinks.
 
-_VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
-_HAS_VARLEN = inspect.signature(varlen_attn).parameters.keys() >= _VARLEN_OPTIONS
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_varlen_attn = partial(varlen_attn, enable_gqa=True) if _HAS_GQA else varlen_attn
+# torch 2.11 takes fewer key heads than query heads without being told.
 
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -166,7 +167,7 @@ class PackedLayout:
 
     def _varlen(self, rows: list[Tensor], scaling: float, window: int | None) -> Tensor:
         query, key, value = rows
-        output = varlen_attn(
+        output = _varlen_attn(
             query,
             key,
             value,
@@ -176,7 +177,6 @@ class PackedLayout:
             self.max_seqlen,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(output, Tensor)  # a tuple only where log-sum-exps are asked for
         return output
@@ -186,7 +186,6 @@ def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     return (
         query.is_cuda
         and torch.version.cuda is not None
-        and _HAS_VARLEN
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
