@@ -155,11 +155,10 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def take(self, groups: Sequence[int] | Column) -> RolloutTable:
         """Return some groups, in this order."""
         chosen = np.asarray(groups, np.int64)
-        # Of structured arrays NumPy's `take` is faster than an index.
         prompts, ends = self.prompts.take(chosen), self.prompts["count"].cumsum()
         sizes = prompts["count"]
         numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
-        rows = self.rows.take(numbers)
+        rows = self.rows.take(numbers)  # an index of a structured array is slower
         rows["group"] = np.repeat(np.arange(len(chosen)), sizes)
         owners, held = self.owners[numbers], self.held[numbers]
         return replace(self, prompts=prompts, rows=rows, owners=owners, held=held)

@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from torch.utils.data import Subset
 
 from burnish.algorithms.dapo import has_variance, overlong_penalty, select_groups
 from burnish.boxes.shards import Publication
@@ -37,6 +38,8 @@ from burnish.train.owners import on_main
 from burnish.train.signals import Stopper, StopRequested
 
 T = TypeVar("T")
+Prompts = Sequence[Prompt] | Subset[Prompt]
+"""Prompts, or some of a data set, of which each rank makes its own."""
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 """Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
 Judge = Callable[[RolloutTable], RolloutTable]
@@ -76,7 +79,7 @@ class Collector:
             yield
 
     def collect(
-        self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
+        self, prompts: Prompts, first_key: int, samples: int, sampling: Sampling
     ) -> RolloutTable:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
@@ -94,7 +97,10 @@ class Collector:
 
             encoded = _from_main(made, self.layout)
             return self.judge(own[0] if own else RolloutTable.gathered([encoded]))
-        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+        if isinstance(prompts, Subset):
+            lengths = cast(Any, prompts.dataset).lengths[prompts.indices]
+        else:
+            lengths = np.array([len(prompt.token_ids) for prompt in prompts])
         ranks = share_evenly(lengths, self.layout.data_size)
         mine = {i: prompts[i] for i in np.flatnonzero(ranks == self.layout.data_rank).tolist()}
         requests = [
@@ -239,7 +245,9 @@ class GroupSampler:
             first_key = self.loader.cursor
             with agree(self.collector.layout if config.data.streaming else Layout()):
                 taken = self.loader.take(wanted)
-                prompts = [self.dataset[index] for index in taken]
+                prompts: Prompts = Subset(cast(Any, self.dataset), taken)
+                if config.data.streaming:
+                    prompts = [self.dataset[index] for index in taken]
             collected = RolloutTable.of(collect(prompts, first_key, config.rollout.n, how))
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
