@@ -14,8 +14,15 @@ Ranks that share the vocabulary compute m, S, D = Σ exp(z - m) (z - m) and z_y 
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +60,14 @@ class LogprobOptions:
     """Divides the transformed logits."""
     transform: LogitTransform = LogitTransform()
     """The family's own transform of the logits."""
+
+    @property
+    def factors(self) -> tuple[float, float | None]:
+        """Return a and b: z = a · W h, or b · tanh(a · W h)."""
+        scale, cap = self.transform.scale, self.transform.softcap
+        if cap is None:
+            return scale / self.temperature, None
+        return scale / cap, cap / self.temperature
 
 
 def token_logprobs(
@@ -124,13 +139,16 @@ class _TokenLogprobs(torch.autograd.Function):
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Return m, S, D and z_y - m [4, N], and the last chunk's logits. z_y - m is -∞ where `columns` is -1."""
-    exact = _exact_dtype(hidden)
+    # m, S, D and z_y - m [4, N], and the last chunk's logits; z_y - m is -∞ where `columns` is -1
+    exact, kernels = _exact_dtype(hidden), _kernels(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
     logits = None
     for rows in _slices(len(hidden), options.chunk):
         del logits  # before the next are made
         logits = hidden[rows] @ weight.T
+        if kernels is not None:
+            sums[:, rows] = kernels.softmax_sums(logits, columns[rows], *options.factors)
+            continue
         for local, some in _pieces(rows, logits):
             sums[:, some] = _sums_of(logits[local], columns[some], options, exact)
     return sums, logits
@@ -161,32 +179,47 @@ class _Rows:
     entropy_gradient: Tensor | None
     """The same; None where the entropy is not used."""
 
+    def known(self, rows: slice) -> Tensor:
+        # m + log S and the gradient of log-probs; H and its gradient where it is used
+        found = [self.normalizer, self.logprob_gradient]
+        if self.entropy_gradient is not None:
+            found += [self.entropy, self.entropy_gradient]
+        return torch.stack([values[rows] for values in found])
+
 
 def _gradients(
     few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool, last: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of the rows' hidden states, and of the weight if it is wanted.
-
-    Logits in `last` are written over.
-    """
-    exact = _exact_dtype(few.hidden)
+    # the gradient of the rows' hidden states, and of the weight if it is wanted; writes over `last`
+    exact, kernels = _exact_dtype(few.hidden), _kernels(few.hidden)
     hidden_gradient = torch.empty_like(few.hidden)
     chunks = list(_slices(len(few.hidden), options.chunk))
     total = torch.zeros_like(weight, dtype=exact) if wants_weight and len(chunks) != 1 else None
     alone: Tensor | None = None
     for rows in reversed(chunks):
         logits = last.pop() if last else few.hidden[rows] @ weight.T
-        for local, own in _pieces(rows, logits):
-            # Without a name for either: one would outlive the loop.
-            logits[local] = _logit_gradient(logits[local], few, own, options)
+        if kernels is not None:
+            known = few.known(rows)
+            kernels.write_gradients(logits, few.columns[rows], known, *options.factors)
+        else:
+            for local, own in _pieces(rows, logits):
+                # Without a name for either: one would outlive the loop.
+                logits[local] = _logit_gradient(logits[local], few, own, options)
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
-            for some in _slices(len(total), _SUMMED_ROWS):
-                total[some] += logits[:, some].T @ few.hidden[rows]
+            _add_product(total, logits.T, few.hidden[rows])
         elif wants_weight:
             alone = logits.T @ few.hidden[rows]
         del logits  # before the next are made
     return hidden_gradient, alone if total is None else total.to(weight.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.is_cuda and torch.version.cuda is not None and left.dtype.itemsize == 2:
+        torch.addmm(total, left, right, total.dtype, out=total)
+        return
+    for some in _slices(len(total), _SUMMED_ROWS):
+        total[some] += left[some] @ right
 
 
 def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
@@ -207,7 +240,7 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
 def _transformed(
     logits: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return z in fp32 in memory of its own, and ∂softcap if there is one."""
+    # z in fp32 in memory of its own, and ∂softcap if there is one
     transform, factor = options.transform, options.transform.scale / options.temperature
     if transform.softcap is None:
         z = logits.to(exact, copy=True)
@@ -217,7 +250,7 @@ def _transformed(
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield pieces of a chunk, by rows in the chunk and among all rows."""
+    # pieces of a chunk, by rows in the chunk and among all rows
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])
@@ -228,6 +261,20 @@ def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
 def _slices(count: int, size: int) -> Iterator[slice]:
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
+
+
+def _kernels(hidden: Tensor) -> Any:
+    if not hidden.is_cuda or hidden.dtype == torch.float64 or not can_compile():
+        return None
+    return import_module("burnish.models.kernels.triton_logprobs")
+
+
+@cache
+def can_compile() -> bool:
+    """Return whether Triton, a C compiler and Python's headers are installed."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return bool(find_spec("triton")) and compiler is not None and headers.exists()
 
 
 def _exact_dtype(hidden: Tensor) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""Draw tokens in vLLM's model runner V2, the default on GPUs."""
+"""Draw tokens in vLLM's model runner V2, the default on GPUs.
+
+Written from the source of vLLM 0.32. No test runs it inside vLLM.
+"""
 
 from __future__ import annotations
 
