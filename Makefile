@@ -25,7 +25,7 @@ test: $(STAMP)
 nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
 	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
-	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py
+	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py tests/gpu/test_vllm.py
 	$(subst $(VENV),$(RAY),$(PYTEST)) -m nightly tests/launch/test_ray.py
 
 lint: $(STAMP)

@@ -115,7 +115,8 @@ class RowDataset(ItemSequence[Item]):
     def _scan(self, progress: Progress | None) -> None:
         """Measure all rows, unless streamed; keep those neither empty nor too long."""
         if self.rows.is_streamed:
-            self._kept, self.digest = np.zeros(0, np.int64), self.rows.digest
+            self._kept = self.lengths = np.zeros(0, np.int64)
+            self.digest = self.rows.digest
             return
         total = len(self.rows)
         lengths, self.digest, unwritten = self._lengths(progress or Progress(enabled=False))
@@ -189,13 +190,8 @@ class RowDataset(ItemSequence[Item]):
                 do=f"raise {setting}, or correct the data",
             )
         if self.dropped_overlong:
-            logger.warning(
-                "dropped %d of %d rows: longer than %s=%d tokens",
-                self.dropped_overlong,
-                total,
-                setting,
-                limit,
-            )
+            found = self.dropped_overlong, total, setting, limit
+            logger.warning("dropped %d of %d rows: longer than %s=%d tokens", *found)
         if self.dropped_untrained:
             logger.warning(
                 "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
@@ -438,6 +434,7 @@ class Mixture(ItemSequence[Item]):
         self.parts: tuple[RowDataset[Item], ...] = tuple(parts)
         self.digest = xxhash.xxh3_128_hexdigest("".join(part.digest for part in parts).encode())
         self.first_row = parts[0].first_row
+        self.lengths = np.concatenate([part.lengths for part in parts])
         self._ends = np.cumsum([len(part) for part in parts])
         for before, part in pairwise(parts):
             part.first_index = before.first_index + len(before.rows)

@@ -100,7 +100,11 @@ class Supervisor:
                 if code == 128 + AFTER_SAVE:
                     continue
                 if restarts == self._settings.max_restarts:
-                    raise self._gave_up(rank, status, restarts)
+                    raise BurnishError(
+                        f"the run failed {count_text(restarts + 1, 'time')}, the last time because rank {rank} {_described(status)}",
+                        want=f"at most distributed.max_restarts: {restarts} failures",
+                        do="see the lines above; the same command continues from the newest checkpoint",
+                    )
                 restarts += 1
                 log.warning(
                     "rank %d %s; starting the run again from its newest checkpoint, %d of %d times",
@@ -192,13 +196,6 @@ class Supervisor:
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-
-    def _gave_up(self, rank: int, status: int, restarts: int) -> BurnishError:
-        return BurnishError(
-            f"the run failed {count_text(restarts + 1, 'time')}, the last time because rank {rank} {_described(status)}",
-            want=f"at most distributed.max_restarts: {self._settings.max_restarts} failures",
-            do="see the lines above; the same command continues from the newest checkpoint",
-        )
 
 
 def run_once(launcher: Launcher, world: int | None) -> int:

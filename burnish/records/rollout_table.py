@@ -155,10 +155,10 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def take(self, groups: Sequence[int] | Column) -> RolloutTable:
         """Return some groups, in this order."""
         chosen = np.asarray(groups, np.int64)
-        prompts, ends = self.prompts[chosen], self.prompts["count"].cumsum()
+        prompts, ends = self.prompts.take(chosen), self.prompts["count"].cumsum()
         sizes = prompts["count"]
         numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
-        rows = self.rows[numbers]
+        rows = self.rows.take(numbers)  # an index of a structured array is slower
         rows["group"] = np.repeat(np.arange(len(chosen)), sizes)
         owners, held = self.owners[numbers], self.held[numbers]
         return replace(self, prompts=prompts, rows=rows, owners=owners, held=held)
@@ -275,11 +275,9 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         """Return the numbers of the rollouts that a rank has whole."""
         return np.flatnonzero((self.owners < 0) | (self.owners == rank)).tolist()
 
-    def by_group(self, values: Column, there: Column | None = None) -> list[list[Any]]:
-        """Return `values` [N] by group, only those where `there` [N] if given."""
-        groups = self.groups if there is None else self.groups[there]
-        ends = np.bincount(groups, minlength=len(self)).cumsum().tolist()
-        numbers = (values if there is None else values[there]).tolist()
+    def by_group(self, values: Column) -> list[list[Any]]:
+        """Return `values` [N] by group."""
+        ends, numbers = self.sizes.cumsum().tolist(), values.tolist()
         return [numbers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property

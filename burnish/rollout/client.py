@@ -321,6 +321,7 @@ class ServedGenerator:
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. Revived servers take part again."""
+        torch.cuda.empty_cache()  # a generator beside this process takes memory now, and when it generates
         have = list(weights.changing)
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
@@ -344,6 +345,7 @@ class ServedGenerator:
             for server in uploads.keys() & self._fed:
                 with self._losing(server):
                     uploads[server].finish()
+        torch.cuda.empty_cache()
         self._begun |= uploads.keys() & self._fed
         self._tell_of_lost()
         self._asked_of, self._version = self._servers, version

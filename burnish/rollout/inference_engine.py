@@ -96,7 +96,7 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
         )
 
     def release(self) -> None:
-        """See `Generator.release`. A CPU's memory stays. Not run on accelerators."""
+        """See `Generator.release`. A CPU's memory stays."""
         if self._sleeps and not self._asleep:
             self._version, self._asleep = None, True
             self._sleep()
@@ -189,7 +189,7 @@ def whole_tensors(
         if name not in begun:
             begun[name] = torch.empty(shape, dtype=left[name].dtype), math.prod(shape)
         tensor, missing = begun.pop(name)
-        tensor[shard.box.slices].copy_(shard.tensor)
+        tensor[shard.box.slices].copy_(shard.part(shard.box))
         missing -= shard.box.elements
         if missing > 0:
             begun[name] = tensor, missing

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Thread
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from torch.utils.data import Subset
 
 from burnish.algorithms.dapo import has_variance, overlong_penalty, select_groups
 from burnish.boxes.shards import Publication
-from burnish.config.schema import OverlongConfig, RolloutConfig, RunConfig, SamplingConfig
+from burnish.config.schema import RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader, State
 from burnish.distributed.collectives import agree, from_main, gather_objects
@@ -28,7 +28,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
-from burnish.records.rollout_table import EncodedTable, Groups, RolloutTable
+from burnish.records.rollout_table import Column, EncodedTable, Groups, RolloutTable
 from burnish.rewards.overview import Complaints, rollout_stats
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
@@ -38,6 +38,8 @@ from burnish.train.owners import on_main
 from burnish.train.signals import Stopper, StopRequested
 
 T = TypeVar("T")
+Prompts = Sequence[Prompt] | Subset[Prompt]
+"""Prompts, or some of a data set, of which each rank makes its own."""
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 """Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
 Judge = Callable[[RolloutTable], RolloutTable]
@@ -77,7 +79,7 @@ class Collector:
             yield
 
     def collect(
-        self, prompts: Sequence[Prompt], first_key: int, samples: int, sampling: Sampling
+        self, prompts: Prompts, first_key: int, samples: int, sampling: Sampling
     ) -> RolloutTable:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
@@ -95,11 +97,14 @@ class Collector:
 
             encoded = _from_main(made, self.layout)
             return self.judge(own[0] if own else RolloutTable.gathered([encoded]))
-        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
+        if isinstance(prompts, Subset):
+            lengths = cast(Any, prompts.dataset).lengths[prompts.indices]
+        else:
+            lengths = np.array([len(prompt.token_ids) for prompt in prompts])
         ranks = share_evenly(lengths, self.layout.data_size)
-        mine = np.flatnonzero(ranks == self.layout.data_rank).tolist()
+        mine = {i: prompts[i] for i in np.flatnonzero(ranks == self.layout.data_rank).tolist()}
         requests = [
-            Request(first_key + i, prompts[i].token_ids, samples, prompt=prompts[i]) for i in mine
+            Request(first_key + i, each.token_ids, samples, prompt=each) for i, each in mine.items()
         ]
         stopped: int | None = None
         groups: Groups = []
@@ -107,7 +112,7 @@ class Collector:
         try:
             completions = self._generated(requests, sampling)
             generated = time.monotonic()
-            groups = self._scored([prompts[i] for i in mine], completions)
+            groups = self._scored([*mine.values()], completions)
         except StopRequested as request:
             stopped = request.signal_number
         took = {"generate": [generated - began], "score": [time.monotonic() - generated]}
@@ -229,23 +234,30 @@ class GroupSampler:
         )
         dynamic = config.algorithm.dynamic_sampling
         limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
-        shaped = partial(_shaped, limit=limit, overlong=overlong)
+
+        def shaped(table: RolloutTable) -> RolloutTable:
+            penalties = overlong_penalty(table.lengths, limit, overlong)
+            return table.with_rewards(table.rewards + penalties)
+
         groups = RolloutTable.of([])
         wanted, refills = config.batch.prompts, 0
         while True:
             first_key = self.loader.cursor
             with agree(self.collector.layout if config.data.streaming else Layout()):
                 taken = self.loader.take(wanted)
-                prompts = [self.dataset[index] for index in taken]
+                prompts: Prompts = Subset(cast(Any, self.dataset), taken)
+                if config.data.streaming:
+                    prompts = [self.dataset[index] for index in taken]
             collected = RolloutTable.of(collect(prompts, first_key, config.rollout.n, how))
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
                 baselines = shaped(RolloutTable.of(greedy)).rewards[collected.groups]
                 collected = collected.with_rewards(collected.rewards, baselines)
             groups = RolloutTable.joined([groups, collected])
-            rewards = compared(groups, dynamic.part, config.reward.part_names)
-            self.loader.hear(taken, [not has_variance(each) for each in rewards[-len(taken) :]])
-            selection = select_groups(rewards, config.batch.prompts, refills, dynamic)
+            rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
+            varied = has_variance(rewards, of_groups, len(groups))
+            self.loader.hear(taken, (~varied[-len(taken) :]).tolist())
+            selection = select_groups(varied, config.batch.prompts, refills, dynamic)
             if selection.refill == 0:
                 break
             wanted, refills = selection.refill, refills + 1
@@ -498,14 +510,14 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
     return cast(T, made)
 
 
-def compared(groups: Groups, part: str | None, names: Sequence[str]) -> list[list[float]]:
-    """Return by group what dynamic sampling compares: the reward, or its `part`.
+def compared(groups: Groups, part: str | None, names: Sequence[str]) -> tuple[Column, Column]:
+    """Return what dynamic sampling compares, the reward or its `part`, and of which groups.
 
     Raises `UsageError` if this part is neither in `names` nor in any completion.
     """
     table = RolloutTable.of(groups)
     if part is None:
-        return table.by_group(table.rewards)
+        return table.rewards, table.groups
     answered = [set(kind.parts) for kind in table.kinds if kind.error is None]
     known = set[str]().union(*answered)
     if answered and part not in known | {*names}:
@@ -516,13 +528,7 @@ def compared(groups: Groups, part: str | None, names: Sequence[str]) -> list[lis
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
         )
     values, there = table.part(part)
-    return table.by_group(values, there)
-
-
-def _shaped(table: RolloutTable, *, limit: int, overlong: OverlongConfig) -> RolloutTable:
-    lengths, place = np.unique(table.lengths, return_inverse=True)
-    penalties = [overlong_penalty(length, limit, overlong) for length in lengths.tolist()]
-    return table.with_rewards(table.rewards + np.array(penalties, np.float64)[place])
+    return values[there], table.groups[there]
 
 
 def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:

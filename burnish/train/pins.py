@@ -81,8 +81,16 @@ def beginning(
     is_open = values["engine"]["precision"] == "auto" or any(_moving(values))
     if not is_open or values["resume"] == "fresh":
         return None
-    recorded_values = _recorded(run_dir, mirror)
-    return None if recorded_values is None else recorded_values.model_dump()
+    path = RunDirectory(run_dir).config
+    if path.is_file():
+        return recorded(path).model_dump()
+    if mirror is None:
+        return None
+    try:
+        content = Remote(mirror).read(path.name, _CONFIG_LIMIT)
+    except MissingError:
+        return None
+    return recorded(RemotePath.of(Url.parse(mirror)) / path.name, content).model_dump()
 
 
 def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: bool = True) -> None:
@@ -123,19 +131,6 @@ def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str
     for name in ("train", "validation"):
         for index in range(len(data[name])):
             yield data[name], index, "dataset", f"data.{name}"
-
-
-def _recorded(run_dir: Path, mirror: str | None) -> RunConfig | None:
-    path = RunDirectory(run_dir).config
-    if path.is_file():
-        return recorded(path)
-    if mirror is None:
-        return None
-    try:
-        content = Remote(mirror).read(path.name, _CONFIG_LIMIT)
-    except MissingError:
-        return None
-    return recorded(RemotePath.of(Url.parse(mirror)) / path.name, content)
 
 
 def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:

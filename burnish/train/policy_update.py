@@ -343,8 +343,8 @@ class PolicyUpdate:
             outlines=outlines,
             owners=owners,
         )
-        names = [*numbers.tolist(), -1]  # examples have the numbers of their rollouts
-        return replace(batch, examples=tuple(tuple(names[i] for i in e) for e in batch.examples))
+        names = np.append(numbers, -1)  # examples have the numbers of their rollouts
+        return replace(batch, examples=tuple(tuple(names[[*e]].tolist()) for e in batch.examples))
 
 
 def _numbers_of(batches: Iterable[Batch]) -> list[int]:

@@ -201,7 +201,8 @@ def lay_foundation(
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
     if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":
         vllm = import_module(_ENGINES["vllm"][0])
-        vllm.require_adaptable(adapter["targets"], hf_config, device)
+        dtype = compute_dtype(config.engine)
+        vllm.require_adaptable(adapter["targets"], hf_config, device, dtype)
     foundation = Foundation(
         config,
         tokenizer,

@@ -33,7 +33,7 @@ from burnish.records import Request
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin.sampling import draw, uniforms
 from burnish.rollout.builtin.stopping import Decode
-from burnish.rollout.vllm.vllm_generator import VllmGenerator
+from burnish.rollout.vllm.vllm_generator import VllmGenerator, require_adaptable
 
 pytest.importorskip("vllm", exc_type=ImportError)
 pytestmark = [
@@ -309,6 +309,51 @@ def test_an_adapter_that_vllm_does_not_compute_is_refused(targets: list[str]) ->
     lora = LoraConfig(rank=4, targets=targets, publish="adapter")
     with pytest.raises(IncompatibleError, match=r"model\.lora\.publish"):
         started(made("qwen3_moe"), lora=lora)
+
+
+def test_an_adapter_beside_the_model_is_refused_in_fp32_on_a_gpu() -> None:
+    """vLLM's kernel takes fp16 and bf16."""
+    asked, gpu = (["q_proj"], made().config), torch.device("cuda", 0)
+    with pytest.raises(IncompatibleError, match=r"engine\.precision"):
+        require_adaptable(*asked, gpu, torch.float32)
+    require_adaptable(*asked, gpu, torch.bfloat16)
+    require_adaptable(*asked, CPU, torch.float32)
+
+
+def test_pieces_of_a_merged_adapter_are_loaded_with_it(engines: dict[Any, VllmGenerator]) -> None:
+    """They compute what they are when they are read."""
+    lora, requests = LoraConfig(rank=4), make_requests((40, 3))
+    ours, oracle = vllm(engines, made()), make_generator(made().config, Layout())
+    for each in (ours, oracle):
+        each.load_weights(published_beside(made(), lora, merged=True), 2)
+    assert_same(*(each.generate(requests, Sampling(9)) for each in (ours, oracle)))
+
+
+def test_sleep_wakes_weights_when_they_come_and_the_cache_when_it_is_needed(
+    engines: dict[Any, VllmGenerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with a worker that sleeps in name only."""
+    model, requests, calls = made(), make_requests((40, 3)), []
+    ours = vllm(engines, model)
+    wanted = ours.generate(requests, Sampling(9))
+    worker = ours._engine.model_executor.driver_worker.worker
+    monkeypatch.setattr(worker, "sleep", lambda level: calls.append(level))
+    monkeypatch.setattr(worker, "wake_up", lambda tags: calls.extend(tags))
+    monkeypatch.setattr(ours, "_sleeps", True)
+    ours.release()
+    ours.release()
+    with pytest.raises(UsageError):
+        ours.generate(requests, Sampling(9))
+    for version in (2, 3):
+        ours.load_weights(Publication(model_shards(model)), version)
+    assert calls == [2, "weights"]
+    ours.release()
+    ours.load_weights(Publication(model_shards(model)), 4)
+    for held in ours._engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+        held.fill_(torch.nan)  # what memory may hold that was another's
+    for _ in range(2):
+        assert_same(ours.generate(requests, Sampling(9)), wanted)
+    assert calls == [2, "weights", 2, "weights", "kv_cache"]
 
 
 def packed_layers(model: Any, new: Sequence[Any] = ()) -> list[Any]:

@@ -18,10 +18,13 @@ from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
-from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
+from burnish.records import Batch, Completion, Prompt, Request, Rollout, TokenOutputs
 from burnish.records.samples import StopReason
-from burnish.train.collect import GroupSampler, compared
+from burnish.rewards.overview import Complaints
+from burnish.tracking.progress import Progress
+from burnish.train.collect import Collector, GroupSampler, compared
 from burnish.train.policy_update import PolicyUpdate
+from burnish.train.signals import Stopper
 
 LIMIT = 8
 """Tokens of the longest completion."""
@@ -131,9 +134,9 @@ def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_th
     parts = [{"score": 1.0}, {"score": 1.0, "score/right": 0.0}, {"score": 1.0, "score/right": 1.0}]
     groups = [[replace(rollout(0, 1, 3), reward_parts=each) for each in parts]]
     names = config.reward.part_names
-    assert compared(groups, "score/right", names) == [[0.0, 1.0]]
+    assert [each.tolist() for each in compared(groups, "score/right", names)] == [[0, 1], [0, 0]]
     failed = replace(groups[0][0], reward_error="score: it raised")
-    assert compared([[failed]], "score/right", names) == [[]]
+    assert not compared([[failed]], "score/right", names)[0].size
     with pytest.raises(UsageError, match=r"part: score/right\n.*want: .*score\n"):
         compared([groups[0][:1]], "score/right", names)
 
@@ -144,7 +147,7 @@ def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
         reward={"functions": [{"function": "f.py:score"}]},
     )
     groups = [[replace(rollout(0, 0, 3), reward_parts={})]]
-    assert compared(groups, "score", config.reward.part_names) == [[]]
+    assert not compared(groups, "score", config.reward.part_names)[0].size
 
 
 def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
@@ -167,6 +170,39 @@ class Unreadable(Loader):
 
     def take(self, count: int) -> list[int]:
         raise UsageError("the network is gone")
+
+
+class Counted:
+    """A data set that remembers which prompts it has made."""
+
+    lengths = np.full(len(PROMPTS), 2)
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def __getitem__(self, index: int) -> Prompt:
+        self.made.append(index)
+        return PROMPTS[index]
+
+
+def _made(layout: Layout) -> tuple[list[int], list[int]]:
+    def generate(requests: Sequence[Request], *_: object) -> list[list[Completion]]:
+        return [[rollout(0, 0, 3).completion] * each.samples for each in requests]
+
+    generator: Any = SimpleNamespace(central=False, generate=generate)
+    heard, progress = Complaints(1), Progress(enabled=False)
+    score = lambda rollouts, check: rollouts  # noqa: E731
+    collector = Collector(generator, str, score, layout, Stopper(), progress, heard)
+    config, dataset = configured(batch={"prompts": len(PROMPTS)}), Counted()
+    loader = Loader(len(PROMPTS), 0, shuffle=False)
+    batch = GroupSampler(config, collector, dataset, loader).sample(step=0)
+    return dataset.made, [group[0].prompt.index for group in batch.groups]
+
+
+def test_a_rank_makes_only_the_prompts_that_it_answers() -> None:
+    (one, all_of_one), (other, all_of_other) = run_ranks(_made, 2)
+    assert (len(one), sorted(one + other)) == (2, [0, 1, 2, 3])
+    assert all_of_one == all_of_other == [0, 1, 2, 3]
 
 
 def _sampled(layout: Layout) -> str:

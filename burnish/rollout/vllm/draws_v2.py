@@ -1,7 +1,4 @@
-"""Draw tokens in vLLM's model runner V2, the default on GPUs.
-
-Written from the source of vLLM 0.32. No test runs it inside vLLM.
-"""
+"""Draw tokens in vLLM's model runner V2, the default on GPUs."""
 
 from __future__ import annotations
 

@@ -49,10 +49,12 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles for nothing: draws are made before it
+    "TRITON_F32_DEFAULT": "ieee",  # or products of attention and experts in fp32 keep 10 bits
 }
-# What the caller's environment leaves open. vLLM reads the first two later, the others when it is imported.
+# What the caller's environment leaves open. vLLM reads the first two later, Triton the last, the others when it is imported.
 _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
-# Of free memory: what keys and values may take on a CPU, and what vLLM may take on an accelerator.
+# What keys and values may take of a CPU's free memory, and vLLM of an accelerator's.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What vLLM takes for the rank of an adapter.
 _CPU_BLOCK = 32
@@ -85,8 +87,8 @@ class VllmGenerator(EngineGenerator):
         model = build_on_meta(hf_config)
         self._specs = held_specs(model, hf_config, dtype)
         self._tied_head = next(iter(tied_names(model).values()), None)
-        self._is_clean = True
-        """Whether no NaN came out of vLLM since its cache was empty."""
+        self._is_clean, self._has_cache = True, True
+        """Whether no NaN can be in vLLM's cache, and whether it has memory."""
         slots = MOST_SLOTS if slots == "auto" else slots
         vllm = _imported(device)
         self._described: dict[str, Any] | None = None
@@ -97,7 +99,7 @@ class VllmGenerator(EngineGenerator):
         if lora is not None:
             adapter = import_module("burnish.models.lora.adapter")
             targets = adapter.kinds_of(adapter.target_weights(model, lora))
-            require_adaptable(targets, hf_config, device)
+            require_adaptable(targets, hf_config, device, dtype)
             self._described = adapter.peft_config(lora, targets).to_dict()
             made = adapter.Adapter(model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
@@ -128,8 +130,7 @@ class VllmGenerator(EngineGenerator):
                 options |= {"enforce_eager": True, "block_size": _CPU_BLOCK}
                 options["kv_cache_memory_bytes"] = self._cpu_cache(hf_config, dtype, slots)
             else:
-                share = _DEVICE_SHARE * free_memory(device) / total_memory(device)
-                options["gpu_memory_utilization"] = round(share, 3)
+                options["gpu_memory_utilization"] = _device_share(device)
                 options["enable_return_routed_experts"] = experts
             if lora is not None:
                 options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
@@ -149,6 +150,7 @@ class VllmGenerator(EngineGenerator):
         rule: StopRule,
         watch: Watch | None,
     ) -> None:
+        self._make_cache()
         left = {each.number: each for each in running}
         lora = self._weights.ADAPTER if self._described else None
         try:
@@ -186,15 +188,19 @@ class VllmGenerator(EngineGenerator):
                 self._has_model = True
             factors = dict(whole_tensors(weights.changing, self._factors))
             self._load(self._weights.load_adapter, factors, self._described)
-        if self._asleep:
-            self._engine.wake_up(["kv_cache"])
-            self._asleep = False
-        if not self._is_clean:
-            self._call(self._weights.clear_cache)
-            self._is_clean = True
+        self._asleep = False
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise BurnishError("vLLM keeps keys and values of the previous weights in its cache")
         self._version = version
+
+    def _make_cache(self) -> None:
+        """Give the cache memory, all of it clean."""
+        if not self._has_cache:
+            self._engine.wake_up(["kv_cache"])
+            self._has_cache, self._is_clean = True, False
+        if not self._is_clean:
+            self._call(self._weights.clear_cache)
+            self._is_clean = True
 
     def _load_model(self, shards: Iterable[Shard]) -> None:
         wanted, filled = self._load(self._weights.begin_load), set[str]()
@@ -233,6 +239,7 @@ class VllmGenerator(EngineGenerator):
                 yield spec, Shard(spec, whole(spec.shape), tensor).checksum()
 
     def _sleep(self) -> None:
+        self._has_cache = False
         self._engine.sleep(level=1 if self._described else 2)
 
     def close(self) -> None:
@@ -260,7 +267,7 @@ class VllmGenerator(EngineGenerator):
         return len(ended)
 
     def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, EngineRequest]) -> None:
-        """Note the experts of ended completions. Not run on accelerators."""
+        """Note the experts of ended completions."""
         ends = [running[name] for name in ended]
         if not self._sleeps:
             counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
@@ -297,10 +304,24 @@ class VllmGenerator(EngineGenerator):
         return size
 
 
+def _device_share(device: torch.device) -> float:
+    """Return what part of a device's memory vLLM may take."""
+    # A trainer's first step makes two moments, each as large as what it holds now.
+    free, total = free_memory(device), total_memory(device)
+    return round(_DEVICE_SHARE * max(free / 2, 3 * free - 2 * total) / total, 3)
+
+
 def require_adaptable(
-    targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device
+    targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise `IncompatibleError` for an adapter of experts, or on a CPU, where vLLM lacks a kernel, beside experts."""
+    """Raise `IncompatibleError` for an adapter that vLLM has no kernel for: of experts, on a CPU beside them, elsewhere in fp32."""
+    if device.type != "cpu" and dtype == torch.float32:
+        raise IncompatibleError(
+            "vLLM does not compute an adapter beside the model in fp32 on a GPU",
+            have="engine.precision: fp32, model.lora.publish: adapter",
+            want="bf16, or weights with the adapter merged into them",
+            do="set engine.precision=bf16 or model.lora.publish=merged",
+        )
     mixture = bool(model_sizes(hf_config).experts)
     if any("." in each for each in targets) or (mixture and device.type == "cpu"):
         raise IncompatibleError(
