@@ -47,7 +47,7 @@ class Memory:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+        self._pinned: torch.device | None = None
 
     @classmethod
     def make(cls) -> Memory:
@@ -57,16 +57,16 @@ class Memory:
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
-    def take(self, size: int, *, pin: bool = False) -> Tensor:
-        """Return the first `size` bytes, page-locked if `pin`, at a stable address unless they grow. Raises `OSError`."""
+    def take(self, size: int, pin: torch.device | None = None) -> Tensor:
+        """Return the first `size` bytes, page-locked to `pin`, at a stable address unless they grow. Raises `OSError`."""
         if size > self._bytes.numel():
             self._release()
             if os.fstat(self.descriptor).st_size < size:
                 allocate(self.descriptor, size)  # a lack of memory is an error here, a signal later
             mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        if pin and not self._pinned:
-            self._pinned = host_memory.pin(self._bytes)
+        if pin and not self._pinned and host_memory.pin(self._bytes, pin):
+            self._pinned = pin
         return self._bytes[:size]
 
     def close(self) -> None:
@@ -76,16 +76,16 @@ class Memory:
 
     def _release(self) -> None:
         if self._pinned:
-            host_memory.unpin(self._bytes)
-            self._pinned = False
+            host_memory.unpin(self._bytes, self._pinned)
+            self._pinned = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def stage(contents: Contents, memory: Memory) -> Contents:
     """Copy the shards into the memory, for `staged_in`; they may change when this returns. Raises `OSError` without room."""
     device = accelerator_of(contents.shards)
-    size, on_cuda = sum(map(_room, contents.shards)), device is not None and device.type == "cuda"
-    copies = staged_in(memory.take(size, pin=on_cuda), contents)
+    pinned = device if device is not None and device.type == "cuda" else None
+    copies = staged_in(memory.take(sum(map(_room, contents.shards)), pinned), contents)
     with torch.no_grad():
         for shard, copy in zip(contents.shards, copies.shards, strict=True):
             copy.tensor.copy_(shard.tensor, non_blocking=True)

@@ -58,6 +58,14 @@ def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
+def current_device() -> torch.device:
+    """Return this thread's accelerator, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def has_matrix_units(device: torch.device) -> bool:
     """Return whether attention is fastest in bf16: on accelerators, and CPUs with Intel's AMX."""
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
@@ -90,6 +98,13 @@ def synchronize(device: torch.device) -> None:
     """Wait until an accelerator's queue is empty."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def empty_cache() -> None:
+    """Let other processes have what torch keeps for later."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        torch.get_device_module(accelerator).empty_cache()
 
 
 def used_memory(device: torch.device) -> int:
@@ -186,10 +201,7 @@ def share_cores(local_world: int) -> None:
 
 
 def keep_freed_pages() -> None:
-    """Let glibc's malloc keep freed memory for the next tensor.
-
-    Page faults otherwise take a seventh of a CPU step's time.
-    """
+    """Let glibc's malloc keep freed memory, since page faults take a seventh of a CPU step's time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         for parameter, value in _MALLOC_SETTINGS:

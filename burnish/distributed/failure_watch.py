@@ -166,7 +166,7 @@ class FailureWatch:
         self._unanswered = None
         self._send(self._pulse.answer())
         # The device may be what hangs, and this thread has to hear on.
-        threading.Thread(target=lambda: self._send(Pulse.memory()), daemon=True).start()
+        threading.Thread(target=lambda: self._send(self._pulse.memory()), daemon=True).start()
 
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])

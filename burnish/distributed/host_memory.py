@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Arena:
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
         self._device, self._least = device, least
         self._regions: list[_Region] = []
+        self._taking = Lock()  # several threads read a checkpoint
         self._returned: deque[tuple[_Region, int, int]] = deque()
 
     @property
@@ -43,7 +45,8 @@ class Arena:
     @property
     def used(self) -> int:
         """Bytes in use."""
-        self._take_back()
+        with self._taking:
+            self._take_back()
         return sum(region.used for region in self._regions)
 
     def take(self, size: int) -> Tensor:
@@ -54,22 +57,25 @@ class Arena:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         room = -(-size // _ALIGN) * _ALIGN
+        with self._taking:
+            region, start = self._found(room)
+        bytes_ = (ctypes.c_char * size).from_address(region.address + start)
+        # No lock: the garbage collector may call this in the middle of anything above.
+        give_back = weakref.finalize(bytes_, self._returned.append, (region, start, start + room))
+        give_back.atexit = False
+        return torch.frombuffer(bytes_, dtype=torch.uint8)
+
+    def _found(self, room: int) -> tuple[_Region, int]:
         self._take_back()
         if sum(not region.used for region in self._regions) > 1:
             self._add(self._close_free())
         for region in self._regions:
             start = region.take(room)
             if start is not None:
-                break
-        else:
-            free = self._close_free()
-            region = self._add(max(room, free, self.held // 4))
-            start = region.take(room) or 0
-        bytes_ = (ctypes.c_char * size).from_address(region.address + start)
-        # No lock: the garbage collector may call this in the middle of anything above.
-        give_back = weakref.finalize(bytes_, self._returned.append, (region, start, start + room))
-        give_back.atexit = False
-        return torch.frombuffer(bytes_, dtype=torch.uint8)
+                return region, start
+        free = self._close_free()
+        region = self._add(max(room, free, self.held // 4))
+        return region, region.take(room) or 0
 
     def _take_back(self) -> None:
         while self._returned:
@@ -86,7 +92,7 @@ class Arena:
         return sum(region.size for region in free)
 
     def _add(self, size: int) -> _Region:
-        region = _Region(max(size, self._least), pinned=self._device.type == "cuda")
+        region = _Region(max(size, self._least), self._device)
         self._regions.append(region)
         return region
 
@@ -98,12 +104,12 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 class _Region:
-    def __init__(self, size: int, *, pinned: bool) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self._memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
         self._unpin: Callable[[], object] | None = None
-        if pinned and pin(self._memory):
-            self._unpin = unpin_at_end = weakref.finalize(self, unpin, self._memory)
+        if device.type == "cuda" and pin(self._memory, device):
+            self._unpin = unpin_at_end = weakref.finalize(self, unpin, self._memory, device)
             unpin_at_end.atexit = False  # CUDA may have gone by then
         self._gaps = [(0, size)]
 
@@ -152,20 +158,23 @@ def _pages(size: int) -> mmap.mmap:
         ) from error
 
 
-def pin(memory: Tensor) -> bool:
-    """Register memory with CUDA. Return False if CUDA refuses; copies are then only slower."""
+def pin(memory: Tensor, device: torch.device) -> bool:
+    """Register memory with CUDA. Return False if it refuses; copies are only slower."""
     size = memory.nbytes
     if size == 0:
         return False
-    if int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
-        return True
-    _forget_error()
+    # Any thread may call this, and begins on the first device, where CUDA would take memory for this process.
+    with torch.accelerator.device_index(device.index):
+        if int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+            return True
+        _forget_error()
     return False
 
 
-def unpin(memory: Tensor) -> None:
+def unpin(memory: Tensor, device: torch.device) -> None:
     """Undo `pin`. No copy may be under way."""
-    _runtime().cudaHostUnregister(memory.data_ptr())
+    with torch.accelerator.device_index(device.index):
+        _runtime().cudaHostUnregister(memory.data_ptr())
 
 
 def _runtime() -> Any:
@@ -173,10 +182,8 @@ def _runtime() -> Any:
 
 
 def _forget_error() -> None:
-    """Clear this thread's last CUDA error, which the next kernel launch would raise.
-
-    torch has no binding for it. Each CUDA runtime has its own error, so this uses torch's library.
-    """
+    """Clear this thread's last CUDA error, which the next kernel launch would raise."""
+    # torch has no binding for it. Each CUDA runtime has its own error, so this uses torch's library.
     kind = "hip" if torch.version.hip else "cuda"
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libc10_{kind}.so"))
     library[f"{kind}GetLastError"]()

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from burnish.distributed.device import total_memory, used_memory
+from burnish.distributed.device import current_device, total_memory, used_memory
 from burnish.tracking import logs
 
 _MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
@@ -94,6 +94,7 @@ class Pulse(threading.Thread):
         self._seen: deque[int] = deque(maxlen=_REMEMBERED)
         self._moves, self._phase = 0, ""
         self._moved_at = self._phase_at = time.monotonic()
+        self._device = current_device()  # other threads begin on the first
 
     def run(self) -> None:
         """Look at the main thread until `stop`."""
@@ -146,10 +147,9 @@ class Pulse(threading.Thread):
             "collective": _collective(stack),
         }
 
-    @staticmethod
-    def memory() -> Answer:
+    def memory(self) -> Answer:
         """Say what memory is used, and which collectives torch has under way. May hang with the device."""
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        device = self._device
         try:
             said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
         except RuntimeError as error:
@@ -381,7 +381,7 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
 
     def end(still: float) -> None:
         answers = {0: pulse.answer()}
-        asking = threading.Thread(target=lambda: answers[0].update(Pulse.memory()), daemon=True)
+        asking = threading.Thread(target=lambda: answers[0].update(pulse.memory()), daemon=True)
         asking.start()  # the device may be what hangs
         asking.join(_WRITING_SECONDS)
         _, cause = likely_cause(answers, {})

@@ -24,6 +24,7 @@ from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import any_rank, from_main, gather_objects
+from burnish.distributed.device import empty_cache
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
@@ -321,7 +322,8 @@ class ServedGenerator:
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`. Revived servers take part again."""
-        torch.cuda.empty_cache()  # a generator beside this process takes memory now, and when it generates
+        # A generator beside this process takes memory once all ranks have met, and when it generates.
+        empty_cache()
         have = list(weights.changing)
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
@@ -345,7 +347,7 @@ class ServedGenerator:
             for server in uploads.keys() & self._fed:
                 with self._losing(server):
                     uploads[server].finish()
-        torch.cuda.empty_cache()
+        empty_cache()
         self._begun |= uploads.keys() & self._fed
         self._tell_of_lost()
         self._asked_of, self._version = self._servers, version

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qs, urlsplit
 
 from burnish.boxes.shards import Publication
+from burnish.distributed.device import empty_cache
 from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
@@ -174,6 +175,7 @@ class GeneratorServer:
         """Free device memory."""
         self._version = None
         self._generator.release()
+        empty_cache()  # for the process that trains
 
     def checksums(self) -> messages.Parts:
         """Return the generator's checksums."""

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -28,6 +33,24 @@ def test_what_is_taken_never_overlaps_and_comes_back(steps: list[tuple[int, int]
         assert all(bool((tensor == key % 251).all()) for key, tensor in held.items())
     held.clear()
     assert arena.used == 0
+
+
+def test_threads_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one closes a region, or joins gaps, that another is about to use."""
+    arena, inside, pages = Arena(CPU, LEAST), [0, 0], host_memory._pages
+
+    def slow_pages(size: int) -> mmap.mmap:
+        inside[0] += 1
+        inside[1] = max(inside)
+        time.sleep(0.05)
+        inside[0] -= 1
+        return pages(size)
+
+    monkeypatch.setattr(host_memory, "_pages", slow_pages)
+    with ThreadPoolExecutor(4) as pool:
+        held = list(pool.map(arena.take, [3000] * 4))
+    assert inside == [0, 1]
+    assert len({tensor.data_ptr() for tensor in held}) == 4
 
 
 def test_steps_that_are_alike_take_no_more_and_soon_have_one_piece() -> None:
@@ -75,12 +98,14 @@ def test_what_was_pinned_is_unpinned_once_when_its_last_view_has_gone(
 ) -> None:
     known: list[int] = []
 
-    def pin(memory: Tensor) -> bool:
+    def pin(memory: Tensor, device: torch.device) -> bool:
         known.append(memory.data_ptr())
         return True
 
     monkeypatch.setattr(host_memory, "pin", pin)
-    monkeypatch.setattr(host_memory, "unpin", lambda memory: known.remove(memory.data_ptr()))
+    monkeypatch.setattr(
+        host_memory, "unpin", lambda memory, device: known.remove(memory.data_ptr())
+    )
     monkeypatch.setattr(host_memory, "synchronize", lambda device: None)
     arena = Arena(torch.device("cuda"), LEAST)
     held = [arena.take(LEAST) for _ in range(3)]
@@ -106,6 +131,34 @@ def test_a_free_piece_that_is_too_small_gives_way_to_one_that_is_not() -> None:
     assert kept.numel() == LEAST
 
 
+def test_pinning_happens_on_the_device_whatever_the_thread_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, calls = [0], list[tuple[str, int]]()
+
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        chosen.append(index)
+        yield
+        chosen.pop()
+
+    class Registry:
+        def cudaHostRegister(self, *_: int) -> int:
+            calls.append(("register", chosen[-1]))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(("unregister", chosen[-1]))
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(host_memory, "_runtime", Registry)
+    arena = Arena(torch.device("cuda", 3), LEAST)
+    arena.take(LEAST)
+    del arena
+    gc.collect()
+    assert calls == [("register", 3), ("unregister", 3)]
+
+
 class Runtime:
     """Answers with what it is given."""
 
@@ -123,7 +176,7 @@ def test_the_error_of_a_refusal_is_forgotten(
     calls: list[None] = []
     monkeypatch.setattr(host_memory, "_runtime", lambda: Runtime(answer))
     monkeypatch.setattr(host_memory, "_forget_error", lambda: calls.append(None))
-    assert pin(torch.zeros(8)) is (answer == 0)
+    assert pin(torch.zeros(8), CPU) is (answer == 0)
     assert len(calls) == forgotten
-    assert not pin(torch.zeros(0))
+    assert not pin(torch.zeros(0), CPU)
     assert len(calls) == forgotten

@@ -6,7 +6,9 @@ import ctypes
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailed, run_processes, torchrun_environ
 
+from burnish.distributed import stall
 from burnish.distributed.environment import place_of
 from burnish.distributed.processes import process_group
 from burnish.distributed.stall import likely_cause
@@ -123,6 +126,21 @@ def test_a_lone_process_is_watched_too(tmp_path):
     said = _reports(tmp_path, "sleeps_in_a_named_function", 0, 1)
     assert "nothing has moved for " in said
     assert "rank 0 is in tests.distributed.test_stall.sleeps_in_a_named_function" in said
+
+
+def test_the_memory_told_is_that_of_the_ranks_own_device(monkeypatch):
+    """Every thread of CUDA begins on device 0, where asking would take memory for this rank."""
+
+    def chosen() -> torch.device:
+        is_main = threading.current_thread() is threading.main_thread()
+        return torch.device("cuda", 3 if is_main else 0)
+
+    monkeypatch.setattr(stall, "current_device", chosen)
+    monkeypatch.setattr(stall, "used_memory", lambda device: 1e9 * device.index)
+    monkeypatch.setattr(stall, "total_memory", lambda device: 8e9)
+    pulse = stall.Pulse(stall.ENDLESS, lambda still: None)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pulse.memory).result()["memory"] == "cuda: 3.00 of 8.00 GB"
 
 
 def test_those_that_wait_for_nobody_are_the_cause():

@@ -13,7 +13,7 @@ from burnish.distributed.host_memory import pin, unpin
 def test_a_refusal_is_not_raised_by_what_comes_next(device: torch.device) -> None:
     memory, there = torch.zeros(1 << 20), torch.zeros(4, device=device)
     for _ in range(2):
-        assert pin(memory)
-        assert not pin(memory), "it is registered already"
+        assert pin(memory, device)
+        assert not pin(memory, device), "it is registered already"
         assert there.fill_(2.0).sum().item() == 8.0
-        unpin(memory)
+        unpin(memory, device)

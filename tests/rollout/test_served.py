@@ -562,6 +562,20 @@ class Slow:
             self.left = True
 
 
+def test_each_side_gives_memory_back_before_the_other_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+    slow = Slow()
+    slow.load_weights = lambda weights, version: did.append("load")  # type: ignore[method-assign]
+    slow.release = lambda: did.append("release")  # type: ignore[method-assign]
+    monkeypatch.setattr("burnish.rollout.client.empty_cache", lambda: did.append("trainer"))
+    monkeypatch.setattr("burnish.rollout.server.empty_cache", lambda: did.append("generator"))
+    with serving(slow) as server:
+        loaded([server]).release()
+    assert did == ["trainer", "load", "trainer", "release", "generator"]
+
+
 def test_a_server_that_hangs_does_not_say_what_it_is_until_it_moves() -> None:
     """So it is not found where a run looks for another."""
     slow, moves = Slow(), threading.Event()
