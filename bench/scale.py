@@ -9,8 +9,8 @@ the files for all ranks, and takes its own share of the others.
 `step`: gloo passes messages round in rings, so a step takes hops × the time of a hop, measured between two processes on this machine
 and to be scaled by the network's latency; and the time to read all ranks' small objects.
 `rollouts`: what a rank receives of a step's rollouts, 16 for each rank, of 400 new tokens on average: the numbers of all, and the
-tokens that it trains on; the time to read the numbers, to turn rewards into advantages, to divide the sequences among the ranks and
-to make statistics, which every rank does; and the memory of it.
+tokens that it trains on; the time to read the numbers, to choose the groups, to turn rewards into advantages, to divide the
+sequences among the ranks and to make statistics, which every rank does; and the memory of it.
 
 `start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
 ranks do. They share this machine's cores; on a cluster only store and relay share one.
@@ -52,7 +52,8 @@ from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
-from burnish.data.balance import Shares
+from burnish.data.balance import Shares, share_evenly
+from burnish.data.loader import Loader
 from burnish.distributed import failure_watch, processes
 from burnish.distributed.collectives import any_rank, by_number
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
@@ -64,7 +65,7 @@ from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.overview import rollout_stats
-from burnish.train.collect import merged_shares
+from burnish.train.collect import GroupSampler, merged_shares
 from burnish.train.policy_update import PolicyUpdate
 
 T = TypeVar("T")
@@ -416,7 +417,8 @@ def exchange(pipe: Connection, ranks: int) -> None:
     for size in group_sizes(ranks):
         groups = [levels[-1][n : n + size] for n in range(0, len(levels[-1]), size)]
         levels.append([pickle.dumps(merged_shares(list(map(pickle.loads, g)))) for g in groups])
-    config, seconds = RunConfig.model_validate(CONFIG), dict[str, float]()
+    config = RunConfig.model_validate({**CONFIG, "batch": {"prompts": ranks}})
+    seconds = dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
     update = PolicyUpdate(SimpleNamespace(layout=Layout(0, ranks)), None, None, flops, config)
     reset_peak_memory(CPU)
@@ -437,6 +439,10 @@ def exchange(pipe: Connection, ranks: int) -> None:
         "hearing of all",
         lambda: hear(levels, group_sizes(ranks)),
     )
+    loader = Loader(ranks, 0, shuffle=True)
+    collector: Any = SimpleNamespace(layout=Layout(), collect=partial(in_order, table, ranks))
+    sampler = GroupSampler(config, collector, [], loader)
+    table = clock("choosing", lambda: RolloutTable.of(sampler.sample(0).groups))
     credit = clock("advantages", lambda: update.assign_credit(table, []))
     lengths, shares = clock("dividing", divided)
     clock("statistics", lambda: rollout_stats(table))
@@ -483,6 +489,12 @@ def hear(levels: list[list[bytes]], sizes: Sequence[int]) -> RolloutTable:
         if level is not levels[-2]:
             pickle.dumps(own)  # for the next group
     return RolloutTable.gathered([own[1]])
+
+
+def in_order(table: RolloutTable, ranks: int, *_: object) -> RolloutTable:
+    """Share prompts of one length out, and put what their ranks made into their order."""
+    owners = share_evenly(np.ones(ranks), ranks)
+    return table.take(np.argsort(np.argsort(owners, kind="stable")))
 
 
 def completion(size: int) -> Completion:

@@ -253,7 +253,7 @@ class GroupSampler:
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
                 baselines = shaped(RolloutTable.of(greedy)).rewards[collected.groups]
                 collected = collected.with_rewards(collected.rewards, baselines)
-            groups = RolloutTable.joined([groups, collected])
+            groups = RolloutTable.joined([groups, collected]) if refills else collected
             rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
             varied = has_variance(rewards, of_groups, len(groups))
             self.loader.hear(taken, (~varied[-len(taken) :]).tolist())
@@ -261,7 +261,7 @@ class GroupSampler:
             if selection.refill == 0:
                 break
             wanted, refills = selection.refill, refills + 1
-        groups = shaped(groups)
+        groups = shaped(groups) if overlong.buffer else groups
         left_out = np.setdiff1d(np.arange(len(groups)), selection.keep)
         return DrawnBatch(step, groups.take(selection.keep), groups.take(left_out))
 
