@@ -80,7 +80,7 @@ class FailureWatch:
         self._failure: Failure | None = None
         self._told = threading.Event()
         self._left = threading.Event()
-        self._reported = False
+        self._reported, self._traceback = False, ""
         self._sending = threading.Lock()
         self._main = threading.get_ident()
         self._me = {"rank": layout.rank, "host": socket.gethostname(), "pid": os.getpid()}
@@ -125,7 +125,7 @@ class FailureWatch:
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank failed, unless by a `StoppedError`, which all reach."""
         if not isinstance(error, StoppedError):
-            self._reported = True
+            self._reported, self._traceback = True, "".join(traceback.format_exception(error))
             ours = isinstance(error, BurnishError)
             reason = str(error) if ours else f"{type(error).__name__}: {error}"
             lines = [line[:_LONGEST_SHOWN] for line in logs.last_lines()]
@@ -194,7 +194,7 @@ class FailureWatch:
             stack = stack_of(sys._current_frames().get(self._main))
             error = self._error(self._failure, place_of_work(stack))
             if not failure.still or self._main_is_silent:
-                _end_process(error)
+                _end_process(f"{error}\n{self._traceback}")
             publish(str(error), aloud=False)  # the relay has shown all stacks
             os._exit(1)
 
@@ -214,8 +214,8 @@ class FailureWatch:
         return Failure(0, self._contact["host"], self._contact["pid"])
 
 
-def _end_process(error: BurnishError) -> None:
-    text = f"\nburnish: {error}\n  this rank did not stop by itself; the stacks of its threads:\n"
+def _end_process(said: str) -> None:
+    text = f"\nburnish: {said}\n  this rank did not stop by itself; the stacks of its threads:\n"
     for descriptor in filter(None, (2, logs.descriptor())):
         with suppress(OSError):  # standard error may be closed
             os.write(descriptor, text.encode())

@@ -103,7 +103,7 @@ def process_group(
         elif stall_seconds:
             stall = import_module("burnish.distributed.stall")
             held.enter_context(stall.watching_alone(stall_seconds))
-        held.callback(_destroy_group)
+        held.push(_close_group)
         if watch is not None:
             held.enter_context(watch.naming_failures())
         held.enter_context(_named_timeout(layout, timeout_seconds))
@@ -165,8 +165,13 @@ def by_machine(layout: Layout, timeout: timedelta) -> Layout:
     return replace(layout, machines=tuple(groups))
 
 
-def _destroy_group() -> None:
-    if dist.is_initialized():
+def _close_group(error: type[BaseException] | None, *_: object) -> None:
+    if not dist.is_initialized():
+        return
+    if error is not None and "nccl" in dist.get_backend_config():
+        # It would wait for what is under way, in which other ranks may never take part.
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
 
 

@@ -284,14 +284,21 @@ def test_an_orderly_stop_is_not_a_failure(pair):
 
 def _hangs_after_its_own_error(layout, stderr_path):
     _shorten_grace(stderr_path)
-    FailureWatch(Layout(0, 2, 0, 2), "", dist.HashStore()).report(ValueError("boom"))
+    with (
+        suppress(ValueError),
+        FailureWatch(Layout(0, 2, 0, 2), "", dist.HashStore()).naming_failures(),
+    ):
+        raise ValueError("boom")
     time.sleep(LONG)  # as the end of a group does whose peers are in a collective
 
 
 def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):
     with pytest.raises(RankFailed, match="died without a word"):
         run_ranks(_hangs_after_its_own_error, 1, tmp_path / "stderr")
-    assert "have: ValueError: boom" in (tmp_path / "stderr").read_text()
+    said = (tmp_path / "stderr").read_text()
+    assert "have: ValueError: boom" in said
+    assert "Traceback" in said
+    assert "in _hangs_after_its_own_error" in said
 
 
 def _meets_too_few(stderr_path):

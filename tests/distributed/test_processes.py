@@ -5,6 +5,7 @@ import resource
 import socket
 import time
 import types
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -243,6 +244,21 @@ def _fail(layout):
     if layout.rank == 1:
         raise ValueError("boom")
     return "fine"
+
+
+def _fails_amid_collectives_of_nccl():
+    dist.get_backend_config = lambda: backend_of(torch.device("cuda"))
+    dist.destroy_process_group = pytest.fail  # which waits for collectives that others may not join
+    with suppress(ValueError), process_group(CPU, 20) as layout:
+        dist.new_group([layout.rank], use_local_synchronization=True)
+        raise ValueError
+    return dist.is_initialized()
+
+
+def test_after_an_error_nobody_waits_for_collectives_of_nccl():
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
+    environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]
+    assert run_processes(_fails_amid_collectives_of_nccl, environs) == [False, False]
 
 
 def test_run_ranks_raises_with_the_traceback_of_the_failing_rank():
