@@ -1,6 +1,6 @@
 """Training and generating on one accelerator: MFU beside TRL and plain transformers, memory beside the plan, what offload costs.
 
-    python -m bench.gpu [--cases NAME ...] [--peers trl transformers] [--rounds N] [--tiny]
+    python -m bench.gpu [--cases NAME ...] [--peers trl transformers] [--rounds N] [--profile DIRECTORY] [--tiny]
 
 Fresh weights in the shapes of Qwen3-0.6B and 1.7B (28 layers, 151,936 words, tied embeddings), bf16 compute, AdamW.
 
@@ -18,7 +18,8 @@ command that has to be short names some.
 
 MFU counts the model's operations: three forward passes over the tokens trained on and, in GRPO, one over the same
 tokens for making them; padding and recomputation count for nothing. Memory is what torch's allocator had given out at the most,
-beside what `burnish plan` says of the same configuration. The table is Markdown, for `docs/benchmarks.md`. `--tiny` runs all of it in
+beside what `burnish plan` says of the same configuration. `--profile` runs one more step of each SFT case, and a short round
+of the generator, under torch's profiler: tables by device time and by CPU time, and a trace for Perfetto. The table is Markdown, for `docs/benchmarks.md`. `--tiny` runs all of it in
 small shapes, on a CPU too, where memory is that of the whole process and no figure means anything.
 """
 
@@ -104,6 +105,29 @@ class Settings:
     """Timed steps of each side."""
     tiny: bool
     """Whether all shapes are small."""
+    directory: Path
+    """Where cases put models and texts; they share models."""
+    profile: Path | None = None
+    """Where profiles go; None: nothing is profiled."""
+
+    def config(self, work: SftWork) -> RunConfig:
+        """A run of `work` with texts for all steps, of which one is to warm up and one to profile."""
+        return sft_config(self.directory, work, self.rounds + 2)
+
+    def profiles(self, case: str, step: Callable[[], object]) -> None:
+        """Profile one call if profiles are wanted."""
+        if self.profile is None:
+            return
+        self.profile.mkdir(parents=True, exist_ok=True)
+        kinds = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        with torch.profiler.profile(activities=kinds) as profiler:
+            step()
+        found = profiler.key_averages()
+        for clock_of in ("device", "cpu"):
+            order = f"self_{clock_of}_time_total"
+            table = found.table(sort_by=order, row_limit=80, max_name_column_width=90)
+            (self.profile / f"{case}.{clock_of}.txt").write_text(table)
+        profiler.export_chrome_trace(str(self.profile / f"{case}.json.gz"))
 
 
 @dataclass(frozen=True)
@@ -121,23 +145,21 @@ class Taken:
 def sft(case: str, settings: Settings) -> Iterator[Row]:
     """Tokens per second and MFU beside both peers, memory beside the plan."""
     work = TINY_SFT if settings.tiny else SFT[case]
-    with tempfile.TemporaryDirectory() as directory:
-        config = sft_config(Path(directory), work)
-        ours = _sft(config, settings.rounds)
-        yield from _planned(case, work.size, config, "sft", {"update": ours.peak})
-        for name in settings.peers:
-            seconds = _fastest(_sft_peers(name, config, work), {}, settings.rounds)
-            yield from _rates(case, work.size, work.lengths, ours, (name, seconds))
-        if not settings.peers:
-            yield from _rates(case, work.size, work.lengths, ours, ("", None))
+    config = settings.config(work)
+    ours = _sft(config, settings, case)
+    yield from _planned(case, work.size, config, "sft", {"update": ours.peak})
+    for name in settings.peers:
+        seconds = _fastest(_sft_peers(name, config, work), {}, settings.rounds)
+        yield from _rates(case, work.size, work.lengths, ours, (name, seconds))
+    if not settings.peers:
+        yield from _rates(case, work.size, work.lengths, ours, ("", None))
 
 
 def grpo(case: str, settings: Settings) -> Iterator[Row]:
     """Generated tokens per second of a whole step and MFU beside TRL, memory of each phase beside the plan."""
     work = TINY_GRPO if settings.tiny else GRPO
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = grpo_config(directory, work)
+        config = grpo_config(settings.directory, work)
         pool = stack.enter_context(RewardPool(config.reward))
 
         def run(layout: Layout, device: torch.device) -> tuple[Taken, dict[str, int]]:
@@ -167,25 +189,25 @@ def grpo(case: str, settings: Settings) -> Iterator[Row]:
 def generate(case: str, settings: Settings) -> Iterator[Row]:
     """Tokens per second of the built-in generator, of 128 completions at once."""
     size, length = ("5m", 8) if settings.tiny else ("0.6b", 256)
-    name = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     config = Qwen3Config(**model_config(size))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(name)
+    with found or torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     sides = Sides(model, Sampling(length), [], 128)
     runs = {"ours": sides.ours, "peer": sides.peer}
     seconds = {side: median(s) for side, s in interleaved(runs, settings.rounds).items()}
     ours, theirs = (sides.made[side] / seconds[side] for side in runs)
     yield Row(case, "tokens/s", ours, "transformers", theirs)
+    sides.sampling = Sampling(min(length, 32))
+    settings.profiles(case, sides.ours)
 
 
 def offload(case: str, settings: Settings) -> Iterator[Row]:
     """What it costs and saves to keep activations on the host."""
     work = TINY_SFT if settings.tiny else SFT["sft-0.6b-32k"]
     moved = replace(work, engine={"activation_offload": True})
-    taken = []
-    for each in (moved, work):
-        with tempfile.TemporaryDirectory() as directory:
-            taken.append(_sft(sft_config(Path(directory), each), settings.rounds))
+    taken = [_sft(settings.config(each), settings) for each in (moved, work)]
     yield Row(case, "s per step", taken[0].seconds, "without", taken[1].seconds)
     yield Row(case, "GB at the most", taken[0].peak / 1e9, "without", taken[1].peak / 1e9)
 
@@ -194,11 +216,8 @@ def megatron(case: str, settings: Settings) -> Iterator[Row]:
     """The other engine, with the same tokens in a micro-batch."""
     works = [TINY_SFT] if settings.tiny else [SFT["sft-0.6b-4k"], SFT["sft-0.6b-32k"]]
     for work in works:
-        taken = []
-        for kind in ("megatron", "torch"):
-            with tempfile.TemporaryDirectory() as directory:
-                config = sft_config(Path(directory), replace(work, engine={"kind": kind}))
-                taken.append(_sft(config, settings.rounds))
+        kinds = [replace(work, engine={"kind": kind}) for kind in ("megatron", "torch")]
+        taken = [_sft(settings.config(each), settings) for each in kinds]
         theirs = ("the torch engine", taken[1].seconds)
         yield from _rates(f"{case}-{work.packed}", work.size, work.lengths, taken[0], theirs)
 
@@ -233,10 +252,14 @@ class _Marks:
         }
 
 
-def _sft(config: RunConfig, rounds: int) -> Taken:
+def _sft(config: RunConfig, settings: Settings, case: str | None = None) -> Taken:
+    """Time a run's steps, and profile one for a named `case`."""
+
     def run(layout: Layout, device: torch.device) -> Taken:
         trained = Sft(config, layout, device)
-        taken = _timed(trained.step, rounds, device)
+        taken = _timed(trained.step, settings.rounds, device)
+        if case is not None:
+            settings.profiles(case, trained.step)
         trained.close()
         return taken
 
@@ -358,14 +381,17 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--profile", type=Path, help="write tables of torch's profiler there")
     arguments = parser.parse_args()
-    settings = Settings(arguments.peers, arguments.rounds, arguments.tiny)
     print(", ".join(f"{name} {value}" for name, value in machine().items()), end="\n\n")
     print("| case | figure | Burnish | beside | theirs | ratio |\n|---|---|---|---|---|---|")
-    for case in arguments.cases:
-        for row in CASES[case](case, settings):
-            print(row, flush=True)
-        _give_back()
+    asked = arguments.peers, arguments.rounds, arguments.tiny
+    with tempfile.TemporaryDirectory() as directory:
+        settings = Settings(*asked, Path(directory), arguments.profile)
+        for case in arguments.cases:
+            for row in CASES[case](case, settings):
+                print(row, flush=True)
+            _give_back()
 
 
 if __name__ == "__main__":

@@ -71,10 +71,10 @@ class GrpoWork:
         return self.prompts * self.samples
 
 
-def sft_config(directory: Path, work: SftWork) -> RunConfig:
-    """Model and texts on disk, and a run of them."""
+def sft_config(directory: Path, work: SftWork, steps: int) -> RunConfig:
+    """Model and texts for so many steps on disk, and a run of them."""
     rows, rng = directory / "rows.jsonl", random.Random(0)
-    texts = [{"text": sentence(rng, length - 1)} for length in 16 * work.lengths]
+    texts = [{"text": sentence(rng, length - 1)} for length in steps * work.lengths]
     rows.write_text("".join(json.dumps(text) + "\n" for text in texts))
     engine = {"activation_checkpointing": "full" if work.recomputes else "none"}
     batch = {"examples": len(work.lengths), "tokens_per_device": work.packed}
@@ -105,11 +105,12 @@ def _config(
     engine: Mapping[str, Any],
     more: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    model, shape = directory / "model", model_config(size)
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where drawing is quicker
-        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(model)
-    write_tokenizer(model, shape["vocab_size"])
+    model, shape = directory / size, model_config(size)
+    if not model.exists():  # an earlier case's otherwise
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # quicker
+            Qwen3ForCausalLM(Qwen3Config(**shape)).bfloat16().save_pretrained(model)
+        write_tokenizer(model, shape["vocab_size"])
     return RunConfig.model_validate(
         {
             "model": {"path": str(model)},

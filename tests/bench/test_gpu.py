@@ -11,8 +11,17 @@ CASES = ("sft-0.6b-4k", "grpo", "generate", "offload", "megatron")
 
 
 @pytest.mark.nightly
-def test_every_case_runs_and_gives_its_lines() -> None:
-    arguments = ["--tiny", "--rounds", "1", "--peers", "--cases", *CASES]
+def test_every_case_runs_and_gives_its_lines(tmp_path: Path) -> None:
+    arguments = [
+        "--tiny",
+        "--rounds",
+        "1",
+        "--profile",
+        str(tmp_path),
+        "--peers",
+        "--cases",
+        *CASES,
+    ]
     command = [sys.executable, "-m", "bench.gpu", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,3 +44,7 @@ def test_every_case_runs_and_gives_its_lines() -> None:
         ("megatron-64", "MFU"),
     ]
     assert all(float(row[2]) > 0 for row in rows)
+    for case in ("sft-0.6b-4k", "generate"):
+        tables = [(tmp_path / f"{case}.{clock}.txt").read_text() for clock in ("device", "cpu")]
+        assert all("aten::mm" in table for table in tables)
+        assert (tmp_path / f"{case}.json.gz").stat().st_size > 0
