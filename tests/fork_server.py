@@ -46,7 +46,6 @@ PRELOAD = (
     "rich._emoji_codes",
     "tensorboard.summary.writer.record_writer",
     "torch.distributed.fsdp",
-    "torch.profiler._cupti_monitor",
     "torch.utils.tensorboard.summary",
     "transformers.models.gemma3.modeling_gemma3",
     "transformers.models.llama.modeling_llama",

@@ -93,10 +93,10 @@ _KINDS = {
 }
 _PLURALS = {"integer": "whole numbers", "number": "numbers", "string": "texts"}
 _BOUNDS = {
-    "minimum": "{} or more",
-    "exclusiveMinimum": "more than {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "less than {}",
+    "minimum": "{:.15g} or more",
+    "exclusiveMinimum": "more than {:.15g}",
+    "maximum": "at most {:.15g}",
+    "exclusiveMaximum": "less than {:.15g}",
     "minLength": "not empty",
 }
 
