@@ -28,7 +28,6 @@ from burnish.distributed.device import (
     device_name,
     free_memory,
     has_bf16_products,
-    pick_device,
     total_memory,
 )
 from burnish.distributed.layout import Layout
@@ -69,12 +68,12 @@ class Finding:
         return "ok" if not self.want else "error" if self.stops else "warning"
 
 
-def look(places: Sequence[str], layout: Layout) -> Iterator[Finding]:
+def look(places: Sequence[str], layout: Layout, device: torch.device) -> Iterator[Finding]:
     """Yield findings on this machine and its further local ranks' cores.
 
     Runs will write to `places`, directories and URLs.
     """
-    yield from _affinity(layout)
+    yield from _affinity(layout, device)
     if layout.local_rank:
         return
     yield from _versions()
@@ -149,9 +148,8 @@ def _devices() -> Iterator[Finding]:
     yield Finding("libraries", ", ".join(libraries))
 
 
-def _affinity(layout: Layout) -> Iterator[Finding]:
+def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:
     """Compare this process's cores with its device's."""
-    own = pick_device(layout.local_rank)
     node = _numa_node(own)
     cores = Path(f"/sys/devices/system/node/node{node}/cpulist")
     if node is not None and cores.exists():

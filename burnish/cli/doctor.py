@@ -53,7 +53,7 @@ def doctor(given: Namespace) -> None:
 
 def _examined(places: list[str], layout: Layout, device: torch.device) -> dict[Finding, list[str]]:
     """Return findings and their machines; only on rank 0, {} on others. Collective."""
-    mine = list(look(places, layout))
+    mine = list(look(places, layout, device))
     found: dict[Finding, list[str]] = {}
     for host, theirs in gather_objects((socket.gethostname(), mine), layout):
         for each in theirs:

@@ -27,7 +27,7 @@ from burnish.launch.supervisor import REFUSALS
 _DEVICES = ("GPU", "NPU")
 # What Ray calls accelerators that train.
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
-_PASSED = ("BURNISH_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_")
+_PASSED = ("BURNISH_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_NCCL_")
 # The driver's variables that ranks get. Others come from the nodes, or by Ray's runtime environment.
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOST = -signal.SIGKILL

@@ -27,7 +27,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_part(*places: str) -> dict[str, Finding]:
-    return {finding.part: finding for finding in look(places, Layout())}
+    return {finding.part: finding for finding in look(places, Layout(), CPU)}
 
 
 def test_a_disk_and_a_store_that_work(tmp_path: Path, s3_server: S3Server) -> None:
@@ -44,6 +44,16 @@ def test_places_that_do_not_work(tmp_path: Path, s3_server: S3Server) -> None:
     found = by_part("/proc/runs", missing)
     assert found["disk /proc/runs"].verdict == found[f"store {missing}"].verdict == "error"
     assert found["disk /proc/runs"].do
+
+
+def test_cores_are_compared_with_the_device_that_the_rank_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one visible device for each task of Slurm, rank 3 uses number 0."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(machine, "_numa_node", asked.append)
+    assert not [*look([], Layout(3, 4, 3, 4), torch.device("cuda", 0))]
+    assert asked == [torch.device("cuda", 0)]
 
 
 def test_devices_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
