@@ -22,6 +22,7 @@ from burnish.distributed.device import synchronize
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Part
+from burnish.records import Batch
 from burnish.train.setup import example_dataset, lay_foundation, make_engine
 
 
@@ -36,15 +37,21 @@ class Sft:
         self._engine = make_engine(foundation, config.optim)
         self._engine.load(foundation.source, Part.WEIGHTS)
         self._loader = Loader(len(self._dataset), config.seed, shuffle=False)
+        self._next = self._made()
 
     def step(self) -> tuple[float, list[int]]:
         """One step: its seconds, and the tokens of each sequence trained on."""
-        start, batch_config = clock(self._device)(), self._config.batch
+        start, (batch, lengths) = clock(self._device)(), self._next
+        stats = self._engine.forward_backward(batch, sft_loss)
+        self._next = self._made()
+        stats.merge(self._engine.optim_step(self._config.optim.lr)).values_by_name()
+        return clock(self._device)() - start, lengths
+
+    def _made(self) -> tuple[Batch, list[int]]:
+        batch_config = self._config.batch
         examples = [self._dataset[index] for index in self._loader.take(batch_config.examples)]
         batch = make_batch(examples, self._layout, batch_config.tokens_per_device, self._flops)
-        self._engine.forward_backward(batch, sft_loss).values_by_name()
-        self._engine.optim_step(self._config.optim.lr)
-        return clock(self._device)() - start, [len(example.token_ids) for example in examples]
+        return batch, [len(example.token_ids) for example in examples]
 
     def close(self) -> None:
         """Free the model and the optimizer."""

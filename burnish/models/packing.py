@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from burnish.records import to_device
+
 Indices = npt.NDArray[np.int64]
 """Row numbers on the host, shape [N]."""
 
@@ -29,8 +31,8 @@ _WORTHWHILE = 8
 
 
 def on_device(values: Indices, device: torch.device) -> Tensor:
-    """Copy host numbers to a tensor."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+    """Copy numbers to a tensor."""
+    return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Frozen records: the nouns that every layer shares."""
 
-from burnish.records.batches import Batch, MicroBatch, TokenOutputs
+from burnish.records.batches import Batch, MicroBatch, TokenOutputs, to_device
 from burnish.records.samples import (
     OUTLINE,
     Completion,
@@ -32,4 +32,5 @@ __all__ = [
     "StopReason",
     "TokenIds",
     "TokenOutputs",
+    "to_device",
 ]

@@ -66,11 +66,18 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with every tensor on `device`."""
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
+            name: to_device(value, device)
             for name in self.__slots__
             if isinstance(value := getattr(self, name), Tensor)
         }
         return replace(self, **moved)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor; on CUDA without a wait."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # a copy from other memory waits for all work before it
+    return tensor.to(device, non_blocking=True)
 
 
 def _nothing() -> Tensor:

@@ -12,8 +12,10 @@ from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.layout import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
+from burnish.data.loader import State
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
+from burnish.records import Batch
 from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
 from burnish.train.run import Run, Validation, counted
@@ -56,14 +58,23 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     foundation, engine, session.stopper.check_all, session.progress
                 )
             bar.advance()
-        costs, spans = foundation.costs, session.spans
+        costs, spans, streaming = foundation.costs, session.spans, config.data.streaming
+
+        def make_next() -> tuple[Batch, State]:
+            with agree(layout if streaming else Layout()):
+                examples = [dataset[index] for index in loader.take(size)]
+                batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
+            return batch, loader.state
+
+        ahead = None
         with run.training(validate):
             for step in run.steps():
-                with spans("data"), agree(layout if config.data.streaming else Layout()):
-                    examples = [dataset[index] for index in loader.take(size)]
-                    batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
+                with spans("data"):
+                    batch, cursor = ahead or make_next()
                 count = len(batch.microbatches)
                 with spans("update"), session.progress.phase("update", count) as bar:
                     stats = engine.forward_backward(batch, counted(sft_loss, bar))
+                    # while an accelerator computes; a stream's row that fails would end this step too
+                    ahead = None if streaming or step + 1 == total else make_next()
                     stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
-                run.finish(stats.prefixed("train/"), cursor=loader.state, batches=[batch])
+                run.finish(stats.prefixed("train/"), cursor=cursor, batches=[batch])

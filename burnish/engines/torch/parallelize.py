@@ -155,12 +155,18 @@ def global_norm(
     """Return the 2-norm of all gradients, in fp32. Those not in `cuts` count once among tensor ranks. Collective."""
     shard, tensor = mesh.weights["shard"].get_group(), mesh.tensor
     is_first = tensor is None or tensor.rank() == 0
-    # Without a copy, and by rows, since a whole matrix's norm is less exact on a CPU.
-    squares = [
-        torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).square_().sum()
+    counted = [
+        gradient
         for name, gradient in gradients.items()
-        if is_first or name in cuts
+        if gradient.numel() and (is_first or name in cuts)
     ]
+    if (
+        device.type == "cpu" or not counted
+    ):  # without a copy, and by rows, since a whole matrix's norm is less exact
+        rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in counted]
+        squares = [norms.square_().sum() for norms in rows]
+    else:
+        squares = [norm.square() for norm in torch._foreach_norm(counted, 2, torch.float32)]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     for group in (shard, tensor):
         if group is not None and group.size() > 1:

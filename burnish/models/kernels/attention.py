@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from burnish.distributed.device import uncompiled
 from burnish.errors import IncompatibleError
 from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
+from burnish.records import to_device
 
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
@@ -134,7 +135,7 @@ class PackedLayout:
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
         """Lay out sequences of these lengths."""
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
-        return cls(tuple(lengths), ends.to(device, non_blocking=True), max(lengths, default=0))
+        return cls(tuple(lengths), to_device(ends, device), max(lengths, default=0))
 
     @classmethod
     def of_tree(
