@@ -11,6 +11,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -57,7 +58,7 @@ class Arena:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         room = -(-size // _ALIGN) * _ALIGN
-        with self._taking:
+        with self._taking, _chosen(self._device):
             region, start = self._found(room)
         bytes_ = (ctypes.c_char * size).from_address(region.address + start)
         # No lock: the garbage collector may call this in the middle of anything above.
@@ -163,8 +164,7 @@ def pin(memory: Tensor, device: torch.device) -> bool:
     size = memory.nbytes
     if size == 0:
         return False
-    # Any thread may call this, and begins on the first device, where CUDA would take memory for this process.
-    with torch.accelerator.device_index(device.index):
+    with _chosen(device):
         if int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
             return True
         _forget_error()
@@ -173,8 +173,13 @@ def pin(memory: Tensor, device: torch.device) -> bool:
 
 def unpin(memory: Tensor, device: torch.device) -> None:
     """Undo `pin`. No copy may be under way."""
-    with torch.accelerator.device_index(device.index):
+    with _chosen(device):
         _runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _chosen(device: torch.device) -> AbstractContextManager[None]:
+    # Any thread may take or free memory, and begins on the first device, where CUDA takes some for each process that comes.
+    return torch.accelerator.device_index(device.index)
 
 
 def _runtime() -> Any:

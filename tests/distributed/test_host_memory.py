@@ -152,11 +152,16 @@ def test_pinning_happens_on_the_device_whatever_the_thread_has_chosen(
 
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(host_memory, "_runtime", Registry)
+    monkeypatch.setattr(
+        host_memory, "synchronize", lambda device: calls.append(("synchronize", chosen[-1]))
+    )
     arena = Arena(torch.device("cuda", 3), LEAST)
     arena.take(LEAST)
+    arena.take(2 * LEAST)
     del arena
     gc.collect()
-    assert calls == [("register", 3), ("unregister", 3)]
+    assert {what for what, _ in calls} == {"register", "synchronize", "unregister"}
+    assert {device for _, device in calls} == {3}
 
 
 class Runtime:
