@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 SERVICES := .venv-trackers
 VLLM := .venv-vllm
 RAY := .venv-ray
+OLDEST := .venv-oldest
 
 .PHONY: demo test nightly lint docs contract faults bench clean
 
@@ -21,12 +22,18 @@ test: $(STAMP)
 	$(MAKE) --jobs 2 --output-sync lint docs
 	$(PYTEST) $(WORKERS)
 
+# What asks most of other packages, for the oldest of them.
+VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/test_columns.py files/test_hub.py \
+	models/test_attention.py models/test_loading.py engines/test_torch_engine.py engines/megatron/test_layers.py \
+	train/test_training.py tracking check/test_machine.py)
+
 # What is slow and far from training. Run it before an issue ends.
-nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed
+nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(OLDEST)/.installed
 	$(PYTEST) -m nightly $(WORKERS)
 	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
 	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py tests/gpu/test_vllm.py
 	$(subst $(VENV),$(RAY),$(PYTEST)) -m nightly tests/launch/test_ray.py
+	$(subst $(VENV),$(OLDEST),$(PYTEST)) $(WORKERS) $(VERSIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,5 +75,11 @@ $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed: $(STAMP)
 	$(@D)/bin/python -m pip install --quiet $(NO_DEPS) --requirement $(filter constraints/%,$^)
 	@touch $@
 
+# The oldest versions that pyproject.toml allows.
+$(OLDEST)/.installed: pyproject.toml constraints/oldest.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints/oldest.txt --editable '.[dev,math,liger]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(OLDEST) .venv-peers .mypy_cache .ruff_cache site

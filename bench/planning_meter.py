@@ -46,7 +46,8 @@ class Meter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a block."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kinds = [ProfilerActivity.CPU]
+        with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
             torch.empty(_LITTLE, dtype=torch.uint8)
             yield
         assert recorded.profiler is not None

@@ -13,6 +13,9 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 from tiny import save_tiny
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
@@ -149,3 +152,14 @@ def test_the_image_is_made_of_files_that_are_sent_to_the_builder() -> None:
     assert all((ROOT / name).exists() for name in copied)
     (torch,) = (line.removeprefix("ARG TORCH=") for line in lines if line.startswith("ARG TORCH="))
     assert torch in (ROOT / "Makefile").read_text()
+
+
+def test_nightly_tests_the_oldest_versions_that_may_be_installed() -> None:
+    lines = (ROOT / "constraints/oldest.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    own, extras = PROJECT["dependencies"], PROJECT["optional-dependencies"]
+    assert {canonicalize_name(Requirement(each).name) for each in own} <= tested.keys()
+    for needed in map(Requirement, [*own, *(each for extra in extras.values() for each in extra)]):
+        oldest = [Version(each.version) for each in needed.specifier if each.operator == ">="]
+        pinned = tested.get(canonicalize_name(needed.name))
+        assert not (oldest and pinned) or [Version(pinned)] == oldest, needed

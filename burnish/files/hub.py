@@ -191,7 +191,7 @@ class HubPlace:
         buffer[:] = data
 
     def _snapshot(self, patterns: Sequence[str], *, shown: bool) -> Path:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
 
         place = self.at_commit()
         found = place._call(
@@ -200,6 +200,7 @@ class HubPlace:
                 repo_type=self.kind,
                 revision=place.revision,
                 allow_patterns=list(patterns),
+                local_files_only=constants.HF_HUB_OFFLINE,  # else a version before 2.4 asks for a list
             ),
             shown=shown,
         )
@@ -359,7 +360,7 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
             want="a branch, a tag or a commit",
             do=f"see {page}",
         )
-    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in _causes(error)):
+    if constants.HF_HUB_OFFLINE:
         return MissingError(
             f"{here}the cache has not all of the {what} {place}",
             have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}{beside}",

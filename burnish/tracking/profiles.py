@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -80,4 +81,6 @@ class _Profile:
         if step in self._steps and self._with_torch:
             kinds = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
             self._torch = torch.profiler.profile(activities=kinds)
-            self._torch.start()
+            with warnings.catch_warnings():  # torch 2.11 says of every profile that it begins anew
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+                self._torch.start()

@@ -36,7 +36,7 @@ def test_a_disk_and_a_store_that_work(tmp_path: Path, s3_server: S3Server) -> No
     assert found[f"disk {tmp_path / 'new/runs'}"].verdict != "error"
     assert found[f"store {store}"].verdict == "ok"
     assert not any(tmp_path.iterdir())
-    assert torch.__version__ in found["versions"].found
+    assert torch.__version__.partition("+")[0] in found["versions"].found
 
 
 def test_places_that_do_not_work(tmp_path: Path, s3_server: S3Server) -> None:

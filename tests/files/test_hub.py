@@ -152,6 +152,17 @@ def test_without_a_network_the_cache_serves(hub: HubServer) -> None:
     assert hub.asked == []
 
 
+def test_a_cache_that_has_no_list_of_files_serves(hub: HubServer, tmp_path: Path) -> None:
+    """What downloads single files leaves such a cache."""
+    repository = tmp_path / "hub" / "models--me--single"
+    root = repository / "snapshots" / ("1" * 40)
+    for path, text in ((repository / "refs" / "main", root.name), (root / "config.json", "{}")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    with hub_variables(HF_HUB_OFFLINE="1"):
+        assert place("me/single").at_commit().fetch(["config.json"]) == root
+
+
 def test_a_service_that_is_away_leaves_the_cache(hub: HubServer) -> None:
     root = place("me/tiny").at_commit().fetch(["config.json"])
     with hub_variables(HF_ENDPOINT="http://127.0.0.1:9"):
@@ -171,7 +182,9 @@ def test_what_may_pass_is_tried_again(hub: HubServer) -> None:
         place("me/other").at_commit()
 
 
-@pytest.mark.parametrize("content", [b"short", MODEL["model.safetensors"][::-1]])
+@pytest.mark.parametrize(
+    "content", [b"short", MODEL["model.safetensors"][::-1]], ids=["short", "other"]
+)
 def test_a_file_with_another_content_is_refused_and_not_kept(
     hub: HubServer, content: bytes
 ) -> None:
