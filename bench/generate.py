@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench.machine import Result, command_line, interleaved, ratio, report
 from burnish.boxes.shards import Publication
+from burnish.distributed.device import current_device
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Request
@@ -110,10 +111,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5m"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    device = accelerator or torch.device("cpu")
+    device = current_device()
     results = []
     for size in arguments.sizes:
         model = make_model(size, device)

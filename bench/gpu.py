@@ -46,7 +46,7 @@ from bench.peers import Peer
 from bench.sft_ranks import Sft, clock
 from bench.words import model_config
 from burnish.config.schema import RunConfig
-from burnish.distributed.device import peak_flops, peak_memory, reset_peak_memory
+from burnish.distributed.device import current_device, peak_flops, peak_memory, reset_peak_memory
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.families import ModelShape
@@ -189,10 +189,9 @@ def grpo(case: str, settings: Settings) -> Iterator[Row]:
 def generate(case: str, settings: Settings) -> Iterator[Row]:
     """Tokens per second of the built-in generator, of 128 completions at once."""
     size, length = ("5m", 8) if settings.tiny else ("0.6b", 256)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     config = Qwen3Config(**model_config(size))
     torch.manual_seed(0)
-    with found or torch.device("cpu"):
+    with current_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     sides = Sides(model, Sampling(length), [], 128)
     runs = {"ours": sides.ours, "peer": sides.peer}

@@ -42,6 +42,8 @@ FRESH = {
     "eos_token_id": char_tokenizer().eos_token_id,
 }
 
+MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
 REWARDS = """\
 import time
 

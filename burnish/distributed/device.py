@@ -79,6 +79,13 @@ def has_bf16_products(device: torch.device) -> bool:
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def is_sm80_or_newer(device: torch.device) -> bool:
+    """Return whether NVIDIA's Ampere kernels run."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def has_fp64(device: torch.device) -> bool:
     """Return whether the device has fp64."""
     return device.type not in _WITHOUT_FP64
@@ -101,7 +108,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache() -> None:
-    """Let other processes have what torch keeps for later."""
+    """Give back what torch keeps for later."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.get_device_module(accelerator).empty_cache()

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.distributed.device import is_sm80_or_newer
+
 _CPU_BLOCK_BYTES = 1 << 21
 """Size of the pieces in which a CPU runs the fp32 passes over a chunk, so that they stay in its cache."""
 _SUMMED_ROWS = 2048
@@ -215,7 +217,7 @@ def _gradients(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.is_cuda and torch.version.cuda is not None and left.dtype.itemsize == 2:
+    if is_sm80_or_newer(left.device) and left.dtype.itemsize == 2:
         torch.addmm(total, left, right, total.dtype, out=total)
         return
     for some in _slices(len(total), _SUMMED_ROWS):
@@ -264,14 +266,15 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _kernels(hidden: Tensor) -> Any:
-    if not hidden.is_cuda or hidden.dtype == torch.float64 or not can_compile():
-        return None
-    return import_module("burnish.models.kernels.triton_logprobs")
+    # Triton compiles for no older device.
+    if is_sm80_or_newer(hidden.device) and hidden.dtype != torch.float64 and can_compile():
+        return import_module("burnish.models.kernels.triton_logprobs")
+    return None
 
 
 @cache
 def can_compile() -> bool:
-    """Return whether Triton, a C compiler and Python's headers are installed."""
+    """Return whether Triton, a compiler and Python's headers are installed."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     return bool(find_spec("triton")) and compiler is not None and headers.exists()

@@ -74,7 +74,7 @@ class MicroBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor; on CUDA without a wait."""
+    """Copy a tensor, on CUDA asynchronously."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # a copy from other memory waits for all work before it
     return tensor.to(device, non_blocking=True)

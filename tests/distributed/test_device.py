@@ -13,6 +13,7 @@ from burnish.distributed.device import (
     free_memory,
     has_bf16_products,
     has_fp64,
+    is_sm80_or_newer,
     measured_matmul_peak,
     peak_flops,
     peak_memory,
@@ -71,6 +72,23 @@ def test_products_in_bf16_are_those_of_the_processors_instructions():
 )
 def test_which_devices_have_fp64(kind, has):
     assert has_fp64(torch.device(kind)) is has
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "is_newer"),
+    [
+        ("13.0", (7, 5), False),
+        ("13.0", (8, 0), True),
+        ("13.0", (12, 0), True),
+        (None, (9, 4), False),
+    ],
+    ids=["T4", "A100", "5090", "AMD"],
+)
+def test_which_devices_run_kernels_for_ampere(monkeypatch, version, capability, is_newer):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert is_sm80_or_newer(torch.device("cuda", 0)) is is_newer
+    assert not is_sm80_or_newer(CPU)
 
 
 def test_the_cpu_needs_no_waiting():

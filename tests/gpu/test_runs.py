@@ -18,7 +18,7 @@ import pytest
 import torch
 from devices import CUDA, DEVICES, on_gpu
 from tiny import save_base, save_classifier
-from training_files import FRESH, make_files, metrics, weights
+from training_files import MIXTURE, make_files, metrics, weights
 
 from burnish.config.constraints import check
 from burnish.config.load import load_config
@@ -32,7 +32,6 @@ COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
 KILLED = "burnish.engines.torch.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL
 """Where a run kills itself: in its third step."""
 SECONDS = 600
-MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 PARTS = {
     "plain": [],
     "activations": ["engine.activation_checkpointing=full", "engine.activation_offload=true"],

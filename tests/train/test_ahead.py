@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from nights import by_day
 from same_runs import assert_same
 from tiny import save_classifier
-from training_files import FRESH, RL, At, burnish, done, outcome, ranks, rollouts
+from training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollouts
 
 from burnish.api import run_command
 from burnish.boxes.shards import Publication
@@ -41,7 +41,6 @@ from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
 
 NOTHING = Publication([])
-MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 class Behind(BuiltinGenerator):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tiny
-from training_files import FRESH, RL, metrics
+from training_files import FRESH, MIXTURE, RL, metrics
 
 from burnish.api import run_command
 from burnish.config.schema import RunConfig
@@ -24,8 +24,6 @@ from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.stats import Stats
 from burnish.train.critic import critic_foundation
 from burnish.train.setup import lay_foundation
-
-MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def config_of(name: str, replay: str, **settings: Any) -> RunConfig:

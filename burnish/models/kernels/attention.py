@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from burnish.distributed.device import uncompiled
+from burnish.distributed.device import is_sm80_or_newer, uncompiled
 from burnish.errors import IncompatibleError
 from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
 from burnish.records import to_device
@@ -185,13 +185,11 @@ class PackedLayout:
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     return (
-        query.is_cuda
-        and torch.version.cuda is not None
+        is_sm80_or_newer(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
         and query.shape[-1] == value.shape[-1]
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
 
