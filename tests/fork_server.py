@@ -143,9 +143,15 @@ def address() -> str:
     return os.environ[_ADDRESS]
 
 
+def with_given_path(*own: Path) -> str:
+    """A PYTHONPATH of `own` directories and of this process's."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, own), *([given] if given else [])])
+
+
 def _start() -> str:
     directory = tempfile.mkdtemp(prefix="burnish-forks-")
-    path = f"{TESTS}{os.pathsep}{TESTS.parent}"
+    path = with_given_path(TESTS, TESTS.parent)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{directory}/socket")
         listening.listen(1000)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from fork_server import with_given_path
 
 PHASES = ("setup", "rollout", "reward", "update", "save", "publish")
 _PATIENCE_SECONDS = 400
@@ -49,7 +50,7 @@ class HeldRank:
 def held_path() -> str:
     """What PYTHONPATH has to hold."""
     tests = Path(__file__).parent
-    return os.pathsep.join((str(tests.parent), str(tests / "held")))
+    return with_given_path(tests.parent, tests / "held")
 
 
 def running_ranks(name: str) -> dict[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from checkpoints_for_tests import committed
 from commands_for_tests import run
-from fork_server import Forked
+from fork_server import TESTS, Forked, with_given_path
 from ports import free_port
 from ranks import PATIENCE_SECONDS
 from safetensors.torch import load_file
@@ -136,9 +136,9 @@ class Command:
         audit: tuple[str, str] | None = None,
     ) -> None:
         self._log = root / f"output-{next(self._numbers)}.txt"
-        self._log.touch()
+        self._log.write_text("")  # an earlier test run's may be there
         given = dict(environ or {})
-        own = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", **given}
+        own = {"PYTHONPATH": with_given_path(TESTS.parent), "OMP_NUM_THREADS": "1", **given}
         told = None if at is None else (at.place, at.nth, at.number)
         self._process = Forked(
             run, list(argv), str(root), str(self._log), given, told, audit, environ=own

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import CUDA, DEVICES, on_gpu
+from fork_server import with_given_path
 from tiny import save_base, save_classifier
 from training_files import MIXTURE, make_files, metrics, weights
 
@@ -91,8 +92,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """A run; `at` is as in `training_files.At`."""
     program = ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2])))]
-    found = os.environ.get("PYTHONPATH", "")
-    modules = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests", found)))
+    modules = with_given_path(REPOSITORY, REPOSITORY / "tests")
     hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     with (work / f"{name}.txt").open("ab") as log:
         return subprocess.Popen(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import committed
+from fork_server import with_given_path
 from nights import by_day
 from same_runs import RL, assert_same
 from training_files import done, metrics, ranks, rollouts
@@ -104,7 +105,7 @@ def test_two_processes_evaluate_what_one_trained(work):
 
 @pytest.mark.nightly
 def test_torchrun(work):
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": with_given_path(REPOSITORY)}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("-m", "burnish", "sft", "sft.yaml", "name=torchrun", "steps=3"),
