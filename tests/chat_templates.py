@@ -51,8 +51,18 @@ HYBRID = THINKING.replace(
 """Qwen3's with a choice: without thoughts the prompt has them empty already."""
 THOUGHTLESS = THINKING.replace("loop.index0 > asked.last", "false")
 """DeepSeek R1's: no turn has its thoughts, the last one neither, and yet the prompt opens them."""
+HARMONY = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] }}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% if loop.last and m.thinking %}{{ '<|channel|>analysis<|message|>' + m.thinking + '<|end|><|start|>assistant' }}{% endif %}"
+    "{{ '<|channel|>final<|message|>' + m['content'] + ('<|return|>' if loop.last and not add_generation_prompt else '<|end|>') }}"
+    "{% else %}{{ '<|message|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+"""gpt-oss's: only the conversation's last turn ends with the token that ends a sequence, and has its thoughts."""
 
 ENDS = {
+    HARMONY: "<|return|>",
     LLAMA: "<|eot_id|>",
     GEMMA: "<end_of_turn>",
     MISTRAL: "</s>",
@@ -62,7 +72,7 @@ ENDS = {
 }
 SPECIAL = (
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]",
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]",
 )  # fmt: skip
 
 

@@ -86,6 +86,8 @@ class ChatEncoder:
         self._eos = tokenizer.eos_token_id
         ends = {end_of_turn_id(tokenizer), self._eos} - {None}
         self._ends = np.array(sorted(ends), dtype=np.int64)
+        # gpt-oss closes turns that others follow with another token.
+        self._past_ends = np.array(sorted({end_of_turn_id(tokenizer, past=True)} - {None} | ends))
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
         self._reads_calls = _reads(tokenizer, "tool_calls")
@@ -212,9 +214,8 @@ class ChatEncoder:
             ids = np.array(tokens, dtype=np.int64)
             mask = np.zeros(len(ids), dtype=np.bool_)
             for turn in row.turns:
-                where = f"message {turn} of {row.name}"
                 start = self._turn_start(next(tokenized), (text, ids), row, turn)
-                end = self._turn_end(next(tokenized), (text, ids), start, where)
+                end = self._turn_end(next(tokenized), (text, ids), start, row, turn)
                 mask[start:end] = True
             encoded.append((ids, mask))
         return encoded
@@ -246,18 +247,27 @@ class ChatEncoder:
         return one[: _first_difference(one, other)]
 
     def _turn_end(
-        self, after: tuple[str, list[int]], whole: tuple[str, TokenIds], start: int, where: str
+        self,
+        after: tuple[str, list[int]],
+        whole: tuple[str, TokenIds],
+        start: int,
+        row: Conversation,
+        turn: int,
     ) -> int:
         """Return the end of a turn, with its end-of-turn token.
 
-        If a template drops past thoughts (Qwen3), the first such id closes it.
+        If a template writes past turns differently (Qwen3, gpt-oss), the last such id before the next message's content closes it.
         """
-        stops = start + np.flatnonzero(np.isin(whole[1][start:], self._ends))
-        if not whole[0].startswith(after[0]) and len(stops):
-            return int(stops[0]) + 1
-        end = _boundary(after, whole, where)
-        inside = stops[stops < end]
-        return int(inside[-1]) + 1 if len(inside) else end
+        if turn + 1 < len(row.messages) and not whole[0].startswith(after[0]):
+            header = self._up_to_content(row, turn + 1)
+            if whole[0].startswith(header):
+                stop = shared_beginning(self.ids([header], special=False)[0], whole[1])
+                closing = np.isin(whole[1][start:stop], self._past_ends)
+                if closing.any():
+                    return start + int(np.flatnonzero(closing)[-1]) + 1
+        end = _boundary(after, whole, f"message {turn} of {row.name}")
+        inside = np.flatnonzero(np.isin(whole[1][start:end], self._ends))
+        return start + int(inside[-1]) + 1 if len(inside) else end
 
     def _before(self, messages: list[Message], name: str, tools: Tools | None) -> str:
         if not messages:

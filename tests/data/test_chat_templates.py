@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chat_templates import GEMMA, LLAMA, MISTRAL, THINKING, THOUGHTLESS, tokenizer_of
+from chat_templates import GEMMA, HARMONY, LLAMA, MISTRAL, THINKING, THOUGHTLESS, tokenizer_of
 
 from burnish.data.chat import ChatEncoder, Conversation
 from burnish.errors import UsageError
@@ -82,3 +82,18 @@ def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() ->
         trained(THOUGHTLESS, talk("a", THOUGHT + "x"))
     text = trained(THOUGHTLESS, talk("a", THOUGHT + "x", "b"))
     assert text.endswith("<|im_start|>assistant\n{x<|im_end|>}\n<|im_start|>user\nb<|im_end|>\n")
+
+
+@pytest.mark.parametrize("thoughts", [{}, {"thinking": "hm"}])
+def test_a_past_turn_ends_with_its_own_token_before_the_next_message(thoughts: dict[str, str]) -> None:
+    """gpt-oss ends the last turn alone with its end of sequence; what the user says is never trained on."""
+    messages = [each | thoughts for each in talk("a", "x", "b<|end|>", "y", "c")]
+    user, bot = "<|start|>user<|message|>", "<|start|>assistant"
+    past = f"{user}a<|end|>{bot}{{<|channel|>final<|message|>x<|end|>}}{user}b<|end|><|end|>{bot}{{"
+    thought = f"<|channel|>analysis<|message|>hm<|end|>{bot}" if thoughts else ""
+    assert trained(HARMONY, messages[:4]) == (
+        f"{past}{thought}<|channel|>final<|message|>y<|return|>}}"
+    )
+    assert trained(HARMONY, messages) == (
+        f"{past}<|channel|>final<|message|>y<|end|>}}{user}c<|end|>"
+    )
