@@ -1,7 +1,7 @@
 """Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
 
-Processes and runs share its cache. It changes some columns of JSON files: text that looks like a date becomes a date, and "007"
-becomes 7 where other rows hold numbers. Such columns are read again as JSON texts, and parsed per row.
+Processes and runs share its cache. It changes some columns of JSON files: text that looks like a date becomes a date, "007"
+becomes 7 and 7 becomes 7.0 where other rows hold such numbers. These columns are read again as JSON texts, and parsed per row.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
 import xxhash
 from datasets.packaged_modules.json.json import Json, JsonConfig
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -124,7 +128,7 @@ def load_rows(
 ) -> Rows:
     """Read one or more files, directories and glob patterns in the given order, each sorted by name.
 
-    A directory stands for its direct .jsonl, .json and .parquet files. All must have the same columns.
+    A directory stands for its direct .jsonl, .json and .parquet files.
 
     Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, other or several kinds of file, a
     broken line, and a file that changes meanwhile.
@@ -139,7 +143,7 @@ def load_rows(
         raise _empty(names, setting)
     key = xxhash.xxh3_128_hexdigest(repr(states).encode())
     try:
-        table, digest = _read(kind, files, key, progress)
+        table, digest, texts = _read(kind, files, setting, key, progress)
     except UsageError:
         raise
     except OSError as error:
@@ -152,7 +156,6 @@ def load_rows(
         raise _explained(error, kind, files, setting) from error
     if len(table) == 0:
         raise _empty(names, setting)
-    texts = [n for n, f in table.features.items() if _is_changed(f)] if kind == "json" else []
     if texts:
         with progress.phase("parsing"):
             table = _with_json_texts(table, files, texts)
@@ -166,10 +169,10 @@ def load_rows(
     return Rows(table, names, tuple(texts), digest)
 
 
-def _states(files: Sequence[Path]) -> list[tuple[int, ...]]:
+def _states(files: Sequence[Path]) -> list[list[int]]:
     """Return what differs after any change of a file; `cp -p` and `rsync -t` keep the mtime alone."""
     found = map(os.stat, files)
-    return [(each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino) for each in found]
+    return [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
 
 
 def _arrow_files(directory: Path) -> list[Path]:
@@ -242,15 +245,17 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
     return readers.pop()
 
 
-def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tuple[Any, str]:
-    """Return the files' `datasets.Dataset`, and a digest of its content.
+def _read(
+    kind: str, files: Sequence[Path], setting: str, key: str, progress: Progress
+) -> tuple[Any, str, list[str]]:
+    """Return the files' `datasets.Dataset`, a digest of its content, and the columns to read as JSON texts.
 
     A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, and their digest and what `stat`
     says lie beside them.
     """
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
     with _quiet_datasets():
-        make: Any = partial(Json, **named, **_JSON_OPTIONS)
+        make: Any = partial(ExactJson, **named, **_JSON_OPTIONS)
         if kind == "parquet":
             make = partial(Parquet, **named, batch_size=_PARQUET_ROWS)
         directory = Path(make().cache_dir)
@@ -258,17 +263,99 @@ def _read(kind: str, files: Sequence[Path], key: str, progress: Progress) -> tup
         seal = directory.with_suffix(".digest")
         with locked(seal):
             builder = make()  # knows what another process has converted meanwhile
-            digest, _, states = seal.read_text().partition(" ")
-            if not digest or states != str(_states(_arrow_files(directory))):
+            digest, texts, *states = json.loads(seal.read_text() or '["", []]')
+            if not digest or states != _states(_arrow_files(directory)):
                 shutil.rmtree(directory, ignore_errors=True)
                 os.truncate(seal, 0)
                 for file in files:
                     _require_rows(file, kind)
+                if kind == "parquet":
+                    _require_alike(files, setting)
                 with progress.phase("converting"):
                     builder.download_and_prepare()
+                if kind == "json":
+                    texts = builder.inexact(files)
                 digest = _content(_arrow_files(directory), progress)
-                seal.write_text(f"{digest} {_states(_arrow_files(directory))}")
-        return builder.as_dataset(split="train"), digest
+                seal.write_text(json.dumps([digest, texts, *_states(_arrow_files(directory))]))
+        return builder.as_dataset(split="train"), digest, texts
+
+
+class ExactJson(Json):
+    """Leave columns empty whose type changes between parts of the files, and note them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._changed, self._doubtful = set[str](), set[str]()
+
+    def inexact(self, files: Sequence[Path]) -> list[str]:
+        """Return the columns that Arrow holds differently from JSON."""
+        with suppress(UsageError):  # not one row per line
+            for row in chain.from_iterable(map(_json_rows, files)) if self._doubtful else ():
+                self._changed |= {n for n in self._doubtful - self._changed if _has_int(row.get(n))}
+        features = self.info.features
+        found = self._changed | {name for name in features if _is_changed(features[name])}
+        return [*filter(found.__contains__, features), *sorted(found - features.keys())]
+
+    def _cast_table(self, pa_table: Any, json_field_paths: Any = ()) -> Any:
+        if self.info.features is not None:
+            kept, schema = {}, self.info.features.arrow_schema
+            for name, column in zip(pa_table.column_names, pa_table.columns, strict=True):
+                if name in schema.names and _fits(column.type, schema.field(name).type):
+                    kept[name] = column
+                    self._doubtful |= {name} if _has_whole_floats(column) else set()
+                else:
+                    self._changed.add(name)
+            count = len(pa_table)
+            arrays = [kept.get(each.name, pa.nulls(count, each.type)) for each in schema]
+            pa_table = pa.table(arrays, schema.names)
+        return super()._cast_table(pa_table, json_field_paths)
+
+
+def _fits(found: Any, want: Any) -> bool:
+    """Return whether values of an Arrow type stay as they are in another."""
+    found, want = (t.value_type if pa.types.is_dictionary(t) else t for t in (found, want))
+    names = [str(t).removeprefix("large_").removesuffix("_view") for t in (found, want)]
+    if pa.types.is_null(found) or names[0] == names[1]:
+        return True
+    if pa.types.is_struct(found) and pa.types.is_struct(want):
+        fields = {each.name: each.type for each in want}
+        return all(each.name in fields and _fits(each.type, fields[each.name]) for each in found)
+    if hasattr(found, "value_type") and hasattr(want, "value_type"):  # lists
+        return _fits(found.value_type, want.value_type)
+    if pa.types.is_floating(found) and pa.types.is_floating(want):
+        return bool(found.bit_width <= want.bit_width)
+    return pa.types.is_integer(found) and pa.types.is_integer(want)
+
+
+def _has_whole_floats(column: Any) -> bool:
+    """Return whether there are numbers that JSON may have without a point."""
+    if isinstance(column, pa.ChunkedArray):
+        return any(map(_has_whole_floats, column.chunks))
+    if pa.types.is_floating(column.type):
+        return bool(pc.any(pc.equal(column, pc.floor(column))).as_py())
+    parts = column.flatten() if pa.types.is_nested(column.type) else []
+    return any(map(_has_whole_floats, parts if isinstance(parts, list) else [parts]))
+
+
+def _has_int(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(map(_has_int, value.values() if isinstance(value, dict) else value))
+    return type(value) is int
+
+
+def _require_alike(files: Sequence[Path], setting: str) -> None:
+    """Refuse Parquet files of other types than the first, which `datasets` would convert."""
+    first = pa.parquet.read_schema(files[0])
+    wanted = {field.name: field.type for field in first}
+    for file in files[1:]:
+        for field in pa.parquet.read_schema(file):
+            if field.name not in wanted or not _fits(field.type, wanted[field.name]):
+                raise UsageError(
+                    f"{setting}: the columns of {file} are not those of {files[0]}",
+                    have=f"{field.type} in {field.name!r}",
+                    want=str(wanted.get(field.name, "no such column")),
+                    do="write all files with the same columns and types",
+                )
 
 
 @contextmanager
@@ -374,7 +461,7 @@ def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) 
     if not others:
         return found
     both = datasets.concatenate_datasets([table.select_columns(others), found], axis=1)
-    return both.select_columns(table.column_names)
+    return both.select_columns(list(dict.fromkeys([*table.column_names, *columns])))
 
 
 def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any]]:

@@ -60,6 +60,32 @@ def test_what_json_says_is_what_a_row_holds(write):
     assert load_rows([write("b.json", json.dumps(dates, indent=1))]).span(0, 3) == dates
 
 
+VALUES = [1, 0.5, True, "x", "007", "2024-01-01", None, [1], ["2"], [], {"k": 1}, {"z": "1"}]
+
+
+@pytest.mark.parametrize("value", [1, 0.5, "x", None, ["2"], {"k": 1}])
+def test_what_json_says_is_what_a_row_holds_whatever_comes_first(write, monkeypatch, value):
+    """Types are taken from the first file's first part, which is small here."""
+    monkeypatch.setitem(sources._JSON_OPTIONS, "chunksize", 16)
+    for number, other in enumerate(VALUES):
+        is_one_file = number % 3 == 0
+        content = [{"a": value, "b": [1.0]}, {"b": [0.5, number], "a": other, "new": "2024-01-01"}]
+        lines = [json.dumps(row) + "\n" for row in content]
+        texts = ["".join(lines)] if is_one_file else lines
+        found = load_rows([write(f"{number}/{i}.jsonl", text) for i, text in enumerate(texts)])
+        assert repr(found.span(0, 2)) == repr(
+            [content[0] | {"new": None}, {"a": other, "b": [0.5, number], "new": "2024-01-01"}]
+        )
+
+
+def test_whole_numbers_stay_whole_beside_others(write):
+    """Also those that no float holds."""
+    content = [{"x": 2**53 + 1}, {"x": 0.5}, {"x": 10**30}, {"x": 1.0}, {"x": -(2**63) - 1}]
+    path = write("a.jsonl", "".join(json.dumps(row) + "\n" for row in content))
+    for _ in range(2):  # from files, then from the cache
+        assert repr(load_rows([path]).span(0, 5)) == repr(content)
+
+
 def test_reads_parquet_with_nested_columns(tmp_path):
     path = tmp_path / "rl.parquet"
     content = [
@@ -299,9 +325,25 @@ def test_mixed_kinds_are_refused(write, tmp_path):
         load_rows([write("a.jsonl", '{"x": 1}\n'), str(tmp_path / "a.parquet")])
 
 
-def test_files_with_other_columns_are_refused(write):
-    with pytest.raises(UsageError):
-        load_rows([write("a.jsonl", '{"x": 1}\n'), write("b.jsonl", '{"y": 1}\n')])
+@pytest.mark.parametrize("others", [{"x": ["7"]}, {"x": [0.5]}, {"x": [1], "y": [1]}])
+def test_parquet_files_with_other_columns_or_types_are_refused(tmp_path, others):
+    """`datasets` would make 7 of "007"."""
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table(others), tmp_path / "b.parquet")
+    with pytest.raises(UsageError, match=r"b\.parquet"):
+        load_rows([str(tmp_path)])
+
+
+def test_parquet_files_with_other_types_for_the_same_values_are_read(tmp_path):
+    words = pa.array(["a", "b"])
+    columns = [words, words.dictionary_encode(), words.cast(pa.large_string()), pa.nulls(2)]
+    for number, column in enumerate(columns):
+        counts = pa.array([1, 2], pa.int64() if number < 2 else pa.int32())
+        table = pa.table({"s": pa.array([{"x": 1}] * 2), "x": column, "n": counts})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    rows = load_rows([str(tmp_path)]).span(0, 8)
+    assert [row["x"] for row in rows] == ["a", "b"] * 3 + [None] * 2
+    assert [row["n"] for row in rows] == [1, 2] * 4
 
 
 def test_a_cache_that_cannot_be_written_is_named(write, monkeypatch):
