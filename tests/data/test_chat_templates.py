@@ -85,7 +85,9 @@ def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() ->
 
 
 @pytest.mark.parametrize("thoughts", [{}, {"thinking": "hm"}])
-def test_a_past_turn_ends_with_its_own_token_before_the_next_message(thoughts: dict[str, str]) -> None:
+def test_a_past_turn_ends_with_its_own_token_before_the_next_message(
+    thoughts: dict[str, str],
+) -> None:
     """gpt-oss ends the last turn alone with its end of sequence; what the user says is never trained on."""
     messages = [each | thoughts for each in talk("a", "x", "b<|end|>", "y", "c")]
     user, bot = "<|start|>user<|message|>", "<|start|>assistant"
