@@ -1,7 +1,7 @@
-"""Read rows from local JSON Lines and Parquet files with `datasets`, as memory-mapped Arrow tables.
+"""Read rows from local JSON Lines and Parquet files, as memory-mapped Arrow tables in the cache of `datasets`.
 
-Processes and runs share its cache. It changes some columns of JSON files: text that looks like a date becomes a date, "007"
-becomes 7 and 7 becomes 7.0 where other rows hold such numbers. These columns are read again as JSON texts, and parsed per row.
+Processes and runs share it. A row of JSON stays a text there and is parsed when it is asked for: Arrow and `datasets` would make
+dates of texts, and 7.0 or 7 of "007" or 7 where other rows hold such numbers.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet
 import xxhash
-from datasets.packaged_modules.json.json import Json, JsonConfig
 from datasets.packaged_modules.parquet.parquet import Parquet
 
 from burnish.data.columns import READERS, Row, files_here
@@ -34,18 +30,15 @@ from burnish.files.lease import locked
 from burnish.files.strict_json import no_duplicates
 from burnish.tracking.progress import Progress
 
-_TEMPORAL = ("timestamp", "date", "time", "duration")
-_PARQUET_ROWS = 1024
+_PARQUET_ROWS = _JSON_ROWS = 1024
+_TEXT = "row"
+"""The one column of a table of JSON texts."""
+_LOOKED_AT = 128
+"""Rows that may show a nested column."""
 _REASON = 300
 _EXCERPT = 60
 _CHUNK = 16 << 20
 _MEGA = 1e6
-_DEEP, _NULL = b"[" * 64, re.compile(rb"\n\s*null")
-"""Arrow crashes at thousands of nested lists, and at rows that are null."""
-# Newer readers take some column names for logs of coding agents and change the rows.
-_JSON_OPTIONS = {
-    name: False for name in JsonConfig.__dataclass_fields__ if name == "parse_agent_traces"
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +48,8 @@ class Rows:
     table: Any
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
-    texts: tuple[str, ...]
-    """The columns that hold JSON texts."""
+    keys: tuple[str, ...]
+    """The columns of JSON rows, of which the table holds the texts; none for Parquet."""
     digest: str
     """Of the content of the files."""
     is_streamed: bool = False
@@ -78,9 +71,9 @@ class Rows:
             columns: dict[str, list[Any]] = self.table[start:stop]
         except (ValueError, OverflowError) as error:  # not UTF-8; a date that Python has not
             files = [Path(file) for file in self.files]
-            raise _explained(error, READERS[files[0].suffix], files, "the data") from error
-        for name in self.texts:
-            columns[name] = [json.loads(text) for text in columns[name]]
+            raise _explained(error, files, "the data") from error
+        if self.keys:
+            return [dict.fromkeys(self.keys) | json.loads(text) for text in columns[_TEXT]]
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*columns.values(), strict=True)
@@ -95,16 +88,18 @@ class Rows:
     @property
     def columns(self) -> list[str]:
         """Their names."""
-        return list(self.table.column_names)
+        return list(self.keys or self.table.column_names)
+
+    def column(self, name: str) -> list[Any]:
+        """Return all values of a column."""
+        if not self.keys:
+            return list(self.table[name])
+        return [json.loads(text).get(name) for text in self.table[_TEXT]]
 
     def has(self, name: str) -> bool:
-        """Return whether there is a column; dots go into nested ones by schema or first row."""
-        if name in self.columns:
-            return True
-        head, _, rest = name.partition(".")
-        if not rest or head not in self.columns:
-            return False
-        return _has_nested(self.table.features[head], rest) or _has_nested(self[0][head], rest)
+        """Return whether there is a column; dots go into nested ones of the first rows."""
+        first = self.span(0, min(_LOOKED_AT, len(self))) if "." in name else []
+        return name in self.columns or any(_has_nested(row, name) for row in first)
 
     def where(self, index: int) -> str:
         """Name a row for an error message."""
@@ -143,7 +138,7 @@ def load_rows(
         raise _empty(names, setting)
     key = xxhash.xxh3_128_hexdigest(repr(states).encode())
     try:
-        table, digest, texts = _read(kind, files, setting, key, progress)
+        table, digest, keys = _read(kind, files, setting, key, progress)
     except UsageError:
         raise
     except OSError as error:
@@ -153,20 +148,16 @@ def load_rows(
             do="make room there, or set HF_DATASETS_CACHE to another directory",
         ) from error
     except Exception as error:  # of Arrow, or of the archive that `datasets` takes the file for
-        raise _explained(error, kind, files, setting) from error
-    if len(table) == 0:
+        raise _explained(error, files, setting) from error
+    if len(table) == 0 or not (keys or kind == "parquet"):
         raise _empty(names, setting)
-    if texts:
-        with progress.phase("parsing"):
-            table = _with_json_texts(table, files, texts)
-        digest = f"{digest} {states}"
     if _states(files) != states:
         raise UsageError(
             f"{setting}: {_listed(names)} changed while it was read",
             want="files that nobody writes to",
             do="start again when they are whole",
         )
-    return Rows(table, names, tuple(texts), digest)
+    return Rows(table, names, tuple(keys), digest)
 
 
 def _states(files: Sequence[Path]) -> list[list[int]]:
@@ -248,67 +239,51 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
 def _read(
     kind: str, files: Sequence[Path], setting: str, key: str, progress: Progress
 ) -> tuple[Any, str, list[str]]:
-    """Return the files' `datasets.Dataset`, a digest of its content, and the columns to read as JSON texts.
+    """Return the files' `datasets.Dataset`, a digest of its content, and the columns of JSON.
 
     A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, and their digest and what `stat`
     says lie beside them.
     """
-    named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}, "hash": key}
-    with _quiet_datasets():
-        make: Any = partial(ExactJson, **named, **_JSON_OPTIONS)
-        if kind == "parquet":
-            make = partial(Parquet, **named, batch_size=_PARQUET_ROWS)
-        directory = Path(make().cache_dir)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        seal = directory.with_suffix(".digest")
-        with locked(seal):
-            builder = make()  # knows what another process has converted meanwhile
-            digest, texts, *states = json.loads(seal.read_text() or '["", []]')
-            if not digest or states != _states(_arrow_files(directory)):
-                shutil.rmtree(directory, ignore_errors=True)
-                os.truncate(seal, 0)
-                for file in files:
-                    _require_rows(file, kind)
-                if kind == "parquet":
-                    _require_alike(files, setting)
-                with progress.phase("converting"):
-                    builder.download_and_prepare()
+    directory = Path(datasets.config.HF_DATASETS_CACHE, "burnish", f"{kind}-{key}")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    seal = directory.with_suffix(".digest")
+    with locked(seal):
+        digest, keys, *states = json.loads(seal.read_text() or '["", []]')
+        if not digest or states != _states(_arrow_files(directory)):
+            shutil.rmtree(directory, ignore_errors=True)
+            os.truncate(seal, 0)
+            with progress.phase("converting"):
                 if kind == "json":
-                    texts = builder.inexact(files)
-                digest = _content(_arrow_files(directory), progress)
-                seal.write_text(json.dumps([digest, texts, *_states(_arrow_files(directory))]))
-        return builder.as_dataset(split="train"), digest, texts
-
-
-class ExactJson(Json):
-    """Leave columns empty whose type changes between parts of the files, and note them."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._changed, self._doubtful = set[str](), set[str]()
-
-    def inexact(self, files: Sequence[Path]) -> list[str]:
-        """Return the columns that Arrow holds differently from JSON."""
-        with suppress(UsageError):  # not one row per line
-            for row in chain.from_iterable(map(_json_rows, files)) if self._doubtful else ():
-                self._changed |= {n for n in self._doubtful - self._changed if _has_int(row.get(n))}
-        features = self.info.features
-        found = self._changed | {name for name in features if _is_changed(features[name])}
-        return [*filter(found.__contains__, features), *sorted(found - features.keys())]
-
-    def _cast_table(self, pa_table: Any, json_field_paths: Any = ()) -> Any:
-        if self.info.features is not None:
-            kept, schema = {}, self.info.features.arrow_schema
-            for name, column in zip(pa_table.column_names, pa_table.columns, strict=True):
-                if name in schema.names and _fits(column.type, schema.field(name).type):
-                    kept[name] = column
-                    self._doubtful |= {name} if _has_whole_floats(column) else set()
+                    keys = _convert_json(files, directory)
                 else:
-                    self._changed.add(name)
-            count = len(pa_table)
-            arrays = [kept.get(each.name, pa.nulls(count, each.type)) for each in schema]
-            pa_table = pa.table(arrays, schema.names)
-        return super()._cast_table(pa_table, json_field_paths)
+                    _convert_parquet(files, directory, setting)
+            digest = _content(_arrow_files(directory), progress)
+            seal.write_text(json.dumps([digest, keys, *_states(_arrow_files(directory))]))
+    tables = map(datasets.Dataset.from_file, map(str, _arrow_files(directory)))
+    return datasets.concatenate_datasets(list(tables)), digest, keys
+
+
+def _convert_json(files: Sequence[Path], directory: Path) -> list[str]:
+    """Write the rows as texts; return their columns. Raises `UsageError` for a broken line."""
+    schema, columns = pa.schema({_TEXT: pa.large_string()}), dict[str, None]()
+    rows = chain.from_iterable(map(_json_rows, files))
+    directory.mkdir()
+    with (directory / "rows.arrow").open("wb") as sink, pa.ipc.new_stream(sink, schema) as out:
+        while part := list(islice(rows, _JSON_ROWS)):
+            columns.update(dict.fromkeys(chain.from_iterable(part)))
+            texts = [json.dumps(row, ensure_ascii=False) for row in part]
+            out.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema))
+    return list(columns)
+
+
+def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> None:
+    for file in files:
+        _require_parquet(file)
+    _require_alike(files, setting)
+    named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}}
+    with _quiet_datasets():
+        builder: Any = Parquet(**named, hash=directory.name, batch_size=_PARQUET_ROWS)
+        builder.download_and_prepare(str(directory))
 
 
 def _fits(found: Any, want: Any) -> bool:
@@ -325,22 +300,6 @@ def _fits(found: Any, want: Any) -> bool:
     if pa.types.is_floating(found) and pa.types.is_floating(want):
         return bool(found.bit_width <= want.bit_width)
     return pa.types.is_integer(found) and pa.types.is_integer(want)
-
-
-def _has_whole_floats(column: Any) -> bool:
-    """Return whether there are numbers that JSON may have without a point."""
-    if isinstance(column, pa.ChunkedArray):
-        return any(map(_has_whole_floats, column.chunks))
-    if pa.types.is_floating(column.type):
-        return bool(pc.any(pc.equal(column, pc.floor(column))).as_py())
-    parts = column.flatten() if pa.types.is_nested(column.type) else []
-    return any(map(_has_whole_floats, parts if isinstance(parts, list) else [parts]))
-
-
-def _has_int(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return any(map(_has_int, value.values() if isinstance(value, dict) else value))
-    return type(value) is int
 
 
 def _require_alike(files: Sequence[Path], setting: str) -> None:
@@ -386,15 +345,9 @@ def _empty(names: Sequence[str], setting: str) -> UsageError:
     )
 
 
-def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str) -> UsageError:
+def _explained(error: Exception, files: Sequence[Path], setting: str) -> UsageError:
     if "corresponds to no data" in str(error):
         return _empty([str(file) for file in files], setting)
-    if kind == "json":
-        try:
-            for file in files:
-                _require_readable(file)
-        except UsageError as broken:
-            return broken
     cause = error.__cause__ or error
     return UsageError(
         f"{setting}: could not read {_listed([str(file) for file in files])}",
@@ -404,27 +357,17 @@ def _explained(error: Exception, kind: str, files: Sequence[Path], setting: str)
     )
 
 
-def _require_readable(file: Path) -> None:
-    for _ in _json_rows(file, strict=True):
-        pass
-
-
-def _require_rows(file: Path, kind: str) -> None:
-    """Refuse what crashes Arrow, and zeros of a power failure, which `datasets` reads for minutes."""
+def _require_parquet(file: Path) -> None:
+    """Refuse what crashes Arrow."""
     with file.open("rb") as stream:
         beginning = stream.read(3)
-    if kind == "parquet" and beginning != b"PAR":
+    if beginning != b"PAR":
         raise UsageError(
             f"{file} is no Parquet file",
             have=f"{beginning!r} at its beginning",
             want="PAR1",
             do="write it again, or give it the suffix of what it is",
         )
-    if kind == "json" and (
-        beginning.startswith(b"\0")
-        or any(_DEEP in c or _NULL.search(b"\n" + c) for c in _chunks(file))
-    ):
-        _require_readable(file)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -439,53 +382,26 @@ def _has_nested(value: Any, path: str) -> bool:
     return found and (not rest or _has_nested(value[head], rest))
 
 
-def _is_changed(feature: Any) -> bool:
-    if isinstance(feature, Mapping):
-        return any(map(_is_changed, feature.values()))
-    if isinstance(feature, datasets.Value):
-        return str(feature.dtype).startswith(_TEMPORAL)
-    if type(feature).__name__ == "Json":
-        return True
-    inner = getattr(feature, "feature", None)
-    return inner is not None and _is_changed(inner)
-
-
-def _with_json_texts(table: Any, files: Sequence[Path], columns: Sequence[str]) -> Any:
-    texts: dict[str, list[str]] = {name: [] for name in columns}
-    for file in files:
-        for row in _json_rows(file):
-            for name in columns:
-                texts[name].append(json.dumps(row.get(name)))
-    found = datasets.Dataset.from_dict(texts)
-    others = [name for name in table.column_names if name not in texts]
-    if not others:
-        return found
-    both = datasets.concatenate_datasets([table.select_columns(others), found], axis=1)
-    return both.select_columns(list(dict.fromkeys([*table.column_names, *columns])))
-
-
-def _json_rows(file: Path, *, strict: bool = False) -> Iterator[Mapping[str, Any]]:
+def _json_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as stream:
         beginning = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if beginning.startswith(b"["):
-            yield from parsed(stream.read(), f"{file}, line", 1, list, strict)
-            return
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield parsed(line, f"{file}, line", number, dict, strict)
+            for number, row in enumerate(parsed(stream.read(), f"{file}, line", 1, list)):
+                yield parsed(json.dumps(row).encode(), f"{file}, row", number)
+        elif not beginning.startswith(b"\0"):  # zeros of a power failure have no end of line
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield parsed(line, f"{file}, line", number)
+        else:
+            parsed(beginning, f"{file}, line", 1)
 
 
-def parsed(line: bytes, name: str, number: int, kind: type = dict, strict: bool = False) -> Any:
-    """Parse a line, named by `name` and `number`. Raises `UsageError`.
-
-    `strict` finds what Arrow refuses and Python does not.
-    """
+def parsed(line: bytes, name: str, number: int, kind: type = dict) -> Any:
+    """Parse a line, named by `name` and `number`. Raises `UsageError`, also for what Arrow or UTF-8 cannot hold."""
     try:
-        value = json.loads(
-            line.rstrip().decode("utf-8-sig"), object_pairs_hook=no_duplicates if strict else None
-        )
-        if strict:
+        value = json.loads(line.rstrip().decode("utf-8-sig"), object_pairs_hook=no_duplicates)
+        if b"\\u" in line:
             json.dumps(value, ensure_ascii=False).encode()
         if isinstance(value, kind):
             return value

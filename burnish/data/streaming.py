@@ -110,7 +110,7 @@ class StreamedRows(Rows):
     def __getitem__(self, index: int) -> Row:
         shard, number, content = self.window(index >> 32)[index & _ROW]
         if isinstance(content, bytes):
-            row: Row = parsed(content, f"{shard}, the line at byte", number, strict=True)
+            row: Row = parsed(content, f"{shard}, the line at byte", number)
         else:
             table, at = content
             with refusing(f"row {number} of {shard} cannot be read", do="correct or remove it"):
@@ -231,7 +231,7 @@ def open_rows(
     rows = StreamedRows(
         table=None,
         files=files,
-        texts=(),
+        keys=(),
         digest=xxhash.xxh3_128_hexdigest(repr(listed).encode()),
         shards=tuple(shards),
         window_bytes=window_bytes,

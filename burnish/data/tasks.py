@@ -143,7 +143,7 @@ class RowDataset(ItemSequence[Item]):
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
-        named = (rows.digest, len(rows), rows.texts, type(self).__name__, self.limit, data)
+        named = (rows.digest, len(rows), rows.keys, type(self).__name__, self.limit, data)
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key) if key else None
@@ -249,7 +249,7 @@ class RowDataset(ItemSequence[Item]):
         if name not in self.rows.columns:
             raise self.rows.missing([name], "data.curriculum")
         try:
-            numbers = np.asarray(self.rows.table[name][:], dtype=np.float64).reshape(len(self.rows))
+            numbers = np.asarray(self.rows.column(name), dtype=np.float64).reshape(len(self.rows))
         except (TypeError, ValueError):
             numbers = np.full(len(self.rows), np.nan)
         if np.isnan(numbers).any():

@@ -64,9 +64,9 @@ VALUES = [1, 0.5, True, "x", "007", "2024-01-01", None, [1], ["2"], [], {"k": 1}
 
 
 @pytest.mark.parametrize("value", [1, 0.5, "x", None, ["2"], {"k": 1}])
-def test_what_json_says_is_what_a_row_holds_whatever_comes_first(write, monkeypatch, value):
-    """Types are taken from the first file's first part, which is small here."""
-    monkeypatch.setitem(sources._JSON_OPTIONS, "chunksize", 16)
+def test_what_json_says_is_what_a_row_holds_whatever_comes_first(write, value):
+    """Not what other rows or files hold."""
+
     for number, other in enumerate(VALUES):
         is_one_file = number % 3 == 0
         content = [{"a": value, "b": [1.0]}, {"b": [0.5, number], "a": other, "new": "2024-01-01"}]
@@ -238,10 +238,8 @@ def test_a_broken_line_behind_the_first_chunk_is_named(write):
 def test_bytes_that_are_not_text_are_named(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"x": "a"}\n{"x": "\xe9"}\n')
-    rows = load_rows([str(path)])
-    assert rows[0] == {"x": "a"}
     with pytest.raises(UsageError, match="line 2"):
-        rows.span(0, 2)
+        load_rows([str(path)])
 
 
 def test_a_date_that_python_has_not_is_told(tmp_path):
