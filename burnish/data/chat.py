@@ -84,10 +84,10 @@ class ChatEncoder:
         _require_read(tokenizer, self._template_kwargs)
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
-        ends = {end_of_turn_id(tokenizer), self._eos} - {None}
-        self._ends = np.array(sorted(ends), dtype=np.int64)
         # gpt-oss closes turns that others follow with another token.
-        self._past_ends = np.array(sorted({end_of_turn_id(tokenizer, past=True)} - {None} | ends))
+        last, past = end_of_turn_id(tokenizer), end_of_turn_id(tokenizer, past=True)
+        self._ends = [token for token in (last, self._eos) if token is not None]
+        self._past_ends = [*self._ends, *([] if past is None else [past])]
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
         self._reads_calls = _reads(tokenizer, "tool_calls")
@@ -256,7 +256,7 @@ class ChatEncoder:
     ) -> int:
         """Return the end of a turn, with its end-of-turn token.
 
-        If a template writes past turns differently (Qwen3, gpt-oss), the last such id before the next message's content closes it.
+        If a template rewrites past turns (Qwen3, gpt-oss), the last such id before the next content closes it.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(after[0]):
             header = self._up_to_content(row, turn + 1)

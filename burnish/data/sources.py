@@ -1,7 +1,6 @@
 """Read rows from local JSON Lines and Parquet files, as memory-mapped Arrow tables in the cache of `datasets`.
 
-Processes and runs share it. A row of JSON stays a text there and is parsed when it is asked for: Arrow and `datasets` would make
-dates of texts, and 7.0 or 7 of "007" or 7 where other rows hold such numbers.
+Processes and runs share it. A JSON row stays a text and is parsed when asked for: Arrow would change texts and numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Rows:
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
     keys: tuple[str, ...]
-    """The columns of JSON rows, of which the table holds the texts; none for Parquet."""
+    """The columns of JSON rows; none for Parquet."""
     digest: str
     """Of the content of the files."""
     is_streamed: bool = False
@@ -133,9 +132,7 @@ def load_rows(
     kind = kind_of(files, setting)
     names = tuple(str(file) for file in files)
     with refusing(f"{setting}: {_listed(names)} cannot be read", do="see that you may read it"):
-        states, is_blank = _states(files), all(map(_is_blank, files))
-    if is_blank:
-        raise _empty(names, setting)
+        states = _states(files)
     key = xxhash.xxh3_128_hexdigest(repr(states).encode())
     try:
         table, digest, keys = _read(kind, files, setting, key, progress)
@@ -150,7 +147,12 @@ def load_rows(
     except Exception as error:  # of Arrow, or of the archive that `datasets` takes the file for
         raise _explained(error, files, setting) from error
     if len(table) == 0 or not (keys or kind == "parquet"):
-        raise _empty(names, setting)
+        raise UsageError(
+            f"{setting} has no rows",
+            have=_listed(names),
+            want="at least one row",
+            do=f"correct {setting}",
+        )
     if _states(files) != states:
         raise UsageError(
             f"{setting}: {_listed(names)} changed while it was read",
@@ -264,7 +266,7 @@ def _read(
 
 
 def _convert_json(files: Sequence[Path], directory: Path) -> list[str]:
-    """Write the rows as texts; return their columns. Raises `UsageError` for a broken line."""
+    """Write the rows as texts; return their columns."""
     schema, columns = pa.schema({_TEXT: pa.large_string()}), dict[str, None]()
     rows = chain.from_iterable(map(_json_rows, files))
     directory.mkdir()
@@ -277,8 +279,6 @@ def _convert_json(files: Sequence[Path], directory: Path) -> list[str]:
 
 
 def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> None:
-    for file in files:
-        _require_parquet(file)
     _require_alike(files, setting)
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}}
     with _quiet_datasets():
@@ -287,7 +287,7 @@ def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> No
 
 
 def _fits(found: Any, want: Any) -> bool:
-    """Return whether values of an Arrow type stay as they are in another."""
+    """Return whether another Arrow type keeps all values."""
     found, want = (t.value_type if pa.types.is_dictionary(t) else t for t in (found, want))
     names = [str(t).removeprefix("large_").removesuffix("_view") for t in (found, want)]
     if pa.types.is_null(found) or names[0] == names[1]:
@@ -299,20 +299,30 @@ def _fits(found: Any, want: Any) -> bool:
         return _fits(found.value_type, want.value_type)
     if pa.types.is_floating(found) and pa.types.is_floating(want):
         return bool(found.bit_width <= want.bit_width)
-    return pa.types.is_integer(found) and pa.types.is_integer(want)
+    return bool(pa.types.is_integer(found) and pa.types.is_integer(want))
 
 
 def _require_alike(files: Sequence[Path], setting: str) -> None:
-    """Refuse Parquet files of other types than the first, which `datasets` would convert."""
-    first = pa.parquet.read_schema(files[0])
-    wanted = {field.name: field.type for field in first}
-    for file in files[1:]:
-        for field in pa.parquet.read_schema(file):
-            if field.name not in wanted or not _fits(field.type, wanted[field.name]):
+    """Refuse what crashes Arrow, and other types than the first file's, which `datasets` would convert."""
+    wanted: dict[str, Any] | None = None
+    for file in files:
+        with file.open("rb") as stream:
+            beginning = stream.read(3)
+        if beginning != b"PAR":
+            raise UsageError(
+                f"{file} is no Parquet file",
+                have=f"{beginning!r} at its beginning",
+                want="PAR1",
+                do="write it again, or give it the suffix of what it is",
+            )
+        found = {field.name: field.type for field in pa.parquet.read_schema(file)}
+        wanted = found if wanted is None else wanted
+        for name, type_ in found.items():
+            if name not in wanted or not _fits(type_, wanted[name]):
                 raise UsageError(
                     f"{setting}: the columns of {file} are not those of {files[0]}",
-                    have=f"{field.type} in {field.name!r}",
-                    want=str(wanted.get(field.name, "no such column")),
+                    have=f"{type_} in {name!r}",
+                    want=str(wanted.get(name, "no such column")),
                     do="write all files with the same columns and types",
                 )
 
@@ -331,23 +341,7 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _is_blank(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return not any(line.strip() for line in stream)
-
-
-def _empty(names: Sequence[str], setting: str) -> UsageError:
-    return UsageError(
-        f"{setting} has no rows",
-        have=_listed(names),
-        want="at least one row",
-        do=f"correct {setting}",
-    )
-
-
 def _explained(error: Exception, files: Sequence[Path], setting: str) -> UsageError:
-    if "corresponds to no data" in str(error):
-        return _empty([str(file) for file in files], setting)
     cause = error.__cause__ or error
     return UsageError(
         f"{setting}: could not read {_listed([str(file) for file in files])}",
@@ -355,19 +349,6 @@ def _explained(error: Exception, files: Sequence[Path], setting: str) -> UsageEr
         want="the same columns with the same types in every file and row",
         do="compare the columns of the files; a column may be null where a row has no value",
     )
-
-
-def _require_parquet(file: Path) -> None:
-    """Refuse what crashes Arrow."""
-    with file.open("rb") as stream:
-        beginning = stream.read(3)
-    if beginning != b"PAR":
-        raise UsageError(
-            f"{file} is no Parquet file",
-            have=f"{beginning!r} at its beginning",
-            want="PAR1",
-            do="write it again, or give it the suffix of what it is",
-        )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -398,7 +379,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
 
 
 def parsed(line: bytes, name: str, number: int, kind: type = dict) -> Any:
-    """Parse a line, named by `name` and `number`. Raises `UsageError`, also for what Arrow or UTF-8 cannot hold."""
+    """Parse a line, named by `name` and `number`. Raises `UsageError`."""
     try:
         value = json.loads(line.rstrip().decode("utf-8-sig"), object_pairs_hook=no_duplicates)
         if b"\\u" in line:

@@ -57,7 +57,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, *, past: bool = False) -> int | None:
-    """Return the special token that the chat template writes after an assistant's last message, or a `past` one."""
+    """Return the special token that the chat template writes after the assistant's last or `past` message."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
