@@ -2,8 +2,8 @@
 
 torch lets a program register a device of its own. Tensors on this one are fake: they have shapes and no
 elements, while what lies on the host is real. So the engine takes an accelerator's ways (one piece of
-logits, fused norms, attention over variable lengths), FSDP2 finds streams that do nothing, and torch's
-memory tracker counts. What a program would read back from the device is answered: norms are 1, and every
+logits, Triton's passes over them, fused norms, attention over variable lengths), FSDP2 finds streams that do
+nothing, and torch's memory tracker counts. What a program would read back from the device is answered: norms are 1, and every
 row has a gradient. Left out: what an allocator rounds up, and the workspaces of kernels.
 
 Registering changes the process for good, so nothing else is measured in it.
@@ -94,13 +94,25 @@ def _accelerator() -> Iterator[torch.device]:
         "burnish.models.kernels.attention._has_varlen_kernel", _has_varlen_kernel
     )
     norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
-    with attention, norm, _Fakes():
+    passes = mock.patch("burnish.models.logprobs._kernels", _kernels)
+    ampere = mock.patch("burnish.models.logprobs.is_sm80_or_newer", _is_sm80_or_newer)
+    with attention, norm, passes, ampere, _Fakes():
         yield torch.device(NAME, 0)
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     """It has. (A mock that is to say so would remember the queries of every call, and their graphs.)"""
     return True
+
+
+def _is_sm80_or_newer(device: torch.device) -> bool:
+    """It is."""
+    return True
+
+
+def _kernels(hidden: Tensor) -> Any:
+    """Those for passes over logits."""
+    return _Kernels
 
 
 def _rms_norm(rows: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -121,6 +133,17 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, weight, _ = ctx.saved_tensors
         return torch.empty_like(rows), None if weight is None else torch.empty_like(weight)
+
+
+class _Kernels:
+    """Those of `burnish.models.kernels.triton_logprobs`, which write over logits."""
+
+    @staticmethod
+    def softmax_sums(logits: Tensor, *_: object) -> Tensor:
+        return logits.new_empty((4, len(logits)), dtype=torch.float32)
+
+    @staticmethod
+    def write_gradients(*_: object) -> None: ...
 
 
 class _Nothing:

@@ -23,10 +23,14 @@ class Accelerator:
     """Bytes per second between it and its memory."""
     link: float
     """Bytes per second to the other devices of its machine, in one direction."""
+    is_sm80_or_newer: bool = False
+    """See `burnish.distributed.device`."""
 
 
-def _of(teraflops: float, memory_gib: float, bandwidth_gb: float, link_gb: float) -> Accelerator:
-    return Accelerator(teraflops * 1e12, memory_gib, bandwidth_gb * 1e9, link_gb * 1e9)
+def _of(
+    teraflops: float, memory_gib: float, bandwidth_gb: float, link_gb: float, sm80: bool = True
+) -> Accelerator:
+    return Accelerator(teraflops * 1e12, memory_gib, bandwidth_gb * 1e9, link_gb * 1e9, sm80)
 
 
 ACCELERATORS = {
@@ -45,11 +49,12 @@ ACCELERATORS = {
     "L40S": _of(362, 48, 864, 32),
     "L4": _of(121, 24, 300, 32),
     "RTX 4090": _of(165, 24, 1008, 32),
-    "MI250X": _of(191.5, 64, 1638, 100),  # one of its two dies, which is what torch calls a device
-    "MI300X": _of(1307, 192, 5300, 448),
-    "MI325X": _of(1307, 256, 6000, 448),
-    "Ascend910B2": _of(376, 64, 1600, 196),
-    "Ascend910B3": _of(313, 64, 1600, 196),
+    # One of its two dies, which is what torch calls a device.
+    "MI250X": _of(191.5, 64, 1638, 100, False),
+    "MI300X": _of(1307, 192, 5300, 448, False),
+    "MI325X": _of(1307, 256, 6000, 448, False),
+    "Ascend910B2": _of(376, 64, 1600, 196, False),
+    "Ascend910B3": _of(313, 64, 1600, 196, False),
 }
 """Keyed by a part of the driver's name."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig
+from burnish.distributed.accelerators import Accelerator
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, of_setting
 from burnish.families import ModelShape
@@ -70,7 +71,7 @@ def has_layout(planner: PlannerOf, world: int) -> bool:
 def _devices(world: int, here: int | None) -> Devices:
     """Return this machine's devices; if they are unknown or not meant, some with any memory."""
     found = None if here is None else devices_here(world, here)
-    return found or Devices(world, "CPU", math.inf, 1e12, 1e12, 1e12)
+    return found or Devices(world, "CPU", math.inf, Accelerator(1e12, math.inf, 1e12, 1e12))
 
 
 def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:

@@ -69,12 +69,7 @@ class Devices:
     """The model, as `H100`; `CPU` for a process on a CPU."""
     memory: float
     """Bytes of each."""
-    flops: float
-    """Operations per second of bf16 matrix products."""
-    bandwidth: float
-    """Bytes per second to its own memory."""
-    link: float
-    """Bytes per second to other devices of the machine."""
+    kind: Accelerator
     shared_cache: bool = False
     """Whether the generator stores each prompt once and in fp32, as on this machine's CPU."""
 
@@ -152,12 +147,12 @@ def devices_here(processes: int, local_processes: int) -> Devices | None:
     return _devices(processes, "CPU", _host_memory() / local_processes, _CPU)
 
 
-def _devices(count: int, name: str, memory: float, like: Accelerator) -> Devices:
+def _devices(count: int, name: str, memory: float, kind: Accelerator) -> Devices:
     cpuinfo = Path("/proc/cpuinfo")
     # As `burnish.distributed.device.has_matrix_units`, without torch.
     has_units = cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text(errors="replace").split()
     shared = name == "CPU" and not has_units
-    return Devices(count, name, memory, like.flops, like.bandwidth, like.link, shared)
+    return Devices(count, name, memory, kind, shared)
 
 
 def _plain(name: str) -> str:
@@ -264,7 +259,7 @@ class Clock:
 
     @property
     def _speed(self) -> float:
-        return self.devices.flops * _EFFICIENCY
+        return self.devices.kind.flops * _EFFICIENCY
 
     def _by_torch(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Seconds of an epoch: FSDP gathers weights and reduces gradients per micro-batch."""
@@ -325,11 +320,12 @@ class Clock:
         cache = 2 * product_bytes(engine) * model.shape.key * model.shape.depth
         weights = product_bytes(engine) * (model.elements + model.published_adapter)
         read = weights + slots * cache * (work.prompt + work.trained / 2)
-        token = max(read / (self.devices.bandwidth * _BANDWIDTH), slots * flops / self._speed)
+        speed = self.devices.kind.bandwidth * _BANDWIDTH
+        token = max(read / speed, slots * flops / self._speed)
         reading = -(-mine // work.samples) * flops * work.prompt / self._speed
         return token * work.trained * -(-mine // slots) + reading
 
     def _travel(self, size: float, ranks: int) -> float:
         """Seconds until all of `ranks` have all bytes, of which each has a part."""
-        link = self.devices.link if ranks <= PER_MACHINE else min(self.devices.link, NETWORK)
+        link = min(self.devices.kind.link, NETWORK if ranks > PER_MACHINE else math.inf)
         return size * (ranks - 1) / ranks / (link * _LINKS)

@@ -358,15 +358,16 @@ class Needs:
         words = self._model.outputs / engine.tensor_parallel
         rows = engine.logprob_rows(shape.vocabulary)
         chunk = min(rows, self._scored) * words
-        exact = FP32 * chunk
-        exact = 2 * (min(exact, _CPU_LOGITS) if self._cpu else exact)
+        sm80 = self._devices.kind.is_sm80_or_newer  # its kernels write over logits
+        exact = 0.0 if sm80 else 2 * FP32 * chunk
+        exact = min(exact, 2 * _CPU_LOGITS) if self._cpu else exact
         forward = self._width * chunk + exact
         head = words * shape.hidden * (self._model.lora is None)
         if self._scored <= rows:
             return forward, self._width * chunk + max(exact, self._width * head)
-        summed = self._width * chunk + max(
-            exact, self._width * head * min(1.0, _SUMMED_ROWS / words)
-        )
+        product = self._width * head * min(1.0, _SUMMED_ROWS / words)
+        product *= not sm80 or self._width == FP32
+        summed = self._width * chunk + max(exact, product)
         converted = self._width * head if self._width != FP32 else 0.0
         return forward, FP32 * head + max(summed, converted)
 

@@ -34,7 +34,7 @@ def test_names(text, count, name, gib):
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_every_device_of_the_table_can_be_named(name):
     found = parse_devices(f"8x{name}")
-    assert (found.flops, found.memory) == (
+    assert (found.kind.flops, found.memory) == (
         ACCELERATORS[name].flops,
         ACCELERATORS[name].memory_gib * GIB,
     )
@@ -44,7 +44,7 @@ def test_an_unknown_device_needs_memory_and_speed():
     with pytest.raises(UsageError, match=r"(?s)Z9.*--device-memory.*GIB.*--device-tflops"):
         parse_devices("8xZ9-48G")
     found = parse_devices("8xZ9", memory_gib=48, teraflops=200)
-    assert (found.memory, found.flops) == (48 * GIB, 200e12)
+    assert (found.memory, found.kind.flops) == (48 * GIB, 200e12)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_this_machine_with_an_accelerator(nvidia):
     nvidia("NVIDIA H100 80GB HBM3, 81559")
     found = devices_here(16, 8)
     assert found is not None
-    assert (found.count, found.memory, found.flops) == (16, 81559 * (1 << 20), 989e12)
+    assert (found.count, found.memory, found.kind.flops) == (16, 81559 * (1 << 20), 989e12)
 
 
 def test_this_machine_with_an_unknown_accelerator(nvidia):

@@ -24,7 +24,7 @@ ROOT = 2 * HEAD + WIDTH
 MIB = 1 << 20
 
 
-def needs(replicas, shards, *, cpu=True, tokens=8, command="rl", precision="fp32", **sections):
+def needs(replicas, shards, *, device="CPU", tokens=8, command="rl", precision="fp32", **sections):
     """Of a step of a few tokens, in which parameters are most."""
     batch = {"prompts": 8, "minibatches": 2} if command == "rl" else {"examples": 2}
     values = {
@@ -37,48 +37,53 @@ def needs(replicas, shards, *, cpu=True, tokens=8, command="rl", precision="fp32
     values["engine"] |= {"precision": precision, "replicas": replicas}
     config = RunConfig.model_validate(values)
     model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
-    devices = parse_devices(f"{replicas * shards}x{'CPU' if cpu else 'H100'}")
+    devices = parse_devices(f"{replicas * shards}x{device}")
     work = Workload.of_examples(config.batch, config.data)
     if command == "rl":
         work = Workload.of_completions(config.batch, config.data, config.rollout, config.algorithm)
     return Needs(model, work, devices, config.engine, config.optim)
 
 
-@pytest.mark.parametrize(("shards", "cpu"), [(2, True), (2, False), (4, True)])
-def test_what_the_root_came_in_is_there_when_the_first_layer_comes(shards, cpu):
+@pytest.mark.parametrize(("shards", "device"), [(2, "CPU"), (2, "H100"), (4, "CPU")])
+def test_what_the_root_came_in_is_there_when_the_first_layer_comes(shards, device):
     """The root twice, and that layer, which gloo has twice."""
-    parts = needs(1, shards, cpu=cpu).phases("none")["log-probs"]
-    assert parts["gathered"] == 4 * (2 * ROOT + (1 + cpu) * LAYER)
+    parts = needs(1, shards, device=device).phases("none")["log-probs"]
+    assert parts["gathered"] == 4 * (2 * ROOT + (1 + (device == "CPU")) * LAYER)
 
 
 def test_one_process_gathers_nothing_twice():
-    parts = needs(1, 1, cpu=True).phases("none")["log-probs"]
+    parts = needs(1, 1).phases("none")["log-probs"]
     assert parts["gathered"] == 4 * (ROOT + 2 * LAYER)
 
 
 def test_gloo_has_what_it_reduces_twice():
     """And half of it as what comes out, beside the gradient that FSDP2 keeps until then, of the output layer."""
-    parts = needs(1, 2, cpu=True, command="sft").phases("none")["update"]
+    parts = needs(1, 2, command="sft").phases("none")["update"]
     assert parts["gradients"] == 4 * (2 * LAYER / 2 + 2.5 * ROOT + HEAD)
 
 
-@pytest.mark.parametrize(("cpu", "piece"), [(True, 2 * MIB), (False, 512 * WORDS * 4)])
-def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(cpu, piece):
+@pytest.mark.parametrize(
+    ("device", "piece"), [("CPU", 2 * MIB), ("MI300X", 512 * WORDS * 4), ("H100", 0)]
+)
+def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(device, piece):
     logits, rows = 512 * WORDS, 2048 * WIDTH
-    chunk = {"engine": {"logprob_chunk": 512}, "command": "sft", "cpu": cpu}
+    added = 0 if device == "H100" else 2 * rows
+    chunk = {"engine": {"logprob_chunk": 512}, "command": "sft", "device": device}
     forward, backward = needs(1, 1, tokens=2048, **chunk)._logits
     assert forward == 4 * logits + 2 * piece
     assert backward == 4 * logits + 4 * HEAD + max(2 * piece, 4 * rows)
     forward, backward = needs(1, 1, tokens=512, precision="bf16", **chunk)._logits
     assert forward == 2 * logits + 2 * piece
     assert backward == 2 * logits + max(2 * piece, 2 * HEAD)
+    backward = needs(1, 1, tokens=2048, precision="bf16", **chunk)._logits[1]
+    assert backward == 4 * HEAD + max(2 * logits + max(2 * piece, added), 2 * HEAD)
 
 
 @pytest.mark.parametrize(
     ("layout", "sent"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 8), ((2, 2), 8), ((1, 4), 12)]
 )
 def test_a_save_has_blocks_twice_and_what_others_have_of_them(layout, sent):
-    parts = needs(*layout, cpu=True).phases("none")["save"]
+    parts = needs(*layout).phases("none")["save"]
     assert parts["buffers"] == (2 * 16 + 2 * sent) * MIB
 
 
