@@ -415,9 +415,11 @@ def require_equal(
         if named is not first:
             differs += f", and of the parameters first the {named.what}"
             apart = f"relative differences of {first.error:.1e} and {named.error:.1e}"
-        raise BurnishError(
+        error = BurnishError(
             f"{layout.world} processes do not compute what one plain process does: {differs}",
             have=f"{apart}; {len(wrong)} of {len(differences)} tensors differ",
             want=f"at most {tolerance:.0e} in fp32",
             do="do not train at this layout; report it with this configuration",
         )
+        error.told_elsewhere = True
+        raise error

@@ -149,7 +149,8 @@ class Supervisor:
         with closing(started):
             larger, ended = self._watched(started)
             rank, status = next((each for each in ended.items() if each[1]), (0, 0))
-            for line in started.last_lines(rank) if status else ():
+            is_said = status in REFUSALS and ended.get(0) == status  # by rank 0, in the same words
+            for line in () if is_said or not status else started.last_lines(rank):
                 log.error("rank %d: %s", rank, line)
         return larger, rank, status
 

@@ -53,6 +53,15 @@ def supervised(launcher: ForkedLauncher, world: int = 2, **settings: float) -> i
     return Supervisor(launcher, DistributedConfig.model_validate(given), world).run()
 
 
+def imitate(directory: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a rank run a program in place of Burnish."""
+    package = directory / "burnish"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(text)
+    monkeypatch.chdir(directory)  # where `python -m burnish` looks first
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [("sys.exit(7)", 7, []), ("os.kill(os.getpid(), 9)", 137, ["rank 1 was killed by SIGKILL"])],
@@ -67,14 +76,36 @@ def test_a_command_that_is_started_once_does_not_outlive_a_rank(
 ) -> None:
     """Rank 1 dies before the ranks have met, and rank 0 would wait for it for minutes."""
     text = "import os, sys, time\nprint('lost', flush=True) if os.environ['RANK'] == '1' else time.sleep(600)\n"
-    package = tmp_path / "burnish"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(f"{text}{end}\n")
-    monkeypatch.chdir(tmp_path)  # where `python -m burnish` looks first
+    imitate(tmp_path, f"{text}{end}\n", monkeypatch)
     monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.1)
     assert supervisor.run_once(LocalLauncher([]), 2) == code
     assert caplog.messages == ["rank 1: lost", *said]
+
+
+BOTH = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    os.symlink(f"/proc/{os.getpid()}", "first")
+    print("refused")
+    sys.exit(int(sys.argv[2]))
+while not os.path.lexists("first") or os.path.exists("first"):
+    time.sleep(0.01)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("codes", "said"), [("22", False), ("11", True), ("23", True)])
+def test_what_rank_0_refuses_too_is_said_by_it_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    codes: str,
+    said: bool,
+) -> None:
+    """Rank 1 ends first. Any other error may be the cause of rank 0's."""
+    imitate(tmp_path, BOTH, monkeypatch)
+    assert supervisor.run_once(LocalLauncher(list(codes)), 2) == int(codes[1])
+    assert caplog.messages == ["rank 1: refused"] * said
 
 
 @pytest.mark.nightly
