@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.distributed.collectives import agree
-from burnish.distributed.device import empty_cache, synchronize
+from burnish.distributed.device import synchronize
 from burnish.distributed.host_memory import Arena, storage_bytes
 from burnish.distributed.layout import Layout
 
@@ -42,7 +42,6 @@ def parked(
     synchronize(device)
     for held in here:
         held.untyped_storage().resize_(0)
-    empty_cache()  # for a generator in another process
     try:
         yield
     finally:

@@ -24,7 +24,6 @@ from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import any_rank, from_main, gather_objects
-from burnish.distributed.device import empty_cache
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
@@ -200,7 +199,7 @@ class ServedGenerator:
 
     central = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         servers: Sequence[Server],
         specs: Sequence[TensorSpec],
@@ -208,14 +207,16 @@ class ServedGenerator:
         *,
         fixed: Sequence[TensorSpec] = (),
         in_flight: bool = False,
+        make_room: Callable[[], None] = lambda: None,
         revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
         """`servers`, the same on all ranks, get tensors of `specs` always and `fixed` ones once. Collective.
 
-        With `in_flight` they take weights while they generate. Each rank calls `revive` before weights if a server is lost.
+        With `in_flight` they take weights while they generate. Before weights each rank calls `make_room`, and `revive` if a server is lost.
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
+        self._make_room = make_room
         self._servers, self._layout = tuple(servers), layout
         self._asked_of = self._servers
         """Those that got the last weights: one that takes the place of another is asked for nothing before."""
@@ -321,9 +322,8 @@ class ServedGenerator:
         return [server for server in mine if server not in self._lost]
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """See `Generator.load_weights`. Revived servers take part again."""
-        # A generator beside this process takes memory once all ranks have met, and when it generates.
-        empty_cache()
+        """See `Generator.load_weights`."""
+        self._make_room()  # they take memory once all ranks have met, and when they generate
         have = list(weights.changing)
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
@@ -347,7 +347,7 @@ class ServedGenerator:
             for server in uploads.keys() & self._fed:
                 with self._losing(server):
                     uploads[server].finish()
-        empty_cache()
+        self._make_room()
         self._begun |= uploads.keys() & self._fed
         self._tell_of_lost()
         self._asked_of, self._version = self._servers, version

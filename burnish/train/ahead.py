@@ -40,7 +40,10 @@ def ahead_files(
         files[lines] = "".join(map(_line, groups, kept)).encode()
         files[tensors] = _tensors(groups)
     for step in sorted({key.step for key in begun}):
-        mine = {key: _storable(each) for key, each in sorted(begun.items()) if key.step == step}
+        mine = {key: each for key, each in sorted(begun.items()) if key.step == step}
+        for key, each in mine.items():
+            if not each.stop_reason:  # what goes on makes these anew
+                mine[key] = replace(each, experts=None)
         lines, tensors = _paths(step, "partial")
         files[lines] = "".join(_partial_line(*each) for each in mine.items()).encode()
         files[tensors] = _safetensors(_arrays_of(list(mine.values())))
@@ -127,11 +130,6 @@ def _partial_line(key: SampleKey, completion: Completion) -> str:
         "later_versions": completion.later_versions,
     }
     return json.dumps(fields, allow_nan=False) + "\n"
-
-
-def _storable(completion: Completion) -> Completion:
-    """Drop what is made anew if it goes on."""
-    return completion if completion.stop_reason else replace(completion, experts=None)
 
 
 def _tensors(groups: Sequence[Sequence[Rollout]]) -> bytes:

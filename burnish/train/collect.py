@@ -24,6 +24,7 @@ from burnish.config.schema import RolloutConfig, RunConfig, SamplingConfig
 from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader, State
 from burnish.distributed.collectives import agree, from_main, gather_objects
+from burnish.distributed.device import empty_cache
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
@@ -76,6 +77,8 @@ class Collector:
         with ExitStack() as stack:
             for engine in self.parks:
                 stack.enter_context(engine.parked())
+            if self.parks and self.generator.central:  # another process takes the room
+                empty_cache()
             yield
 
     def collect(

@@ -32,7 +32,7 @@ from burnish.boxes.shards import TensorSpec
 from burnish.checkpoint.subprocess import accompany, start_beside
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, from_main, gather_objects
-from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
+from burnish.distributed.device import empty_cache, keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import environ_of_child
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
@@ -97,7 +97,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         return own[0].revive(lost, others) if own else {}
 
     servers = [Server(*each, timeout) for theirs in told for each in theirs]
-    return make(servers, revive=revive, end=end)
+    return make(servers, make_room=empty_cache, revive=revive, end=end)
 
 
 def _leads(layout: Layout, devices: int) -> bool:

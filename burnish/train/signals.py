@@ -87,14 +87,11 @@ def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
     stopper = Stopper(layout)
     is_main = threading.current_thread() is threading.main_thread()
     known = (*STOPPING, AFTER_SAVE) if is_main else ()
-    heard = [each for each in known if not _is_ignored_hangup(each)]
+    ignored = signal.SIGHUP, signal.SIG_IGN  # as nohup has it
+    heard = [each for each in known if (each, signal.getsignal(each)) != ignored]
     former = {number: signal.signal(number, stopper._handle) for number in heard}
     try:
         yield stopper
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _is_ignored_hangup(number: int) -> bool:
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

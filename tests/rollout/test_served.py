@@ -569,10 +569,9 @@ def test_each_side_gives_memory_back_before_the_other_takes_it(
     slow = Slow()
     slow.load_weights = lambda weights, version: did.append("load")  # type: ignore[method-assign]
     slow.release = lambda: did.append("release")  # type: ignore[method-assign]
-    monkeypatch.setattr("burnish.rollout.client.empty_cache", lambda: did.append("trainer"))
     monkeypatch.setattr("burnish.rollout.server.empty_cache", lambda: did.append("generator"))
     with serving(slow) as server:
-        loaded([server]).release()
+        loaded([server], make_room=lambda: did.append("trainer")).release()
     assert did == ["trainer", "load", "trainer", "release", "generator"]
 
 

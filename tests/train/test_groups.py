@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,25 @@ def test_unequal_lengths_alone_keep_no_group() -> None:
     chosen, left_out = collected(told, configured(algorithm=algorithm))
     assert rewards(chosen) == {1: [0, 0], 3: [0.5, 0]}
     assert rewards(left_out) == {0: [1, 0], 2: [-0.5, -0.75]}
+
+
+@pytest.mark.parametrize("central", [True, False])
+def test_another_process_gets_the_memory_of_what_is_parked(
+    central: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+
+    @contextmanager
+    def parked() -> Iterator[None]:
+        did.append("parked")
+        yield
+        did.append("restored")
+
+    monkeypatch.setattr("burnish.train.collect.empty_cache", lambda: did.append("emptied"))
+    generator, engine = SimpleNamespace(central=central), SimpleNamespace(parked=parked)
+    with Collector.parked(SimpleNamespace(parks=[engine], generator=generator)):
+        did.append("generated")
+    assert did == ["parked", *(["emptied"] if central else []), "generated", "restored"]
 
 
 class InParts(Script):

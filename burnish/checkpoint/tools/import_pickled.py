@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -243,7 +242,9 @@ def _pieces(scratch: Path, source: Path) -> list[Shard]:
     for path in sorted(scratch.glob("*.safetensors")):
         for key, tensor in mapped_tensors(path).items():
             match parse_json(key.encode(), f"the name of a tensor in {path}"):
-                case [str(name), [*shape], [*offsets]] if _are_sizes([*shape, *offsets]):
+                case [str(name), [*shape], [*offsets]] if all(
+                    type(size) is int and size >= 0 for size in [*shape, *offsets]
+                ):
                     box = Box(tuple(offsets), tuple(tensor.shape))
                     if box.fits(tuple(shape)):
                         spec = TensorSpec(name, tuple(shape), tensor.dtype)
@@ -255,7 +256,3 @@ def _pieces(scratch: Path, source: Path) -> list[Shard]:
                 do="do not trust it; convert it to safetensors with the program that wrote it",
             )
     return found
-
-
-def _are_sizes(values: Iterable[Any]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
