@@ -33,6 +33,10 @@ _ANCHOR = "\n"
 # Text that another follows without being merged with it.
 _CONTENTS = ("0", "x")
 """Two contents of a message that have no beginning in common."""
+_MARKING = {
+    "return_assistant_tokens_mask": True,
+    "tokenizer_kwargs": {"return_offsets_mapping": True},
+}
 _CHARACTERS = 32
 """Per token of the limit. So much of a longer text is tokenized before the rest."""
 
@@ -190,13 +194,21 @@ class ChatEncoder:
                 ids = np.array(self.ids([text], special=False)[0], dtype=np.int64)
                 encoded.append((ids, np.ones(len(ids), dtype=np.bool_)))
                 continue
-            out = self._render(row.messages, row.name, row.tools, return_assistant_tokens_mask=True)
+            out = self._render(row.messages, row.name, row.tools, **_MARKING)
             ids = np.array(out["input_ids"], dtype=np.int64)
             mask = np.array(out["assistant_masks"], dtype=np.bool_)
+            begins, ends = np.array(out["offset_mapping"]).reshape(-1, 2).T
+            for i in np.flatnonzero(begins[1:] < ends[:-1]) + 1:  # more bytes of one character
+                mask[i] |= mask[i - 1]
             mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
             if row.trained_from:
                 before = self._before(row.messages[: row.trained_from], row.name, row.tools)
-                mask[: shared_beginning(self.ids([before], special=False)[0], ids)] = False
+                one, other = self._with_contents(row, row.trained_from - 1)
+                rest = one[len(one) - _first_difference(one[::-1], other[::-1]) :]
+                start, end = self.ids([before, rest], special=False)
+                mask[: shared_beginning(start, ids)] = False
+                if text.endswith(rest):  # where thoughts of the prompt are gone, `before` is not
+                    mask[: len(ids) - shared_beginning(end[::-1], ids[::-1])] = False
             encoded.append((ids, mask))
         return encoded
 
@@ -238,13 +250,13 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        texts = []
-        for content in _CONTENTS:
-            messages = list(row.messages)
-            messages[turn] = messages[turn] | {"content": content}
-            texts.append(self._whole(messages, row.name, row.tools))
-        one, other = texts
+        one, other = self._with_contents(row, turn)
         return one[: _first_difference(one, other)]
+
+    def _with_contents(self, row: Conversation, turn: int) -> list[str]:
+        before, after = row.messages[:turn], row.messages[turn + 1 :]
+        changed = ([*before, row.messages[turn] | {"content": c}, *after] for c in _CONTENTS)
+        return [self._whole(messages, row.name, row.tools) for messages in changed]
 
     def _turn_end(
         self,
@@ -312,9 +324,7 @@ class ChatEncoder:
                 f"{name} is a conversation, and the tokenizer has no chat template",
                 do="set model.chat_template to a Jinja file, or use plain prompts and completions",
             )
-        variables = (
-            self._template_kwargs if tools is None else self._template_kwargs | {"tools": tools}
-        )
+        variables = self._template_kwargs | ({} if tools is None else {"tools": tools})
         try:
             return render(self._tokenizer, messages, **variables, **options)
         except jinja2.TemplateError as error:

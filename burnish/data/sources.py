@@ -9,7 +9,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ import pyarrow.parquet
 import xxhash
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from burnish.data.columns import READERS, Row, files_here
+from burnish.data.columns import READERS, Row, files_here, value_at
 from burnish.errors import MissingError, UsageError, neighbours, refusing
 from burnish.files.lease import locked
 from burnish.files.strict_json import no_duplicates
@@ -32,8 +32,8 @@ from burnish.tracking.progress import Progress
 _PARQUET_ROWS = _JSON_ROWS = 1024
 _TEXT = "row"
 """The one column of a table of JSON texts."""
-_LOOKED_AT = 128
-"""Rows that may show a nested column."""
+LOOKED_AT = 128
+"""Rows that may show a nested column, and must be readable for a run on streamed rows to begin."""
 _REASON = 300
 _EXCERPT = 60
 _CHUNK = 16 << 20
@@ -97,8 +97,11 @@ class Rows:
 
     def has(self, name: str) -> bool:
         """Return whether there is a column; dots go into nested ones of the first rows."""
-        first = self.span(0, min(_LOOKED_AT, len(self))) if "." in name else []
-        return name in self.columns or any(_has_nested(row, name) for row in first)
+        return name in self.columns or any(value_at(row, name) is not None for row in self._first)
+
+    @property
+    def _first(self) -> Iterable[Row]:
+        return self.span(0, min(LOOKED_AT, len(self)))
 
     def where(self, index: int) -> str:
         """Name a row for an error message."""
@@ -355,12 +358,6 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) <= 2:
         return " and ".join(names)
     return f"{len(names)} files, {names[0]} to {names[-1]}"
-
-
-def _has_nested(value: Any, path: str) -> bool:
-    head, _, rest = path.partition(".")
-    found = isinstance(value, dict) and head in value
-    return found and (not rest or _has_nested(value[head], rest))
 
 
 def _json_rows(file: Path) -> Iterator[Row]:

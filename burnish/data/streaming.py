@@ -23,9 +23,9 @@ from typing import Any, TypeVar, cast
 import pyarrow.parquet
 import xxhash
 
-from burnish.data.columns import READERS, Row, is_data, value_at
+from burnish.data.columns import READERS, Row, is_data
 from burnish.data.loader import PERIOD, Loader, State, order, pattern, unfit
-from burnish.data.sources import Rows, kind_of, matching_files, parsed
+from burnish.data.sources import LOOKED_AT, Rows, kind_of, matching_files, parsed
 from burnish.data.splits import split_files
 from burnish.data.tasks import Item, Mixture, RowDataset
 from burnish.distributed.collectives import agree, from_main
@@ -44,8 +44,6 @@ Window = list[tuple["StreamedFile", int, Any]]
 
 _PIECE, _TAIL = 16 << 20, 1 << 16
 _ROW = (1 << 32) - 1
-_LOOKED_AT = 128
-"""Rows that must be readable for a run to begin."""
 _MOST_BROKEN = 100
 """Rows in a row that cannot be read, after which a run stops."""
 _TOLD = 3
@@ -126,11 +124,7 @@ class StreamedRows(Rows):
 
     @property
     def _first(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(min(_LOOKED_AT, len(self.window(0)))))
-
-    def has(self, name: str) -> bool:
-        """Return whether the first rows have a column."""
-        return name in self.columns or any(value_at(row, name) is not None for row in self._first)
+        return map(self.__getitem__, range(min(LOOKED_AT, len(self.window(0)))))
 
     def where(self, index: int) -> str:
         """See `Rows.where`."""
@@ -265,7 +259,7 @@ class Stream(Mixture[Item]):
         self._told: dict[str, set[str]] = {}
         self._broken = 0
         for number, part in enumerate(self.parts):
-            for row in range(min(_LOOKED_AT, len(self._rows[number].window(0)))):
+            for row in range(min(LOOKED_AT, len(self._rows[number].window(0)))):
                 part.make(row)
             self._asked[number] = self.at(number, 0)[1]
 

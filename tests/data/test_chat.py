@@ -87,6 +87,21 @@ def test_turns_before_the_completion_are_context(encoder):
     assert text.count("[") == 1
 
 
+def test_a_prompt_whose_thoughts_go_once_the_completion_follows_is_context():
+    """With generation marks: the prompt alone still has its thoughts, as no user has spoken since."""
+    later = "messages[loop.index:] | selectattr('role', 'equalto', 'user') | list"
+    thought = f"{{{{ '' if {later} else '(hm)' }}}}"
+    encoder = ChatEncoder(
+        char_tokenizer(CHATML_MARKED.replace("{% generation %}", f"{{% generation %}}{thought}"))
+    )
+    messages = chat(user("a"), bot("call"), ("tool", "r"), bot("x"), user("b"), bot("y"))
+    text = spelled(encoder, encoder.conversations([Conversation(messages, "row 0", 3)])[0])
+    assert text == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\ncall<|im_end|>\n<|im_start|>tool\nr<|im_end|>\n"
+        "<|im_start|>assistant\n[x<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[(hm)y<|im_end|>]\n"
+    )
+
+
 @pytest.mark.parametrize("encoder", [PLAIN, MARKED])
 def test_an_empty_answer_trains_on_its_end_alone(encoder):
     encoded = encoder.conversations([Conversation(chat(user("a"), bot("")), "row 0")])[0]
@@ -282,6 +297,15 @@ def test_a_token_merged_with_the_start_of_an_answer_is_trained_on():
     whole = tokenizer.apply_chat_template(row.messages)["input_ids"]
     assert encoded[0].tolist() == whole
     assert trained_text(tokenizer, encoded) == "\n\nab<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, END_OUTSIDE])
+def test_a_last_character_of_several_tokens_is_trained_on_with_the_end(template):
+    """`transformers` marks only its first byte."""
+    encoder = ChatEncoder(tokenizer := bpe_tokenizer(template))
+    row = Conversation(chat(user("\U0001f600"), bot("ab\U0001f600")), "row 0")
+    encoded = encoder.conversations([row])[0]
+    assert trained_text(tokenizer, encoded) == "ab\U0001f600<|im_end|>"
 
 
 def test_a_special_token_at_the_start_stays_and_one_at_the_end_is_not_part_of_a_prompt():
