@@ -12,22 +12,25 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TextIO
 
 from burnish.distributed.environment import STOPPING, die_with, environ_of_child
 from burnish.errors import BurnishError
 
 _KILL_SECONDS = 10.0
 # How long one that was killed may take to go: the system lets it finish what it has begun on a disk.
+_LAST_LINES = 20
+# Of its log, in an error.
 
 _log = logging.getLogger(__name__)
 
 
-def start_beside(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+def _start_beside(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start a process that holds back the run's signals until it calls `accompany`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -40,6 +43,7 @@ class Companion:
     """The process, and this end of its pipe.
 
     It runs `module.serve(pipe, parent, *descriptors)`, with its own descriptors and this process's id. It holds `keep_open`.
+    With a `log` it writes there and gets no signals of the terminal. `environ` are further variables.
     """
 
     def __init__(
@@ -48,16 +52,21 @@ class Companion:
         what: str,
         descriptors: tuple[int, ...] = (),
         keep_open: tuple[int, ...] = (),
+        log: TextIO | None = None,
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._what = what
+        self._what, self._log = what, log
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = (theirs.fileno(), os.getpid(), *descriptors)
-            self._process = start_beside(
+            self._process = _start_beside(
                 [sys.executable, "-P", "-c", f"from {module} import serve; serve{arguments}"],
                 stdin=subprocess.DEVNULL,
-                env=environ_of_child(),
+                stdout=log,
+                stderr=log,
+                env={**environ_of_child(), **environ},
                 pass_fds=(theirs.fileno(), *descriptors, *keep_open),
+                start_new_session=log is not None,
             )
         self._pipe = Connection(ours.detach())
 
@@ -95,9 +104,13 @@ class Companion:
 
     def died(self) -> BurnishError:
         """Return the error for its end."""
+        status, lines = self._status(), ""
+        if self._log is not None:
+            self._log.seek(0)
+            lines = "".join(["\n", *self._log.readlines()[-_LAST_LINES:]])
         return BurnishError(
             f"{self._what} died",
-            have=f"exit status {self._status()}",
+            have=f"exit status {status}{lines}",
             want="a process that lives as long as the run",
             do="look for what ended it: a signal, the out-of-memory killer, a crash",
         )

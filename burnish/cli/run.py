@@ -119,12 +119,12 @@ def serve_run(given: Namespace) -> None:
     check(config, "rl", None)
     from burnish.distributed.device import pick_device
     from burnish.train.localize import local_inputs
-    from burnish.train.serve import serve
+    from burnish.train.serve import serve_openly
     from burnish.train.setup import lay_foundation
 
     device = pick_device(local_rank=0)
     _, local = local_inputs(config, device, trains=False)
-    serve(lay_foundation(local, Layout(), device), given.host, given.port)
+    serve_openly(lay_foundation(local, Layout(), device), given.host, given.port)
 
 
 def _started(arguments: Sequence[str], world: int) -> str:

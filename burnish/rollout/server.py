@@ -30,6 +30,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from burnish.boxes.shards import Publication
 from burnish.distributed.device import empty_cache
+from burnish.distributed.listening import listen, url_of
 from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
@@ -55,7 +56,7 @@ class GeneratorServer:
     ) -> None:
         """Listen at once. Whoever knows the token can read `about`.
 
-        A client that is silent for `timeout` seconds amid a request is gone. Raises `OSError` if the address is taken.
+        A client that is silent for `timeout` seconds amid a request is gone. Raises `UsageError` if the address is taken.
         """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._timeout, self._moved = timeout, time.monotonic()
@@ -65,8 +66,8 @@ class GeneratorServer:
         # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._http = _Http((host, port), partial(_Handler, self, timeout))
-        self.port = self._http.server_port
+        self._http = _Http(listen(host, port), partial(_Handler, self, timeout))
+        self.url = url_of(self._http.socket)
         """Where it listens."""
 
     def run(self, check: Callable[[], None] = lambda: None) -> None:
@@ -189,9 +190,10 @@ class GeneratorServer:
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: Any) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
+    def __init__(self, listener: socket.socket, handler: Any) -> None:
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request from %s failed", client_address, exc_info=True)

@@ -1,7 +1,6 @@
 """Generators in processes of their own: start one beside each rank, find those that serve a run, and be one.
 
-`python -m burnish.train.serve` is the process beside a rank. `burnish serve` notes its address and token in `servers/` of the
-run's directory, where the trainer finds them.
+`burnish serve` notes its address and token in `servers/` of the run's directory, where the trainer finds them.
 """
 
 from __future__ import annotations
@@ -10,37 +9,35 @@ import json
 import logging
 import os
 import secrets
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import xxhash
 
 from burnish.boxes.shards import TensorSpec
-from burnish.checkpoint.subprocess import accompany, start_beside
+from burnish.checkpoint.subprocess import Companion, accompany
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.device import empty_cache, keep_freed_pages, pick_device, share_cores
-from burnish.distributed.environment import environ_of_child
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
-from burnish.rollout.messages import encode_error, error_of
 from burnish.rollout.server import GeneratorServer
 from burnish.tracking.rundir import RunDirectory, write_atomically
 from burnish.train.setup import Foundation, lay_foundation, local_generator
@@ -87,7 +84,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         with agree(layout):
             if _leads(layout, config.rollout.tensor_parallel):
                 seen = visible_devices(foundation.device, config.rollout.tensor_parallel)
-                own = [Child(config.model_dump(mode="json"), layout, seen)]
+                own = [Child(config, layout, seen)]
                 stack.callback(own[0].close)
                 own[0].wait()
         told = gather_objects([(child.url, child.token) for child in own], layout)
@@ -133,37 +130,19 @@ def visible_devices(device: torch.device, count: int) -> str | None:
 class Child:
     """A generator in a process beside this one."""
 
-    def __init__(
-        self, settings: Mapping[str, Any], layout: Layout, devices: str | None = None
-    ) -> None:
-        """Start it with the run's `settings`; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
+    def __init__(self, config: RunConfig, layout: Layout, devices: str | None = None) -> None:
+        """Start it with the run's `config`; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
         self.token, self.url = secrets.token_urlsafe(24), ""
         self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        self._given = {
-            "settings": settings,
-            "token": self.token,
-            "parent": os.getpid(),
-            "local_rank": layout.local_rank if devices is None else 0,
-            "local_world": layout.local_world,
-            "world": layout.world,
-        }
+        local_rank = layout.local_rank if devices is None else 0
+        self._given = config, self.token, replace(layout, local_rank=local_rank)
         self._start()
 
     def _start(self) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
-        self._process = start_beside(
-            [sys.executable, "-m", "burnish.train.serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environ_of_child() | self._seen,
-            start_new_session=True,  # the terminal's ctrl-C is for this process
-        )
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(self._given) + "\n")
-            self._process.stdin.flush()
+        what = "the process that generates completions"
+        self._process = Companion(__name__, what, log=self._log, environ=self._seen)
+        self._process.send(self._given)
 
     def revive(self, lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Start it again if it is lost."""
@@ -171,8 +150,7 @@ class Child:
         if before not in lost:
             return {}
         self._process.kill()
-        status, lines = self._process.wait(), self._last_lines()
-        log.warning("starting a generator again, after exit status %d\n%s", status, lines)
+        log.warning("starting a generator again, after %s", self._process.died().have)
         self.close()
         self._start()
         try:
@@ -184,49 +162,31 @@ class Child:
 
     def wait(self) -> None:
         """Wait until it listens. Raises `BurnishError` if it does not."""
-        timer = threading.Timer(_START_SECONDS, self._process.kill)
-        timer.start()
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        timer.cancel()
-        told = json.loads(line) if line else {}
-        error = error_of(told)
-        if error is not None:
-            raise error
-        if "port" not in told:
-            self._process.wait()
-            raise BurnishError(
-                "the process that generates completions did not start",
-                have=f"exit status {self._process.returncode}\n{self._last_lines()}",
-                do="look at its last lines above",
-            )
-        host = socket.gethostname() if told["host"] == "0.0.0.0" else told["host"]
-        self.url = f"http://{host}:{told['port']}"
+        told: str | BurnishError | None = self._process.answer(_START_SECONDS)
+        if told is None:
+            self._process.kill()
+            told = self._process.died()
+        if isinstance(told, BurnishError):
+            raise told
+        self.url = told
 
     def close(self) -> None:
         """End it."""
         self._process.kill()
-        self._process.communicate()
         self._log.close()
 
-    def _last_lines(self) -> str:
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-20:])
 
-
-def serve(foundation: Foundation, host: str, port: int) -> None:
+def serve_openly(foundation: Foundation, host: str, port: int) -> None:
     """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` if the address is taken."""
     config, token = foundation.config, secrets.token_urlsafe(24)
     server = _made(foundation, token, host, port)
-    where = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    url = f"http://{f'[{where}]' if ':' in where else where}:{server.port}"
     directory = RunDirectory(config.directory).servers
     directory.mkdir(0o700, parents=True, exist_ok=True)  # the notes hold tokens
-    note = directory / f"{where}-{server.port}.json"
+    note = directory / f"{urlsplit(server.url).netloc}.json"
     with catch_signals() as stopper, suppress(StopRequested):
         try:
-            write_atomically(note, json.dumps({"url": url, "token": token}) + "\n")
-            log.info("serving run %s at %s", config.run_name, url)
+            write_atomically(note, json.dumps({"url": server.url, "token": token}) + "\n")
+            log.info("serving run %s at %s", config.run_name, server.url)
             server.run(stopper.check)
         finally:
             note.unlink(missing_ok=True)
@@ -239,22 +199,14 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
         keep_freed_pages()
     engine = foundation.config.rollout.engine
     about = {"model": _fitting([*chain(*_specs(foundation))]), "engine": engine}
-    try:
-        return GeneratorServer(
-            local_generator(foundation),
-            token=token,
-            about=about,
-            host=host,
-            port=port,
-            timeout=foundation.config.rollout.timeout_seconds,
-        )
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"{host}:{port} cannot be listened at",
-            have=error,
-            want="an address of this machine, and a port that is free",
-            do="give --port another number, or 0 for any that is free",
-        ) from error
+    return GeneratorServer(
+        local_generator(foundation),
+        token=token,
+        about=about,
+        host=host,
+        port=port,
+        timeout=foundation.config.rollout.timeout_seconds,
+    )
 
 
 def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
@@ -335,25 +287,20 @@ def _about(url: str, token: str) -> dict[str, Any] | None:
         return None
 
 
-def main(given: Mapping[str, Any], answers: TextIO) -> None:
-    """Be the generator beside a rank, as its `Child` says."""
-    accompany(given["parent"])
-    local = RunConfig.model_validate(given["settings"])
-    share_cores(given["local_world"])
-    device = pick_device(given["local_rank"])
-    # Rank 0 asks the processes beside all ranks, which may be on other machines.
-    host = "127.0.0.1" if given["world"] == given["local_world"] else "0.0.0.0"
-    server = _made(lay_foundation(local, Layout(), device), given["token"], host, 0)
-    print(json.dumps({"port": server.port, "host": host}), file=answers, flush=True)
+def serve(pipe: int, parent: int) -> None:
+    """Be the generator beside a rank, the process `parent`, as its `Child` says."""
+    accompany(parent)
+    os.set_inheritable(pipe, False)
+    with Connection(pipe) as connection:
+        config, token, layout = connection.recv()
+        try:
+            share_cores(layout.local_world)
+            device = pick_device(layout.local_rank)
+            # Rank 0 asks the processes beside all ranks, which may be on other machines.
+            host = "127.0.0.1" if layout.world == layout.local_world else "0.0.0.0"
+            server = _made(lay_foundation(config, Layout(), device), token, host, 0)
+        except BurnishError as error:
+            connection.send(error)
+            sys.exit(error.exit_code)
+        connection.send(server.url)
     server.run()
-
-
-if __name__ == "__main__":
-    # Libraries print where they like; the line for the rank goes by itself.
-    _answers_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        main(json.loads(sys.stdin.readline()), _answers_to)
-    except BurnishError as error:
-        _answers_to.write(bytes(encode_error(error)[0]).decode())
-        sys.exit(error.exit_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from multiprocessing import Pipe
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_what_cannot_be_unpickled_is_an_error_and_the_next_answer_is_read(compan
     assert companion.answer(0.0) is None
     assert companion.send("enough")
     assert "exit status 0" in str(companion.answer(60.0))
+
+
+def test_its_end_shows_the_last_lines_of_its_log(tmp_path, monkeypatch):
+    text = "import os\ndef serve(*_): print(os.environ['SAID'], flush=True); os._exit(7)\n"
+    (tmp_path / "dies_for_tests.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with TemporaryFile("w+") as log:
+        dying = Companion("dies_for_tests", "it", log=log, environ={"SAID": "no room left"})
+        assert dying.answer(60.0).have == "exit status 7\nno room left\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -59,8 +59,7 @@ def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> I
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        name = f"[{host}]" if ":" in host else host
-        yield Server(f"http://{name}:{server.port}", TOKEN, max(timeout, 30.0))
+        yield Server(server.url, TOKEN, max(timeout, 30.0))
     finally:
         server.stop()
         thread.join(30)
@@ -778,7 +777,7 @@ def test_requests_without_fields_are_answered() -> None:
 
 def test_a_port_that_is_taken_is_refused() -> None:
     make = partial(GeneratorServer, own(tiny_model()), token=TOKEN, about={})
-    with serving(own(tiny_model())) as server, pytest.raises(OSError, match="in use"):
+    with serving(own(tiny_model())) as server, pytest.raises(UsageError, match="in use"):
         make(port=int(server.url.rpartition(":")[2]))
 
 

@@ -1,0 +1,31 @@
+"""Listen for other programs. Loads no torch."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from burnish.errors import UsageError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at once. Raises `UsageError` if it cannot."""
+    try:
+        if not 0 <= port < 1 << 16:
+            raise OSError(errno.EINVAL, f"there is no port {port}")
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UsageError(
+            f"{host}:{port} cannot be listened at",
+            have=error,
+            want="an address of this machine, and a port that is free",
+            do="give --port another number, or 0 for any that is free",
+        ) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return its address, as other machines know it if it listens to them."""
+    host, port = listener.getsockname()[:2]
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
