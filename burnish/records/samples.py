@@ -5,9 +5,9 @@ SFT and RL meet in `Example`. Token arrays are 1-D numpy arrays on the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,45 @@ class Completion:
         for version, first in self.later_versions:
             found[first:] = version
         return found
+
+
+def joined_arrays(made: Sequence[Completion], ids: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of completions one after the other, by name; `ids` is the type of token ids."""
+    parts: dict[str, list[npt.NDArray[Any]]] = {
+        "token_ids": [each.token_ids.astype(ids) for each in made],
+        "logprobs": [each.logprobs for each in made],
+        "sampled_logprobs": [each.sampled_logprobs for each in made],
+        "experts": [each.experts for each in made if each.experts is not None],
+    }
+    return {name: np.concatenate(each) for name, each in parts.items() if each}
+
+
+def split_arrays(
+    told: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]]
+) -> Iterator[Completion]:
+    """Yield completions of what was `told` in JSON of each, and of their `joined_arrays`.
+
+    `tokens` and `experts` are lengths, 0 for no experts. Raises `ValueError` for arrays of other lengths.
+    """
+    parts = {}
+    for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
+        counts = [each["experts" if name == "experts" else "tokens"] for each in told]
+        array = arrays.get(name, np.zeros(0, np.float32))
+        if len(array) != sum(counts):
+            raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
+        parts[name] = np.split(array, np.cumsum(counts, dtype=int)[:-1])
+    for each, ids, sampled, raw, experts in zip(told, *parts.values(), strict=False):
+        reason, times = each["stop_reason"], each.get("times")
+        yield Completion(
+            ids.astype(np.int64),
+            sampled,
+            raw,
+            reason if reason in get_args(StopReason) else None,
+            int(each["weights_version"]),
+            experts if each["experts"] else None,
+            tuple((int(number), int(first)) for number, first in each["later_versions"]),
+            times=tuple(times) if times else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
 from burnish.records import Completion, Request
+from burnish.records.samples import joined_arrays, split_arrays
 from burnish.rollout.base import Sampling
 
 Array = np.ndarray[Any, Any]
@@ -150,17 +151,11 @@ def encode_completions(groups: Sequence[Sequence[Completion]]) -> Parts:
             "weights_version": each.weights_version,
             "later_versions": each.later_versions,
             "times": each.times,
-            "experts": None if each.experts is None else len(each.experts),
+            "experts": 0 if each.experts is None else len(each.experts),
         }
         for each in made
     ]
-    parts: dict[str, list[Array]] = {
-        "token_ids": [each.token_ids.astype(np.int64) for each in made],
-        "sampled_logprobs": [each.sampled_logprobs for each in made],
-        "logprobs": [each.logprobs for each in made],
-        "experts": [each.experts for each in made if each.experts is not None],
-    }
-    arrays = {name: np.concatenate(each) for name, each in parts.items() if each}
+    arrays = joined_arrays(made, np.int64)
     return encode({"groups": [len(group) for group in groups], "completions": told}, arrays)
 
 
@@ -181,39 +176,16 @@ def read_completions(
     room = [sampling.max_tokens - each.drawn for each in requests for _ in range(each.samples)]
     if any(not (1 - partial) <= count <= most for count, most in zip(tokens, room, strict=True)):
         raise ValueError(f"a completion has not 1 to {sampling.max_tokens} tokens")
-    experts = [each["experts"] or 0 for each in told]
-    parts = {}
-    for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
-        counts = experts if name == "experts" else tokens
-        array = message.arrays.get(name, np.zeros(0, np.float32))
-        if len(array) != sum(counts):
-            raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
-        parts[name] = iter(np.split(array, np.cumsum(counts, dtype=int)[:-1]))
-        if "logprobs" in name and not np.isfinite(array).all():
-            raise ValueError("a completion has log-probs that are not finite")
-    made: list[Completion] = []
-    for each in told:
-        part = {name: next(arrays) for name, arrays in parts.items()}
-        later = tuple((int(number), int(first)) for number, first in each["later_versions"])
-        mine = int(each["weights_version"])
+    made = list(split_arrays(told, message.arrays))
+    for each, one in zip(told, made, strict=True):
+        mine, later = one.weights_version, one.later_versions
         if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
             raise ValueError(f"weights of version {mine} made a completion")
         reasons = ("stop", "length", None)[: 2 + partial]
-        if each["stop_reason"] not in reasons or (part["token_ids"] < 0).any():
+        if each["stop_reason"] not in reasons or (one.token_ids < 0).any():
             raise ValueError("a completion has tokens that are none, or no reason to end")
-        if each["experts"] is None:
-            part["experts"] = None  # type: ignore[assignment]
-        times = tuple(each["times"]) if each["times"] else None
-        made.append(
-            Completion(
-                stop_reason=each["stop_reason"],
-                weights_version=mine,
-                later_versions=later,
-                times=times,
-                text=None,
-                **part,
-            )
-        )
+        if not (np.isfinite(one.logprobs).all() and np.isfinite(one.sampled_logprobs).all()):
+            raise ValueError("a completion has log-probs that are not finite")
     remaining = iter(made)
     return [[next(remaining) for _ in range(each.samples)] for each in requests]
 

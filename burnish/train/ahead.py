@@ -6,10 +6,10 @@ Prompts lack messages and columns, since rewards are there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from burnish.checkpoint.steps import Committed
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
-from burnish.records import Completion, Prompt, Rollout, StopReason
+from burnish.records import Completion, Prompt, Rollout
+from burnish.records.samples import joined_arrays, split_arrays
 from burnish.rollout.partial import SampleKey
 from burnish.tracking.trackers import json_number, json_numbers, numbers
 from burnish.train.collect import DrawnBatch
@@ -46,7 +47,7 @@ def ahead_files(
                 mine[key] = replace(each, experts=None)
         lines, tensors = _paths(step, "partial")
         files[lines] = "".join(_partial_line(*each) for each in mine.items()).encode()
-        files[tensors] = _safetensors(_arrays_of(list(mine.values())))
+        files[tensors] = _safetensors(joined_arrays(list(mine.values()), np.int32))
     return files
 
 
@@ -136,17 +137,7 @@ def _tensors(groups: Sequence[Sequence[Rollout]]) -> bytes:
     made = [rollout.completion for group in groups for rollout in group]
     prompts = [group[0].prompt.token_ids.astype(np.int32) for group in groups]
     arrays = {"prompt_ids": np.concatenate(prompts)} if prompts else {}
-    return _safetensors(arrays | _arrays_of(made))
-
-
-def _arrays_of(made: Sequence[Completion]) -> dict[str, Array]:
-    parts: dict[str, list[Array]] = {
-        "token_ids": [each.token_ids.astype(np.int32) for each in made],
-        "logprobs": [each.logprobs for each in made],
-        "sampled_logprobs": [each.sampled_logprobs for each in made],
-        "experts": [each.experts for each in made if each.experts is not None],
-    }
-    return {name: np.concatenate(each) for name, each in parts.items() if each}
+    return _safetensors(arrays | joined_arrays(made, np.int32))
 
 
 def _safetensors(arrays: Mapping[str, Array]) -> bytes:
@@ -160,7 +151,7 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
     groups = [parse_json(line, str(paths[0])) for line in lines.splitlines()]
     arrays = _arrays(paths[1], tensors)
     rollouts = [rollout for group in groups for rollout in group["rollouts"]]
-    completions = _completions(rollouts, arrays)
+    completions = split_arrays(rollouts, arrays)
     ends = np.cumsum([group["prompt_tokens"] for group in groups])[:-1]
     prompts = iter(np.split(arrays.get("prompt_ids", np.zeros(0, np.int32)), ends))
     kept, left_out = list[list[Rollout]](), list[list[Rollout]]()
@@ -198,7 +189,7 @@ def _partial(
 ) -> dict[SampleKey, Completion]:
     lines, tensors = _paths(number, "partial")
     told = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]
-    made = _completions(told, _arrays(step.path / tensors, files[tensors]))
+    made = split_arrays(told, _arrays(step.path / tensors, files[tensors]))
     keys = [
         SampleKey(
             number,
@@ -220,24 +211,3 @@ def _arrays(path: PurePath, tensors: bytes) -> dict[str, Array]:
         .copy()
         for entry in parse_header(path, tensors[:size], len(tensors)).entries.values()
     }
-
-
-def _completions(
-    lines: Sequence[Mapping[str, Any]], arrays: Mapping[str, Array]
-) -> Iterator[Completion]:
-    nothing, parts = np.zeros((0, 0, 0), np.uint8), {}
-    for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
-        counts = [each["experts" if name == "experts" else "tokens"] for each in lines]
-        parts[name] = np.split(arrays.get(name, nothing), np.cumsum(counts)[:-1])
-    for told, *each in zip(lines, *parts.values(), strict=False):
-        ids, sampled, raw, experts = each
-        reason = told["stop_reason"]
-        yield Completion(
-            ids.astype(np.int64),
-            sampled,
-            raw,
-            reason if reason in get_args(StopReason) else None,
-            int(told["weights_version"]),
-            experts if told["experts"] else None,
-            tuple((int(number), int(first)) for number, first in told["later_versions"]),
-        )

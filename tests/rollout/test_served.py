@@ -805,7 +805,10 @@ def completions_of(draw: st.DrawFn, requests: Sequence[Request]) -> list[list[Co
     def completion() -> Completion:
         tokens = np.array(draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=3)), np.int64)
         both = [np.array([draw(FLOATS) for _ in tokens], np.float32) for _ in range(2)]
-        reason, rows = draw(st.sampled_from(["stop", "length"])), draw(st.none() | SIZES)
+        reason, rows = (
+            draw(st.sampled_from(["stop", "length"])),
+            draw(st.none() | st.integers(1, 3)),
+        )
         kind = np.uint8 if wide else np.int16
         experts = None if rows is None else np.arange(rows * 6, dtype=kind).reshape(rows, 3, 2)
         times = draw(st.none() | st.tuples(*[st.floats(0, 1e10)] * 3))
