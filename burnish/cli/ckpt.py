@@ -44,6 +44,7 @@ from burnish.errors import (
     bytes_text,
     count_text,
     few,
+    neighbours,
     table,
 )
 from burnish.files.durable import Removals, move_aside, naming_failures
@@ -136,19 +137,9 @@ def _steps_directory(path: P) -> P:
     is_its_name = path.name == CHECKPOINTS and (names or (isinstance(path, Path) and path.is_dir()))
     if is_its_name or any(step_number(name) is not None for name in names):
         return path
-    problem, have = f"there are no checkpoints at {path}", None
-    if isinstance(path, Path):
-        near = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if near == path or not near.is_dir():
-            problem = f"{path} holds no checkpoints"
-            have = "a directory" if near.is_dir() else f"{near}, which is a file"
-        else:
-            problem = f"there is no {path}"
-            names = sorted((each.name for each in near.iterdir()), reverse=True)
-            have = f"{near} with {few(names)}"
     raise MissingError(
-        problem,
-        have=have,
+        f"there are no checkpoints at {path}",
+        have=neighbours(path) if isinstance(path, Path) else None,
         want="runs/NAME, its checkpoints/, or a step-N in it",
         do="correct the path, or the URL",
     )

@@ -10,9 +10,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from types import FrameType
 
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -57,6 +59,20 @@ def place_of(environ: Mapping[str, str]) -> Place:
         place: Place = import_module("burnish.distributed.slurm").place_of_step(environ)
         return place
     return Place(Layout())
+
+
+@contextmanager
+def handling(
+    numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle signals inside the block, but not a SIGHUP that nohup has told this process to ignore."""
+    kept = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
+    former = {number: signal.signal(number, handle) for number in numbers if number != kept}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def environ_of_child() -> dict[str, str]:

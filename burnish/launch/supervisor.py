@@ -9,12 +9,11 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from types import FrameType
+from contextlib import closing
 from typing import Protocol
 
 from burnish.config.schema import DistributedConfig
-from burnish.distributed.environment import AFTER_SAVE, STOPPING
+from burnish.distributed.environment import AFTER_SAVE, STOPPING, handling
 from burnish.errors import BurnishError, MissingError, UsageError, count_text
 
 _LOOK_SECONDS = 0.5
@@ -85,7 +84,7 @@ class Supervisor:
     def run(self) -> int:
         """Return the run's exit code. Raises `BurnishError` if it failed too often or finds no room."""
         restarts = 0
-        with self._hearing():
+        with handling(STOPPING, lambda number, _: self._signals.append(number)):
             for attempt in range(1 << 30):
                 started = self._placed(attempt)
                 if started is None:
@@ -182,21 +181,6 @@ class Supervisor:
             return 0
         room = min(self._wanted, self._world + self._launcher.room())
         return next(self._sizes(room, self._world + 1), 0)
-
-    @contextmanager
-    def _hearing(self) -> Iterator[None]:
-        """Note signals that ask for an end, but not a SIGHUP that nohup ignores."""
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        heard = [each for each in STOPPING if signal.getsignal(each) is not signal.SIG_IGN]
-        former = {number: signal.signal(number, hear) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
 
 
 def run_once(launcher: Launcher, world: int | None) -> int:

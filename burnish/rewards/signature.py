@@ -11,7 +11,6 @@ A function, sync or async, gets the arguments that it names, or all with `**kwar
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import math
 import re
@@ -22,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.errors import UsageError, install
+from burnish.errors import UsageError
 from burnish.functions import did_you_mean
 
 if TYPE_CHECKING:  # it loads torch, which workers do without
@@ -105,7 +104,8 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
             have=f"reward.functions kwargs {sorted(kwargs)}",
             do=did_you_mean(key, named - TRL_ARGUMENTS - VERL_ARGUMENTS),
         )
-    _check_builtin(name, kwargs)
+    if name == "regex":
+        _check_pattern(kwargs)
     declared = (function, type(function).__call__)  # an instance is what its class is
     return Signature(
         style="trl" if trl else "verl",
@@ -115,23 +115,15 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     )
 
 
-def _check_builtin(name: str, kwargs: Mapping[str, Any]) -> None:
-    if name == "math_verify" and importlib.util.find_spec("math_verify") is None:
+def _check_pattern(kwargs: Mapping[str, Any]) -> None:
+    try:
+        re.compile(kwargs["pattern"])
+    except (re.error, TypeError) as error:
         raise UsageError(
-            "The reward math_verify needs a package that is not installed.",
-            have="no package math_verify",
-            want="math-verify",
-            do=install("math"),
-        )
-    if name == "regex":
-        try:
-            re.compile(kwargs["pattern"])
-        except (re.error, TypeError) as error:
-            raise UsageError(
-                "The reward regex was given a pattern that is not a regular expression.",
-                have=f"{kwargs['pattern']!r}: {error}",
-                do="correct pattern in the function's kwargs",
-            ) from error
+            "The reward regex was given a pattern that is not a regular expression.",
+            have=f"{kwargs['pattern']!r}: {error}",
+            do="correct pattern in the function's kwargs",
+        ) from error
 
 
 def arguments(

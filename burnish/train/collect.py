@@ -485,7 +485,7 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
 
     `make` calls its argument again and again, so that it may take longer than a collective.
     """
-    told: tuple[T | None, int | None, BurnishError | None] | None = None
+    told: tuple[T | None, StopRequested | BurnishError | None] | None = None
     last = time.monotonic()
 
     def beat() -> None:
@@ -496,19 +496,16 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
 
     if layout.is_main:
         try:
-            told = make(beat), None, None
-        except StopRequested as request:
-            told = None, request.signal_number, None
-        except BurnishError as raised:
-            told = None, None, raised
+            told = make(beat), None
+        except (StopRequested, BurnishError) as raised:
+            told = None, raised
         told = from_main(told, layout)
     while told is None:
         told = from_main(told, layout)
-    made, stopped, error = told
-    if stopped is not None:
-        raise StopRequested(stopped)
-    if error is not None:
+    made, error = told
+    if isinstance(error, BurnishError):
         error.told_elsewhere = layout.world > 1
+    if error is not None:
         raise error
     return cast(T, made)
 

@@ -81,10 +81,13 @@ def _copy_all(
         folder = local_directory(model["path"], watch, weights=False)
         model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
         model["tokenizer"] = model["tokenizer"] or str(folder)
-    for section, setting in ((model, "path"), (model, "tokenizer"), (model["lora"], "path")):
-        if is_elsewhere(section.get(setting)):
-            place = local_directory(section[setting], watch, weights=has_weights)
-            section[setting] = str(place)
+    for section, key, kind, setting in hub_entries(values):
+        is_beside = setting in ("critic.path", "reward.models")
+        stays = (is_beside and only_small) or (setting == "critic.path" and not trains)
+        if kind == "model" and not stays and is_elsewhere(section.get(key)):
+            if setting == "reward.models":  # the copy's directory has another name
+                section["name"] = RewardModelConfig(**section).part_name
+            section[key] = str(local_directory(section[key], watch, weights=has_weights))
     for setting in ("chat_template", "fresh"):
         if isinstance(model[setting], str) and is_url(model[setting]):
             model[setting] = str(_file(model[setting], watch))
@@ -105,18 +108,6 @@ def _copy_all(
                     do="copy it to a directory of this machine, and name that in data.train",
                 )
             data[name] += files
-    if not only_small:
-        _copy_models(values, watch, trains=trains)
-
-
-def _copy_models(values: Mapping[str, Any], watch: Watch | None, *, trains: bool) -> None:
-    critic = values["critic"]
-    for judge in values["reward"]["models"]:
-        if is_elsewhere(judge["path"]):  # the copy's directory has another name
-            judge["name"] = RewardModelConfig(**judge).part_name
-            judge["path"] = str(local_directory(judge["path"], watch))
-    if trains and is_elsewhere(critic["path"]):
-        critic["path"] = str(local_directory(critic["path"], watch))
 
 
 def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) -> list[str]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from burnish.distributed.collectives import any_rank, gather_objects
-from burnish.distributed.environment import AFTER_SAVE, STOPPING
+from burnish.distributed.environment import AFTER_SAVE, STOPPING, handling
 from burnish.distributed.layout import Layout
 from burnish.tracking.progress import leave_lost_terminal
 
@@ -29,7 +29,10 @@ class StopRequested(Exception):
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        super().__init__(signal_number)
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signal_number).name}"
 
 
 class Stopper:
@@ -61,7 +64,8 @@ class Stopper:
         before = self.received
         return lambda: self.received != before
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal, or end by it if it insists."""
         if number == AFTER_SAVE:
             self._ends_after_save = True
             return
@@ -80,18 +84,8 @@ class Stopper:
 
 @contextmanager
 def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
-    """Let signals set a flag of the yielded stopper inside the block.
-
-    A SIGHUP that nohup has told this process to ignore stays ignored. A thread that is not the main one cannot catch signals.
-    """
+    """Let signals set a flag of the yielded stopper inside the block. A thread that is not the main one cannot catch signals."""
     stopper = Stopper(layout)
     is_main = threading.current_thread() is threading.main_thread()
-    known = (*STOPPING, AFTER_SAVE) if is_main else ()
-    ignored = signal.SIGHUP, signal.SIG_IGN  # as nohup has it
-    heard = [each for each in known if (each, signal.getsignal(each)) != ignored]
-    former = {number: signal.signal(number, stopper._handle) for number in heard}
-    try:
+    with handling((*STOPPING, AFTER_SAVE) if is_main else (), stopper.handle):
         yield stopper
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

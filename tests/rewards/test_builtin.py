@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.errors import UsageError, install
 from burnish.rewards.builtin import (
     exact_match,
     extract_answer,
@@ -18,7 +17,6 @@ from burnish.rewards.builtin import (
     numeric,
     regex,
 )
-from burnish.rewards.signature import read_signature
 
 
 @pytest.mark.parametrize(
@@ -187,10 +185,3 @@ def test_equivalence(completion: str, truth: object, want: float) -> None:
 def test_a_ground_truth_without_an_expression(truth: object) -> None:
     with pytest.raises(ValueError, match="ground truth"):
         math_verify("4", truth)
-
-
-def test_without_the_package_the_error_says_how_to_get_it(monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError) as caught:
-        read_signature("math_verify", math_verify, {})
-    assert caught.value.do == install("math")
