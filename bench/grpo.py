@@ -53,7 +53,6 @@ from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, GroupSampler
 from burnish.train.policy_update import PolicyUpdate
 from burnish.train.setup import lay_foundation, make_engine, prompt_dataset
-from burnish.train.signals import Stopper
 
 PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
 FIXED, SHORTEST, LONGEST = 64, 8, 256
@@ -123,7 +122,7 @@ class Ours:
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             pool.score,
             layout,
-            Stopper(),
+            lambda: None,
             Progress(enabled=False),
             Complaints(config.reward.max_failed_rounds),
         )

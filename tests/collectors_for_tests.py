@@ -9,7 +9,6 @@ from typing import Any
 from burnish.distributed.layout import Layout
 from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.progress import Progress
-from burnish.train.signals import Stopper
 
 
 @dataclass
@@ -19,7 +18,7 @@ class Collected:
     generator: Any = None
     layout: Layout = field(default_factory=Layout)
     progress: Any = field(default_factory=lambda: Progress(False))
-    stopper: Stopper = field(default_factory=Stopper)
+    check: Any = field(default=lambda: None)
     partial: Any = None
     stragglers: Any = None
     groups: Any = ()

@@ -12,11 +12,10 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 from burnish.distributed.environment import STOPPING, die_with, environ_of_child
@@ -30,20 +29,11 @@ _LAST_LINES = 20
 _log = logging.getLogger(__name__)
 
 
-def _start_beside(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that holds back the run's signals until it calls `accompany`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        return subprocess.Popen(command, **options)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class Companion:
     """The process, and this end of its pipe.
 
     It runs `module.serve(pipe, parent, *descriptors)`, with its own descriptors and this process's id. It holds `keep_open`.
-    With a `log` it writes there and gets no signals of the terminal. `environ` are further variables.
+    With a `log` it has no terminal.
     """
 
     def __init__(
@@ -53,21 +43,26 @@ class Companion:
         descriptors: tuple[int, ...] = (),
         keep_open: tuple[int, ...] = (),
         log: TextIO | None = None,
-        environ: Mapping[str, str] = MappingProxyType({}),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._what, self._log = what, log
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = (theirs.fileno(), os.getpid(), *descriptors)
-            self._process = _start_beside(
-                [sys.executable, "-P", "-c", f"from {module} import serve; serve{arguments}"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**environ_of_child(), **environ},
-                pass_fds=(theirs.fileno(), *descriptors, *keep_open),
-                start_new_session=log is not None,
-            )
+            # It holds back the run's signals until it calls `accompany`.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", f"from {module} import serve; serve{arguments}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**environ_of_child(), **(environ or {})},
+                    pass_fds=(theirs.fileno(), *descriptors, *keep_open),
+                    start_new_session=log is not None,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._pipe = Connection(ours.detach())
 
     def is_alive(self) -> bool:

@@ -65,7 +65,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
 def handling(
     numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle signals inside the block, but not a SIGHUP that nohup has told this process to ignore."""
+    """Handle signals inside the block, but no SIGHUP that nohup ignores."""
     kept = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
     former = {number: signal.signal(number, handle) for number in numbers if number != kept}
     try:

@@ -1,4 +1,4 @@
-"""Listen for other programs. Loads no torch."""
+"""Listen at addresses. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from burnish.errors import UsageError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at once. Raises `UsageError` if it cannot."""
+    """Return a socket that listens. Raises `UsageError` if it cannot."""
     try:
         if not 0 <= port < 1 << 16:
             raise OSError(errno.EINVAL, f"there is no port {port}")
@@ -25,7 +25,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return its address, as other machines know it if it listens to them."""
+    """Return where others reach it."""
     host, port = listener.getsockname()[:2]
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -99,7 +99,7 @@ class Completion:
 
 
 def joined_arrays(made: Sequence[Completion], ids: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of completions one after the other, by name; `ids` is the type of token ids."""
+    """Join completions' arrays, by name; `ids` is the type of token ids."""
     parts: dict[str, list[npt.NDArray[Any]]] = {
         "token_ids": [each.token_ids.astype(ids) for each in made],
         "logprobs": [each.logprobs for each in made],
@@ -112,10 +112,7 @@ def joined_arrays(made: Sequence[Completion], ids: npt.DTypeLike) -> dict[str, n
 def split_arrays(
     told: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> Iterator[Completion]:
-    """Yield completions of what was `told` in JSON of each, and of their `joined_arrays`.
-
-    `tokens` and `experts` are lengths, 0 for no experts. Raises `ValueError` for arrays of other lengths.
-    """
+    """Undo `joined_arrays`; `told` has each one's other fields, and lengths. Raises `ValueError`."""
     parts = {}
     for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
         counts = [each["experts" if name == "experts" else "tokens"] for each in told]

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, refusing
 from burnish.functions import did_you_mean
 
 if TYPE_CHECKING:  # it loads torch, which workers do without
@@ -105,7 +105,11 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
             do=did_you_mean(key, named - TRL_ARGUMENTS - VERL_ARGUMENTS),
         )
     if name == "regex":
-        _check_pattern(kwargs)
+        problem = (
+            f"The reward regex was given {kwargs['pattern']!r}, which is no regular expression."
+        )
+        with refusing(problem, do="correct pattern in the function's kwargs"):
+            re.compile(kwargs["pattern"])
     declared = (function, type(function).__call__)  # an instance is what its class is
     return Signature(
         style="trl" if trl else "verl",
@@ -113,17 +117,6 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
         columns=frozenset(required - TRL_ARGUMENTS) if trl else frozenset(),
         is_async=any(map(inspect.iscoroutinefunction, declared)),
     )
-
-
-def _check_pattern(kwargs: Mapping[str, Any]) -> None:
-    try:
-        re.compile(kwargs["pattern"])
-    except (re.error, TypeError) as error:
-        raise UsageError(
-            "The reward regex was given a pattern that is not a regular expression.",
-            have=f"{kwargs['pattern']!r}: {error}",
-            do="correct pattern in the function's kwargs",
-        ) from error
 
 
 def arguments(

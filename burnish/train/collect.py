@@ -36,7 +36,7 @@ from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
 from burnish.train.owners import on_main
-from burnish.train.signals import Stopper, StopRequested
+from burnish.train.signals import StopRequested
 
 T = TypeVar("T")
 Prompts = Sequence[Prompt] | Subset[Prompt]
@@ -57,8 +57,8 @@ class Collector:
     """Token ids to text, special tokens removed."""
     score: Score
     layout: Layout
-    stopper: Stopper
-    """Asked whether to stop between decoding steps, and while rewards are waited for."""
+    check: Callable[[], None]
+    """Called between decoding steps, and while rewards are waited for. It may raise `StopRequested`."""
     progress: Progress
     complaints: Complaints
     """Hears of what reward functions fail at."""
@@ -94,7 +94,7 @@ class Collector:
             own: list[RolloutTable] = []
 
             def made(beat: Callable[[], None]) -> EncodedTable:
-                main = replace(self.on_main, stopper=_BeatingStopper(self.stopper.check, beat))
+                main = replace(self.on_main, check=_both(self.check, beat))
                 own.append(main.collect(prompts, first_key, samples, sampling))
                 return own[0].encoded()
 
@@ -141,7 +141,7 @@ class Collector:
         with self.progress.phase("rollout", total) as bar:
 
             def watch(ended: int) -> None:
-                self.stopper.check()
+                self.check()
                 bar.advance(ended)
 
             if self.partial is not None:
@@ -156,7 +156,7 @@ class Collector:
             for prompt, group in zip(prompts, completions, strict=True)
             for sample, completion in enumerate(group)
         ]
-        scored = iter(self.score(rollouts, self.stopper.check))
+        scored = iter(self.score(rollouts, self.check))
         return [[next(scored) for _ in group] for group in completions]
 
     def _text(self, completion: Completion) -> str:
@@ -319,7 +319,7 @@ class RolloutQueue:
             self._drawing.go_on(last)
             if not self._pending:
                 with collector.parked():
-                    self._take_over(1, collector.stopper.check)
+                    self._take_over(1, collector.check)
         if self._left == 0 and step >= self._waiting:  # new weights come with this step
             collector.generator.release()
         self._taken = step + 1
@@ -341,8 +341,7 @@ class RolloutQueue:
         mine: list[DrawnBatch] = []
 
         def taken(beat: Callable[[], None]) -> list[tuple[Any, State]]:
-            meanwhile = _BeatingStopper(check, beat).check
-            drawn = [drawing.next(meanwhile) for _ in range(count)]
+            drawn = [drawing.next(_both(check, beat)) for _ in range(count)]
             mine.extend(batch for batch, _ in drawn)
             return [(batch.encoded(), state) for batch, state in drawn]
 
@@ -355,7 +354,7 @@ class RolloutQueue:
 
     def idle(self) -> None:
         """Wait until nothing is drawn."""
-        self._take_over(self._left, self._sampler.collector.stopper.check)
+        self._take_over(self._left, self._sampler.collector.check)
 
     def pending(self) -> tuple[DrawnBatch, ...]:
         """Return the batches drawn and not taken, up to the loader's state."""
@@ -429,7 +428,7 @@ class Drawing:
         if collector.layout.is_main:
             # Nobody waits for most of it, and training has the terminal, and the signals.
             unseen = Progress(False, moved=collector.progress.moved)
-            main = replace(collector.on_main, progress=unseen, stopper=Stopper())
+            main = replace(collector.on_main, progress=unseen, check=lambda: None)
             alone = replace(main, partial=partial)
             sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
             Thread(target=self._draw, args=(sampler,), daemon=True).start()
@@ -470,14 +469,12 @@ class Drawing:
                 return
 
 
-class _BeatingStopper(Stopper):
-    def __init__(self, check: Callable[[], None], beat: Callable[[], None]) -> None:
-        super().__init__()
-        self._check, self._beat = check, beat
+def _both(check: Callable[[], None], beat: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        check()
+        beat()
 
-    def check(self) -> None:
-        self._check()
-        self._beat()
+    return call
 
 
 def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:

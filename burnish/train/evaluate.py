@@ -277,7 +277,7 @@ def _measured(
             if isinstance(foundation, Foundation):
                 model = load_frozen(foundation)
                 judge = load_judge(foundation, model)
-            collector = make_collector(foundation, pool, stopper, progress, judge)
+            collector = make_collector(foundation, pool, stopper.check, progress, judge)
             with closing(collector.generator) as generator:
                 if model is not None:
                     generator.load_weights(model.published(), version=0)

@@ -70,7 +70,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             run, update, judge, engines = _models(foundation, session, inputs, total)
             loader.state = run.position.cursor
             bar.advance()
-            collector = make_collector(foundation, pool, session.stopper, progress, judge)
+            collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
             stack.callback(collector.generator.close)
             if config.engine.park:
                 collector = replace(collector, parks=engines)

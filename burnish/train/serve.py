@@ -131,7 +131,7 @@ class Child:
     """A generator in a process beside this one."""
 
     def __init__(self, config: RunConfig, layout: Layout, devices: str | None = None) -> None:
-        """Start it with the run's `config`; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
+        """Start it; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
         self.token, self.url = secrets.token_urlsafe(24), ""
         self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         local_rank = layout.local_rank if devices is None else 0
@@ -177,7 +177,7 @@ class Child:
 
 
 def serve_openly(foundation: Foundation, host: str, port: int) -> None:
-    """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` if the address is taken."""
+    """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` for a taken address."""
     config, token = foundation.config, secrets.token_urlsafe(24)
     server = _made(foundation, token, host, port)
     directory = RunDirectory(config.directory).servers
@@ -288,7 +288,7 @@ def _about(url: str, token: str) -> dict[str, Any] | None:
 
 
 def serve(pipe: int, parent: int) -> None:
-    """Be the generator beside a rank, the process `parent`, as its `Child` says."""
+    """Be the generator beside the rank `parent`."""
     accompany(parent)
     os.set_inheritable(pipe, False)
     with Connection(pipe) as connection:

@@ -43,7 +43,6 @@ from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, Judge
-from burnish.train.signals import Stopper
 
 _MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
@@ -453,7 +452,7 @@ def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
 def make_collector(
     foundation: TextFoundation,
     pool: RewardPool,
-    stopper: Stopper,
+    check: Callable[[], None],
     progress: Progress,
     judge: Judge,
 ) -> Collector:
@@ -468,5 +467,5 @@ def make_collector(
     stragglers = None
     if layout.world > 1 and not generator.central:
         stragglers = import_module("burnish.train.stragglers").Stragglers(warns=layout.is_main)
-    common = (layout, stopper, progress, complaints, judge, stragglers)
+    common = (layout, check, progress, complaints, judge, stragglers)
     return Collector(generator, decode, pool.score, *common)

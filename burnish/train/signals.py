@@ -64,8 +64,7 @@ class Stopper:
         before = self.received
         return lambda: self.received != before
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal, or end by it if it insists."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == AFTER_SAVE:
             self._ends_after_save = True
             return
@@ -84,8 +83,8 @@ class Stopper:
 
 @contextmanager
 def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
-    """Let signals set a flag of the yielded stopper inside the block. A thread that is not the main one cannot catch signals."""
+    """Let signals set a flag of the yielded stopper inside the block; only the main thread can."""
     stopper = Stopper(layout)
     is_main = threading.current_thread() is threading.main_thread()
-    with handling((*STOPPING, AFTER_SAVE) if is_main else (), stopper.handle):
+    with handling((*STOPPING, AFTER_SAVE) if is_main else (), stopper._handle):
         yield stopper

@@ -24,7 +24,6 @@ from burnish.rewards.overview import Complaints
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, GroupSampler, compared
 from burnish.train.policy_update import PolicyUpdate
-from burnish.train.signals import Stopper
 
 LIMIT = 8
 """Tokens of the longest completion."""
@@ -211,7 +210,7 @@ def _made(layout: Layout) -> tuple[list[int], list[int]]:
     generator: Any = SimpleNamespace(central=False, generate=generate)
     heard, progress = Complaints(1), Progress(enabled=False)
     score = lambda rollouts, check: rollouts  # noqa: E731
-    collector = Collector(generator, str, score, layout, Stopper(), progress, heard)
+    collector = Collector(generator, str, score, layout, lambda: None, progress, heard)
     config, dataset = configured(batch={"prompts": len(PROMPTS)}), Counted()
     loader = Loader(len(PROMPTS), 0, shuffle=False)
     batch = GroupSampler(config, collector, dataset, loader).sample(step=0)
