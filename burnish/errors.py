@@ -156,11 +156,11 @@ def bytes_text(size: float) -> str:
 
 def neighbours(path: Path) -> str:
     """Return the names beside a missing path, or the likeliest of many."""
-    if path.exists():
-        return "a directory without data" if path.is_dir() else "a file"
-    folder = next((each for each in path.parents if each.exists()), Path())
+    folder = next((each for each in (path, *path.parents) if each.exists()), Path())
     if not folder.is_dir():
         return f"{folder}, which is a file"
+    if folder == path:
+        return "a directory without data"
     missing = path.relative_to(folder).parts[0]
     names = sorted(each.name for each in folder.iterdir())
     near = names
