@@ -29,7 +29,6 @@ import xxhash
 
 from burnish.boxes.shards import TensorSpec
 from burnish.checkpoint.subprocess import Companion, accompany
-from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.device import empty_cache, keep_freed_pages, pick_device, share_cores
 from burnish.distributed.layout import Layout
@@ -84,7 +83,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         with agree(layout):
             if _leads(layout, config.rollout.tensor_parallel):
                 seen = visible_devices(foundation.device, config.rollout.tensor_parallel)
-                own = [Child(config, layout, seen)]
+                own = [Child(foundation, seen)]
                 stack.callback(own[0].close)
                 own[0].wait()
         told = gather_objects([(child.url, child.token) for child in own], layout)
@@ -130,12 +129,12 @@ def visible_devices(device: torch.device, count: int) -> str | None:
 class Child:
     """A generator in a process beside this one."""
 
-    def __init__(self, config: RunConfig, layout: Layout, devices: str | None = None) -> None:
+    def __init__(self, foundation: Foundation, devices: str | None = None) -> None:
         """Start it; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
         self.token, self.url = secrets.token_urlsafe(24), ""
         self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        local_rank = layout.local_rank if devices is None else 0
-        self._given = config, self.token, replace(layout, local_rank=local_rank)
+        layout = foundation.layout if devices is None else replace(foundation.layout, local_rank=0)
+        self._given = foundation.config, self.token, layout
         self._start()
 
     def _start(self) -> None:
