@@ -411,7 +411,11 @@ def exchange(pipe: Connection, ranks: int) -> None:
             Rollout(task, n, completion(size), "", reward, {"exact_match": reward})
             for n, (size, reward) in enumerate(zip(row, rng.random(SAMPLES).tolist(), strict=True))
         ]
-        told = None, RolloutTable.of([group]).encoded(), {"generate": [1.5], "score": [0.5]}
+        told = (
+            None,
+            RolloutTable.of([group]).encoded(),
+            dict.fromkeys(("generate", "score"), np.array([1.5])),
+        )
         messages.append(pickle.dumps(told))
     levels = [messages]
     for size in group_sizes(ranks):
@@ -432,7 +436,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return made
 
     def divided() -> tuple[npt.NDArray[np.int64], Shares]:
-        outlines, _ = update.outlines(table, np.arange(len(table.rows)), "sampled_logprobs")
+        outlines, _ = update.outlines(table, np.arange(len(table.owners)), "sampled_logprobs")
         return outlines["length"], batching._assign(outlines, ranks, 16 * limit, flops)
 
     table = clock(
@@ -459,7 +463,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
     values = [np.zeros(each.item(), np.float32) for each in table.lengths[:SAMPLES]]
     estimates = gae(table.rewards[:SAMPLES], values, None, 1.0, 0.95)
     sums = estimates.sums.tobytes()
-    numbers = np.arange(len(table.rows), dtype=np.int32).reshape(ranks, SAMPLES)
+    numbers = np.arange(len(table.owners), dtype=np.int32).reshape(ranks, SAMPLES)
     of_critic = [pickle.dumps([each.tobytes(), sums]) for each in numbers]
 
     def whiten() -> None:
@@ -468,7 +472,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
         value_stats(found, table.lengths)
 
     clock("numbers of a critic", whiten)
-    assert len(credit.advantages) == len(table.rows)
+    assert len(credit.advantages) == len(table.owners)
     heard = sum(
         len(m)
         for level, size in zip(levels, group_sizes(ranks), strict=False)

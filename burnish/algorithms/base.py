@@ -87,9 +87,10 @@ class ScoredRollouts:
 
     def members(self) -> list[npt.NDArray[np.int64]]:
         """Return the groups' indices, one [groups, size] for each size."""
-        _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
-        order = np.argsort(group, kind="stable")
-        size_of = sizes[group[order]]
+        order = np.argsort(self.groups, kind="stable")
+        starts = np.flatnonzero(np.diff(self.groups[order], prepend=np.iinfo(np.int64).min))
+        sizes = np.diff(starts, append=len(order))
+        size_of = np.repeat(sizes, sizes)
         return [order[size_of == size].reshape(-1, size) for size in np.unique(sizes)]
 
 
@@ -135,8 +136,8 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
         return np.zeros(0, np.float32)
     found: Any = function(scored)
     is_plain = isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype != object
-    shapes: Any = [()] * len(found) if is_plain else [np.shape(each) for each in found]
-    if shapes == [()] * len(lengths):
+    shapes = [] if is_plain else [np.shape(each) for each in found]
+    if len(found) == len(lengths) and not any(shapes):
         result: Floats | list[Floats] = np.asarray(found, dtype=np.float32)
         checked = [np.asarray(result)[lengths > 0]]
     elif shapes == [(length,) for length in lengths.tolist()]:
@@ -144,7 +145,7 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
     else:
         raise BurnishError(
             "the advantage function returned other shapes than it should",
-            have=f"{len(shapes)} entries, the first of shape {shapes[0] if shapes else ()}",
+            have=f"{len(found)} entries, the first of shape {shapes[0] if shapes else ()}",
             want=f"{len(lengths)} numbers, or {len(lengths)} arrays of as many numbers as tokens",
             do="correct the function of algorithm.advantage",
         )

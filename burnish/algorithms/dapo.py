@@ -25,8 +25,9 @@ def has_variance(rewards: Column, groups: Column, count: int) -> Column:
 
     `groups` [N] ascend.
     """
-    first = np.searchsorted(groups, np.arange(count))
-    return np.bincount(groups[rewards != rewards[first[groups]]], minlength=count) > 0
+    varied = np.zeros(count, np.bool_)
+    varied[groups[1:][(rewards[1:] != rewards[:-1]) & (groups[1:] == groups[:-1])]] = True
+    return varied
 
 
 def select_groups(

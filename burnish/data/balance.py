@@ -23,12 +23,15 @@ _COST_SUM = 2.0**44
 """What all costs are scaled to add up to, at most, as integers. Times the number of bins it fits into 63 bits."""
 _CLOSE_ENOUGH = 1_000
 """A bin that costs more than the mean by less than one part in this is left as it is."""
-_AT_ONCE = 8
-"""One bin in this many gives an item in one turn."""
-_LOOKED_AT = (16, 256)
-"""Items of other bins among which each looks for the best exchange, and again if there is none."""
-_TURNS, _PATIENCE = 200, 1_000
-"""Turns of exchanges, and of dealing that end because bins are full, at most."""
+_MANY = 10_000
+"""Numbers that are ordered by radix."""
+_EFFORTS = ((2, 1), (4, 4), (64, 16))
+"""Which items of two bins are compared, by how far apart they are in order, and for how many idle bins one is improved, at least."""
+_COMPARED, _MISSES = 1 << 22, 8
+"""Pairs of items to compare with an effort, and turns without an exchange, at most."""
+_PATIENCE = 1_000
+"""Turns of dealing that end because bins are full, at most."""
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +108,10 @@ def _summed(values: Integers, group: Integers, count: int = 0) -> Integers:
 
 
 def _order(values: Integers) -> Integers:
-    """Order numbers ≥ 0 stably."""
-    if len(values) < 10_000:
-        return np.argsort(values, kind="stable")
-    order = np.arange(len(values))
-    for shift in range(0, int(values.max()).bit_length(), 16):  # 16 bits are sorted by radix
-        digits = (values[order] >> shift).astype(np.uint16)
-        order = order[np.argsort(digits, kind="stable")]
-    return order
+    """Order numbers ≥ 0 stably, very many by their first 16 bits, which numpy sorts by radix."""
+    if len(values) >= _MANY:
+        values = (values >> max(int(values.max()).bit_length() - 16, 0)).astype(np.uint16)
+    return np.argsort(values, kind="stable")
 
 
 def _check_limit(sizes: Integers, limit: int, group: Integers) -> None:
@@ -174,9 +173,14 @@ def _dealt(bins: Integers, costs: Integers, group: Integers, count: int, ranks: 
 
 def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
     """Return the bins of N items, of about equal cost within the limit, or None."""
-    bins = _by_falling_cost(costs, sizes, limit, count)
-    if bins is not None:
-        _Division(bins, costs, sizes, limit, count).level()
+    falling = _order(costs.max(initial=0) - costs)
+    costs, sizes = costs[falling], sizes[falling]
+    dealt = _by_falling_cost(costs, sizes, limit, count)
+    if dealt is None:
+        return None
+    _Division(dealt, costs, sizes, limit, count).level()
+    bins = np.empty_like(dealt)
+    bins[falling] = dealt
     return bins
 
 
@@ -186,24 +190,22 @@ def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -
     A turn gives many bins an item each, until one of these, or a full one, is next. Returns None if
     an item finds no room, or not soon.
     """
-    bins, falling = np.zeros_like(costs), _order(costs.max(initial=0) - costs)
-    loads, rooms = np.zeros(count, dtype=np.int64), np.full(count, limit)
+    bins, loads, rooms = np.zeros_like(costs), np.zeros(count, np.int64), np.full(count, limit)
     start, patience = 0, _PATIENCE
-    while start < len(falling):
-        item = falling[start]
-        has_room = rooms >= sizes[item]
+    while start < len(costs):
+        has_room = rooms >= sizes[start]
         if not has_room.any() or not patience:
             return None
-        near = loads <= loads[has_room].min() + costs[item]
+        near = loads <= loads[has_room].min() + costs[start]
         full = rooms[near & ~has_room].max(initial=0)
         idlest = np.flatnonzero(near & has_room)
-        idlest = idlest[_order(loads[idlest])][: len(falling) - start]
-        items, before = falling[start : start + len(idlest)], loads[idlest]
+        idlest = idlest[_order(loads[idlest])][: len(costs) - start]
+        items, before = slice(start, start + len(idlest)), loads[idlest]
         idler = np.minimum.accumulate(before + costs[items])[:-1] < before[1:]
         other = (sizes[items] > rooms[idlest]) | (sizes[items] <= full)
         stops = np.flatnonzero(idler | other[1:])
-        end = int(stops[0]) + 1 if len(stops) else len(items)
-        items, idlest = items[:end], idlest[:end]
+        end = int(stops[0]) + 1 if len(stops) else len(idlest)
+        items, idlest = slice(start, start + end), idlest[:end]
         bins[items] = idlest
         loads[idlest] += costs[items]
         rooms[idlest] -= sizes[items]
@@ -220,86 +222,79 @@ class _Division:
         self._costs, self._sizes = np.append(costs, 0), np.append(sizes, 0)  # the last: no item
         self._loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
         mean = -(-int(costs.sum()) // count)
-        self._mean, self._enough = mean, mean + mean // _CLOSE_ENOUGH
-        self._rising, self._step = _order(costs), int(costs.max(initial=0)) + 1
+        self._enough = max(mean + mean // _CLOSE_ENOUGH, int(costs.max(initial=0)))
 
     def level(self) -> None:
-        """Improve costly bins until exchanges do not help them."""
-        loads = self._loads
-        for _ in range(2):
-            hopeless = np.zeros(self._count, dtype=np.bool_)
-            for _ in range(_TURNS):
-                high = np.flatnonzero((loads > self._enough) & ~hopeless)
-                if not len(high):
-                    break
-                high = high[np.argsort(-loads[high], kind="stable")]
-                high = high[: -(-self._count // _AT_ONCE)]
-                for looked_at in _LOOKED_AT:
-                    high = high[~self._exchange(high, looked_at)] if len(high) else high
-                hopeless[high] = True
+        """Improve costly bins until exchanges do not help the costliest, or for long enough."""
+        if (self._loads <= self._enough).all():
+            return
+        rows = self._held()
+        for apart, partners in _EFFORTS:
+            turn, missed, left = 0, 0, _COMPARED
+            while missed < _MISSES and left > 0:
+                pairs, exchanged = self._exchange(rows, apart, partners, turn)
+                missed, turn = 0 if exchanged else missed + 1, turn + 1
+                left -= max(pairs * rows.shape[1] * min(apart, rows.shape[1]) * 2, 1)
 
-    def _exchange(self, high: Integers, looked_at: int) -> npt.NDArray[np.bool_]:
-        """Exchange items of bins [H] with others, idle to costly ones. Return [H] whether one is found."""
-        low = np.delete(np.arange(self._count), high)
-        if not len(high) or not len(low):
-            return np.zeros(len(high), dtype=np.bool_)
-        low = low[_order(self._loads[low])]
-        partners = min(len(low), -(-looked_at * self._count // len(self._bins)))
-        places = np.arange(len(high))[:, None] + np.arange(partners) * (len(low) // partners)
-        load, given, taken, other = self._best(high, low[places % len(low)])
-        improved = load < self._loads[high]
-        some = np.flatnonzero(improved)
-        some = some[np.unique(other[some], return_index=True)[1]]
-        self._move(given[some], high[some], other[some])
-        some = some[taken[some] >= 0]
-        self._move(taken[some], other[some], high[some])
-        return improved
+    def _held(self) -> Integers:
+        """Return items [bins, places], as they came; -1: none. A bin with very many keeps some out."""
+        narrow = np.uint16 if self._count < 1 << 16 else np.int64
+        held = np.argsort(self._bins.astype(narrow), kind="stable")
+        of_bins = self._bins[held]
+        sizes = np.bincount(of_bins, minlength=self._count)
+        width = min(int(sizes.max()), 4 * len(held) // self._count + 8) + 1
+        places = np.arange(len(held)) - (sizes.cumsum() - sizes)[of_bins]
+        rows, some = np.full((self._count, width), -1), places < width - 1
+        rows[of_bins[some], places[some]] = held[some]
+        return rows
 
-    def _best(self, high: Integers, low: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-        """Find the exchange of each bin [H] with one of `low` [H, P] that leaves the costlier cheapest.
+    def _exchange(self, rows: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
+        """Exchange items of costly and idle bins. Return how many pairs were compared, and whether any did."""
+        loads, ranked = self._loads, _order(self._loads)
+        count = min(-(-self._count // (partners + 1)), self._count // 2)
+        count = min(int((loads > self._enough).sum()), count)
+        if not count:
+            return 0, False
+        partners = min((self._count - count) // count, 4 * partners)
+        low = np.roll(ranked[:-count], -turn * ((self._count - count) * 5 // 13))
+        low, high = low[: count * partners], np.tile(ranked[::-1][:count], partners)
+        half = (loads[high] - loads[low]) // 2
+        given, taken, error = self._best(rows, high, low, half, apart)
+        after = np.maximum(loads[low] + half + error, self._enough)
+        best = after.reshape(partners, count).argmin(axis=0) * count + np.arange(count)
+        best = best[error[best] < half[best]]
+        high, low, given, taken = high[best], low[best], given[best], taken[best]
+        one, other = rows[high, given], rows[low, taken]
+        rows[high, given], rows[low, taken] = other, one
+        for items, source, target in ((one, high, low), (other, low, high)):
+            self._bins[items[items >= 0]] = target[items >= 0]
+            for sums, values in ((loads, self._costs), (self._fills, self._sizes)):
+                sums[source] -= values[items]
+                sums[target] += values[items]
+        return len(half), len(best) > 0
 
-        Returns [H] its cost, the item to give, the one to take (-1: none), and the other bin.
-        """
-        loads, fills, active = self._loads, self._fills, np.zeros(self._count, dtype=np.bool_)
-        active[high] = active[low] = True
-        held = self._rising[active[self._bins[self._rising]]]
-        held = held[_order(self._bins[held])]
-        sizes = np.bincount(self._bins[held], minlength=self._count)
-        ends = sizes.cumsum()
-        starts, keys = ends - sizes, self._bins[held] * self._step + self._costs[held]
-        row = np.repeat(np.arange(len(high)), sizes[high])
-        begins = sizes[high].cumsum() - sizes[high]
-        given = held[np.arange(len(row)) + (starts[high] - begins)[row]]
-        load, other = loads[high][:, None], loads[low]
-        wanted = np.minimum((load - other) // 2, load - self._mean)[row]
-        price = np.clip(self._costs[given][:, None] - wanted, 0, self._step - 1)
-        low = low[row]
-        dearer = np.searchsorted(keys, low * self._step + price)
-        low, load = low[..., None], load[row][..., None]
-        taken = np.stack([dearer - 1, dearer], axis=-1)
-        taken = np.where((starts[low] <= taken) & (taken < ends[low]), taken, -1)
-        taken = np.append(held, -1)[taken]
-        change = self._costs[given][:, None, None] - self._costs[taken]
-        growth = self._sizes[given][:, None, None] - self._sizes[taken]
-        after = np.maximum(np.maximum(load - change, loads[low] + change), self._enough)
-        fits = (fills[low] + growth <= self._limit) & (
-            fills[high][row][:, None, None] - growth <= self._limit
-        )
-        after = np.where(fits, after, load).reshape(len(row), -1)
-        least = after.min(axis=1)
-        best = np.minimum.reduceat(least, begins)
-        hits = np.flatnonzero(least == best[row])
-        hits = hits[np.unique(row[hits], return_index=True)[1]]
-        option = after[hits].argmin(axis=1)
-        return (
-            best,
-            given[hits],
-            taken.reshape(after.shape)[hits, option],
-            low[hits, option // 2, 0],
-        )
-
-    def _move(self, items: Integers, source: Integers, target: Integers) -> None:
-        self._bins[items] = target
-        for sums, values in ((self._loads, self._costs), (self._fills, self._sizes)):
-            sums[source] -= values[items]
-            sums[target] += values[items]
+    def _best(
+        self, rows: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
+    ) -> tuple[Integers, Integers, Integers]:
+        """Return [P] the places of each pair's items whose exchange moves about the `wanted` cost, and its error."""
+        mine, theirs = rows[high], rows[low]
+        give, take = self._costs[mine] - wanted[:, None], self._costs[theirs]
+        room, spare = self._limit - self._fills[low], self._limit - self._fills[high]
+        is_tight = min(room.min(), spare.min()) < self._sizes.max()
+        pairs, width = np.arange(len(high)), rows.shape[1]
+        given, taken, least = pairs, pairs, np.full(len(high), _NEVER)
+        apart = min(apart, width)
+        for shift in range(1 - apart, apart):
+            start, other = max(shift, 0), max(-shift, 0)
+            one, two = slice(start, width - other), slice(other, width - start)
+            error = np.abs(give[:, one] - take[:, two])
+            if is_tight:
+                growth = self._sizes[mine[:, one]] - self._sizes[theirs[:, two]]
+                error[(growth > room[:, None]) | (-growth > spare[:, None])] = _NEVER
+            place = error.argmin(axis=1)
+            off = error[pairs, place]
+            better = off < least
+            least = np.where(better, off, least)
+            given = np.where(better, place + start, given)
+            taken = np.where(better, place + other, taken)
+        return given, taken, least

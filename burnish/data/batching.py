@@ -115,7 +115,8 @@ def outlines_of(examples: Mapping[int, Example]) -> Outlines:
             )
         trained = int(mask.sum())
         start = int(mask.argmax()) if trained else 0
-        rows.append((length, start, trained, digest_of(example.token_ids[:start])))
+        name = np.frombuffer(digest_of(example.token_ids[:start]), np.int64)[0]
+        rows.append((length, start, trained, name))
         known[number] = {column: array.shape[1:] for column, array in arrays.items()}
     return np.array(rows, OUTLINE), _common(known)
 
@@ -170,9 +171,7 @@ def _assign(outlines: npt.NDArray[Any], ranks: int, budget: int, flops: ModelFlo
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     groups = _groups(outlines, min(fair, budget))
     follows = np.diff(groups, prepend=-1) == 0
-    is_there = np.bincount(lengths) > 0
-    of_sizes = np.array(flops.each(np.flatnonzero(is_there).tolist()))
-    costs = of_sizes[is_there.cumsum()[lengths] - 1]
+    costs = flops.each(lengths)
     costs -= flops.per_token * np.where(follows, outlines["start"], 0)
     return share_out(lengths, costs, ranks, budget, groups=groups)
 
@@ -180,16 +179,15 @@ def _assign(outlines: npt.NDArray[Any], ranks: int, budget: int, flops: ModelFlo
 def _groups(outlines: npt.NDArray[Any], limit: int) -> Integers:
     """Number runs of neighbours with one prompt, of at most `limit` tokens."""
     count, starts = len(outlines), outlines["start"]
-    names = np.frombuffer(outlines["beginning"].tobytes(), np.uint64)  # compares faster than bytes
-    halves = names[2:] != names[:-2]
-    apart = np.flatnonzero((starts[1:] != starts[:-1]) | halves[::2] | halves[1::2]) + 1
+    names = outlines["beginning"]
+    apart = np.flatnonzero((starts[1:] != starts[:-1]) | (names[1:] != names[:-1])) + 1
     ends = np.concatenate(([0], outlines["length"].cumsum()))
-    longest = np.searchsorted(ends, ends[:-1] + limit, side="right") - 1
     begins, first = np.zeros(count, np.int64), np.concatenate(([0], apart))
     last = np.concatenate((apart, [count]))
     while len(first):
         begins[first] = 1
-        first = np.maximum(longest[first], first + 1)
+        longest = np.searchsorted(ends, ends[first] + limit, side="right") - 1
+        first = np.maximum(longest, first + 1)
         first, last = first[first < last], last[first < last]
     return begins.cumsum() - 1
 

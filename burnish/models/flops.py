@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +57,21 @@ class ModelFlops:
     parameters: int = 0
     """Elements of all parameters."""
 
-    def each(self, lengths: Iterable[int]) -> list[float]:
+    def each(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the operations over each sequence of these lengths."""
-        every = [int(length) for length in lengths]
-        cost = {n: self.per_token * n + self._attention(n) for n in set(every)}
-        return [cost[length] for length in every]
+        found: npt.NDArray[np.float64] = self.per_token * lengths + self._attention(lengths)
+        return found
 
     def forward(self, lengths: Iterable[int]) -> float:
         """Return the operations of one forward pass over sequences."""
-        return sum(self.each(lengths))
+        return float(self.each(np.array([*lengths], np.int64)).sum())
 
     def training(self, passed: Passed, *, frozen: bool = False) -> float:
         """Return the operations of forward and backward; with `frozen`, weights get no gradients."""
         costs = self.of_training(frozen=frozen)
         products = costs.per_token * passed.tokens
         products -= costs.head * (passed.tokens - passed.predictions)
-        return products + sum(costs._attention(length) for length in passed.attended)
+        return float(products + sum(costs._attention(length) for length in passed.attended))
 
     def of_training(self, *, frozen: bool = False) -> Self:
         """Return the coefficients of `training`."""
@@ -82,11 +84,11 @@ class ModelFlops:
             head=products * self.head,
         )
 
-    def _attention(self, length: int) -> float:
-        return float(sum(each * pairs(length, window) for window, each in self.attention.items()))
+    def _attention(self, lengths: Any) -> Any:
+        return sum(float(each) * pairs(lengths, window) for window, each in self.attention.items())
 
 
-def pairs(length: int, window: int | None) -> int:
+def pairs(length: Any, window: int | None) -> Any:
     """Count pairs of a token and one it sees: at most `window`, itself included."""
-    within = length if window is None else min(length, window)
+    within = length if window is None else np.minimum(length, window)
     return within * (within + 1) // 2 + (length - within) * within

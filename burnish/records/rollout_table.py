@@ -15,7 +15,7 @@ from burnish.records.samples import Completion, Prompt, Rollout, StopReason, dig
 Groups = Sequence[Sequence[Rollout]]
 """Rollouts by prompt: a `RolloutTable`, or lists."""
 EncodedTable = tuple[
-    bytes, bytes, bytes, Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], list[int]
+    bytes, dict[str, bytes], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], list[int]
 ]
 """A table as it travels, without objects, and the number of rollouts of each rank."""
 Column = npt.NDArray[Any]
@@ -23,17 +23,8 @@ Column = npt.NDArray[Any]
 _PROMPT = np.dtype(
     [("index", "i8"), ("length", "i4"), ("digest", "V16"), ("kind", "i4"), ("count", "i4")]
 )
-_ROLLOUT = np.dtype(
-    [
-        ("group", "i4"),
-        ("sample", "i4"),
-        ("length", "i4"),
-        ("kind", "i4"),
-        ("place", "i4"),  # of the first of its parts
-        ("reward", "f8"),
-        ("greedy", "f8"),  # NaN: none
-    ]
-)
+_INTEGERS = ("sample", "length", "kind")
+_PART = "part/"
 _MOST_TOKENS = 1 << 40
 
 
@@ -70,10 +61,10 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     prompts: Column
     """[G] `_PROMPT`."""
-    rows: Column
-    """[N] `_ROLLOUT`."""
-    parts: Column
-    """Parts of all rewards, end to end, fp64."""
+    groups: Column
+    """[N] number of its group."""
+    rows: Mapping[str, Column]
+    """[N] each: `_INTEGERS`, then fp64: reward, perhaps greedy (NaN: none), and parts of the reward (0: none)."""
     prompt_kinds: Sequence[tuple[bool, str]]
     """Whether a prompt is a chat, and its source."""
     kinds: Sequence[RolloutKind]
@@ -92,8 +83,8 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             return replace(groups, owners=np.full_like(groups.owners, owner))
         objects = [each for group in groups for each in group]
         prompt_kinds, kinds = dict[tuple[bool, str], int](), dict[RolloutKind, int]()
-        prompts, rows, parts = [], [], list[float]()
-        for place, group in enumerate(groups):
+        prompts, rows = [], []
+        for group in groups:
             prompt = group[0].prompt
             alike = (prompt.messages is not None, prompt.source)
             number = prompt_kinds.setdefault(alike, len(prompt_kinds))
@@ -101,15 +92,22 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             prompts.append((prompt.index, len(prompt.token_ids), digest, number, len(group)))
             for each in group:
                 number = kinds.setdefault(RolloutKind.of(each), len(kinds))
-                greedy = nan if each.greedy_reward is None else each.greedy_reward
-                length = len(each.completion.token_ids)
-                rows.append((place, each.sample, length, number, len(parts), each.reward, greedy))
-                parts += each.reward_parts.values()
+                rows.append((each.sample, len(each.completion.token_ids), number))
+        columns = dict(
+            zip(_INTEGERS, np.array(rows, np.int32).reshape(-1, 3).T.copy(), strict=True)
+        )
+        columns["reward"] = np.array([each.reward for each in objects], np.float64)
+        if any(each.greedy_reward is not None for each in objects):
+            columns["greedy"] = np.array([each.greedy_reward for each in objects], np.float64)
+        for name in dict.fromkeys(name for kind in kinds for name in kind.parts):
+            values = [each.reward_parts.get(name, 0.0) for each in objects]
+            columns[_PART + name] = np.array(values, np.float64)
         owners = [each.owner if owner is None else owner for each in objects]
+        made = np.array(prompts, _PROMPT)
         return cls(
-            np.array(prompts, _PROMPT),
-            np.array(rows, _ROLLOUT),
-            np.array(parts, np.float64),
+            made,
+            np.repeat(np.arange(len(made)), made["count"]),
+            columns,
             [*prompt_kinds],
             [*kinds],
             np.array([-1 if each is None else each for each in owners], np.int64),
@@ -122,77 +120,103 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         cls, tables: Sequence[EncodedTable], own: RolloutTable | None = None
     ) -> RolloutTable:
         """Join the tables of ranks 0, 1, ...; `own` is this rank's."""
-        columns, counts = _joined(tables)
+        data, columns, prompt_kinds, kinds, counts = cls.merged(tables)
+        prompts = np.frombuffer(data, _PROMPT)
         owners = np.repeat(np.arange(len(counts)), counts)
         held = np.full(len(owners), -1)
         if own is not None:
-            held[np.isin(owners, own.owners)] = own.held
-        return cls(*columns, owners, held, own.objects if own else ())
+            held[np.isin(owners, own.owners[:1])] = own.held
+        return cls(
+            prompts,
+            np.repeat(np.arange(len(prompts)), prompts["count"]),
+            {name: np.frombuffer(each, _dtype(name)) for name, each in columns.items()},
+            [(is_chat, source) for is_chat, source in prompt_kinds],
+            [RolloutKind(*each) for each in kinds],
+            owners,
+            held,
+            own.objects if own else (),
+        )
 
     @classmethod
     def joined(cls, tables: Sequence[RolloutTable]) -> RolloutTable:
         """Return tables one after the other."""
-        columns, counts = _joined([each.encoded() for each in tables])
-        starts = np.cumsum([0, *(len(each.objects) for each in tables)])[:-1]
-        held = np.concatenate([each.held for each in tables])
-        return cls(
-            *columns,
-            np.concatenate([each.owners for each in tables]),
-            np.where(held < 0, -1, held + np.repeat(starts, counts)),
-            [one for each in tables for one in each.objects],
+        some = [each for each in tables if len(each)] or tables[:1]
+        if len(some) == 1:
+            return some[0]
+        starts = np.cumsum([0, *(len(each.objects) for each in some)])[:-1]
+        held = np.concatenate([each.held for each in some])
+        starts = np.repeat(starts, [len(each.held) for each in some])
+        return replace(
+            cls.gathered([each.encoded() for each in some]),
+            owners=np.concatenate([each.owners for each in some]),
+            held=np.where(held < 0, -1, held + starts),
+            objects=[one for each in some for one in each.objects],
         )
 
     def encoded(self) -> EncodedTable:
         """Return it without owners and objects."""
-        columns = self.prompts, self.rows, self.parts, self.prompt_kinds, self.kinds
-        return _encoded(columns, [len(self.rows)])
+        rows = {name: each.tobytes() for name, each in self.rows.items()}
+        kinds = [tuple(each) for each in self.kinds]
+        return self.prompts.tobytes(), rows, self.prompt_kinds, kinds, [len(self.owners)]
 
     @staticmethod
     def merged(tables: Sequence[EncodedTable]) -> EncodedTable:
         """Join encoded tables of ranks."""
-        return _encoded(*_joined(tables))
+        if len(tables) == 1:
+            return tables[0]
+        data, columns, prompt_kinds, kinds, ranks = zip(*tables, strict=True)
+        prompts = np.frombuffer(bytearray().join(data), _PROMPT)
+        counts = [sum(each) for each in ranks]
+        rows = {
+            name: b"".join(
+                each.get(name) or np.full(n, nan if name == "greedy" else 0.0).tobytes()
+                for each, n in zip(columns, counts, strict=True)
+            )
+            for name in dict.fromkeys(name for each in columns for name in each)
+        }
+        asked = [len(each) // _PROMPT.itemsize for each in data]
+        prompts["kind"], of_prompts = _merge(prompts["kind"], prompt_kinds, asked)
+        numbers, of_rollouts = _merge(np.frombuffer(rows["kind"], np.int32), kinds, counts)
+        rows["kind"] = numbers.tobytes()
+        return prompts.tobytes(), rows, of_prompts, of_rollouts, [n for e in ranks for n in e]
 
     def take(self, groups: Sequence[int] | Column) -> RolloutTable:
         """Return some groups, in this order."""
         chosen = np.asarray(groups, np.int64)
-        prompts, ends = self.prompts.take(chosen), self.prompts["count"].cumsum()
+        if np.array_equal(chosen, np.arange(len(self))):
+            return self
+        prompts, ends = self.prompts.take(chosen), self.sizes.cumsum()  # faster than an index
         sizes = prompts["count"]
         numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
-        rows = self.rows.take(numbers)  # an index of a structured array is slower
-        rows["group"] = np.repeat(np.arange(len(chosen)), sizes)
-        owners, held = self.owners[numbers], self.held[numbers]
-        return replace(self, prompts=prompts, rows=rows, owners=owners, held=held)
+        return replace(
+            self,
+            prompts=prompts,
+            groups=np.repeat(np.arange(len(chosen)), sizes),
+            rows={name: each[numbers] for name, each in self.rows.items()},
+            owners=self.owners[numbers],
+            held=self.held[numbers],
+        )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
         """Return it with other rewards [N], and greedy completions' [N] if given."""
-        rows = self.rows.copy()
-        rows["reward"] = rewards
-        if greedy is not None:
-            rows["greedy"] = greedy
-        return replace(self, rows=rows)
+        given = {"reward": rewards} if greedy is None else {"reward": rewards, "greedy": greedy}
+        return replace(self, rows={**self.rows, **given})
 
     def with_part(
         self, name: str, values: Column, weight: float, errors: Mapping[int, str]
     ) -> RolloutTable:
         """Return it with one more part of the reward, [N], and errors by number."""
-        rows, sizes = self.rows.copy(), self.by_kind(lambda kind: len(kind.parts))
-        ends = (sizes + 1).cumsum()
-        rows["reward"] += weight * values
-        rows["place"] = ends - sizes - 1
-        parts = np.empty(len(rows) + sizes.sum())
-        parts[ends - 1] = values
-        within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
-        before = self.parts[np.repeat(self.rows["place"], sizes) + within]
-        parts[np.repeat(rows["place"], sizes) + within] = before
+        numbers = self.rows["kind"].copy()
         kinds = {
             kind._replace(parts=(*kind.parts, name)): place for place, kind in enumerate(self.kinds)
         }
         every = [*kinds]
         for number, error in errors.items():
-            kind = every[rows["kind"][number]]
+            kind = every[numbers[number]]
             told = "; ".join(filter(None, (kind.error, error)))
-            rows["kind"][number] = kinds.setdefault(kind._replace(error=told), len(kinds))
-        return replace(self, rows=rows, parts=parts, kinds=[*kinds])
+            numbers[number] = kinds.setdefault(kind._replace(error=told), len(kinds))
+        more = {"kind": numbers, "reward": self.rewards + weight * values, _PART + name: values}
+        return replace(self, rows={**self.rows, **more}, kinds=[*kinds])
 
     @property
     def sizes(self) -> Column:
@@ -204,12 +228,6 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def sources(self) -> list[str]:
         """[G] where the prompts come from."""
         return [self.prompt_kinds[number][1] for number in self.prompts["kind"].tolist()]
-
-    @property
-    def groups(self) -> Column:
-        """[N] number of its group."""
-        groups: Column = self.rows["group"]
-        return groups
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -226,7 +244,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     @property
     def greedy_rewards(self) -> Column:
         """[N] fp64, NaN where there is none."""
-        greedy: Column = self.rows["greedy"]
+        greedy: Column = self.rows.get("greedy", np.full(len(self.owners), nan))
         return greedy
 
     @property
@@ -241,15 +259,15 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     @property
     def digests(self) -> Column:
-        """[N] names of the prompts' tokens, 16 bytes each."""
-        digests: Column = self.prompts["digest"][self.groups]
-        return digests
+        """[N] int64, names of the prompts' tokens."""
+        digests = np.frombuffer(self.prompts["digest"].tobytes(), np.int64)[::2]
+        return digests[self.groups]
 
     @property
     def part_names(self) -> list[str]:
-        """The parts of all rewards, by first rollout."""
-        _, first = np.unique(self.rows["kind"], return_index=True)
-        kinds = [self.kinds[number] for number in self.rows["kind"][np.sort(first)]]
+        """The parts of all rewards."""
+        is_used = np.bincount(self.rows["kind"], minlength=len(self.kinds)) > 0
+        kinds = [kind for kind, used in zip(self.kinds, is_used, strict=True) if used]
         return list(dict.fromkeys(name for kind in kinds for name in kind.parts))
 
     def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
@@ -265,11 +283,8 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     def part(self, name: str) -> tuple[Column, Column]:
         """Return [N] values of a part of the reward, 0 where it is missing, and [N] whether it is there."""
-        places = self.by_kind(lambda kind: (*kind.parts, name).index(name))
-        there = places < self.by_kind(lambda kind: len(kind.parts))
-        values = np.zeros(len(there))
-        values[there] = self.parts[(self.rows["place"] + places)[there]]
-        return values, there
+        there = self.by_kind(lambda kind: name in kind.parts) > 0
+        return self.rows.get(_PART + name, np.zeros(len(there))), there
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the rollouts that a rank has whole."""
@@ -283,16 +298,16 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     @property
     def rollouts(self) -> list[Rollout]:
         """All rollouts as objects."""
-        return [self.rollout(number) for number in range(len(self.rows))]
+        return [self.rollout(number) for number in range(len(self.owners))]
 
     def rollout(self, number: int) -> Rollout:
         """Return a rollout. Another rank's has tokens -1 and log-probs NaN, without memory."""
-        group, sample, length, kind_number, place, reward, greedy = self.rows[number].item()
-        kind, held, owner = self.kinds[kind_number], self.held[number], self.owners[number]
-        values = self.parts[place : place + len(kind.parts)].tolist()
+        row = {name: each[number].item() for name, each in self.rows.items()}
+        length, greedy, kind = row["length"], row.get("greedy", nan), self.kinds[row["kind"]]
+        held, owner = self.held[number], self.owners[number]
         known: dict[str, Any] = {
-            "reward": reward,
-            "reward_parts": dict(zip(kind.parts, values, strict=True)),
+            "reward": row["reward"],
+            "reward_parts": {name: row[_PART + name] for name in kind.parts},
             "greedy_reward": None if isnan(greedy) else greedy,
             "owner": None if owner < 0 else int(owner),
             "reward_error": kind.error,
@@ -300,7 +315,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         if held >= 0:
             own: Rollout = replace(self.objects[held], **known)
             return own
-        index, asked, digest, prompt_kind, _ = self.prompts[group].item()
+        index, asked, digest, prompt_kind, _ = self.prompts[self.groups[number]].item()
         is_chat, source = self.prompt_kinds[prompt_kind]
         prompt = Prompt(
             index, _ids(asked), "", [] if is_chat else None, None, source, {}, bytes(digest)
@@ -316,7 +331,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             experts,
             kind.later_versions,
         )
-        return Rollout(prompt, sample, made, "", **known)
+        return Rollout(prompt, row["sample"], made, "", **known)
 
     def __len__(self) -> int:
         """Count the groups."""
@@ -339,41 +354,15 @@ def _ids(count: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.int64(-1), _MOST_TOKENS)[:count]
 
 
-_Columns = tuple[Column, Column, Column, Sequence[tuple[bool, str]], Sequence[RolloutKind]]
-"""A table's, without owners and objects."""
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(np.int32 if name in _INTEGERS else np.float64)
 
 
-def _encoded(columns: _Columns, counts: list[int]) -> EncodedTable:
-    *data, prompt_kinds, kinds = columns
-    prompts, rows, parts = (each.tobytes() for each in data)
-    return prompts, rows, parts, prompt_kinds, [tuple(each) for each in kinds], counts
-
-
-def _joined(tables: Sequence[EncodedTable]) -> tuple[_Columns, list[int]]:
-    """Return the columns of tables end to end, and the number of rollouts of each rank."""
-    dtypes = (_PROMPT, _ROLLOUT, np.dtype(np.float64))
-    *data, prompt_kinds, kinds, ranks = zip(*tables, strict=True) if tables else [()] * 6
-    prompts, rows, parts = (
-        np.frombuffer(bytearray().join(each), dtype)
-        for each, dtype in zip(data, dtypes, strict=True)
-    )
-    asked, counts, sizes = (
-        [len(each) // dtype.itemsize for each in some]
-        for some, dtype in zip(data, dtypes, strict=True)
-    )
-    for name, before in (("group", asked), ("place", sizes)):
-        rows[name] += np.repeat(np.cumsum([0, *before])[:-1], counts).astype(np.int32)
-    of_prompts = _merge(prompts["kind"], prompt_kinds, asked)
-    of_rollouts = [RolloutKind(*each) for each in _merge(rows["kind"], kinds, counts)]
-    return (prompts, rows, parts, of_prompts, of_rollouts), [n for some in ranks for n in some]
-
-
-def _merge(numbers: Column, kinds: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Any]:
-    """Return the kinds of all tables, each once; `numbers` become those of this list."""
+def _merge(
+    numbers: Column, kinds: Sequence[Sequence[Any]], counts: Sequence[int]
+) -> tuple[Column, list[Any]]:
+    """Return the kinds of all tables, each once, and the `numbers` in this list."""
     known = dict[Any, int]()
-    new = np.array(
-        [known.setdefault(each, len(known)) for some in kinds for each in some], np.int32
-    )
-    starts = np.cumsum([0, *map(len, kinds)])[:-1]
-    numbers[:] = new[numbers + np.repeat(starts, counts)]
-    return [*known]
+    new = [known.setdefault(each, len(known)) for some in kinds for each in some]
+    starts = np.cumsum([0, *map(len, kinds)])[:-1].astype(np.int32)
+    return np.array(new, np.int32)[numbers + np.repeat(starts, counts)], [*known]

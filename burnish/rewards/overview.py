@@ -29,7 +29,7 @@ class Complaints:
 
         Raises `BurnishError` if all rollouts failed in `most_rounds` in a row, or in one way in the first.
         """
-        failed, count = [table.rollout(number) for number in table.failed], len(table.rows)
+        failed, count = [table.rollout(number) for number in table.failed], len(table.owners)
         kinds: dict[str, str] = {}
         for rollout in failed:
             error = str(rollout.reward_error)
@@ -84,7 +84,7 @@ def rollout_stats(table: RolloutTable) -> Stats:
 
     `reward/std` is the mean over groups of the (population) standard deviation.
     """
-    count = len(table.rows)
+    count = len(table.owners)
     if not count:
         return Stats()
     rewards, lengths, sizes = table.rewards, table.lengths, table.sizes

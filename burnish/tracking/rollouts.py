@@ -59,8 +59,8 @@ def write_rollouts(
     tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the order of `by_place`, if `table` has not.
     """
     kind: Kind = "validation" if advantages is None else "step"
-    known = [None] * len(table.rows) if advantages is None else advantages
-    given = [advantage for _, advantage in zip(table.rows, known, strict=True)]
+    known = [None] * len(table.owners) if advantages is None else advantages
+    given = [advantage for _, advantage in zip(table.owners, known, strict=True)]
     order = by_place(table.places)
     longest = chosen(step, table.rewards.tolist(), order)
     kept = dict[int, Row]()

@@ -97,7 +97,9 @@ def wanted_rollouts(
     whole = files.chosen(step, table.rewards.tolist(), order) if written else set()
     if traced:
         kind, rate = "validation" if validation else "step", settings.traces.sample_rate
-        whole |= import_module("burnish.tracking.traces").sampled(kind, step, rate, len(table.rows))
+        whole |= import_module("burnish.tracking.traces").sampled(
+            kind, step, rate, len(table.owners)
+        )
     return order or sorted(whole), whole
 
 
@@ -156,7 +158,7 @@ class Observers:
         whole: Container[int] = (),
     ) -> None:
         """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields them by index."""
-        known: list[Any] = [None] * len(table.rows) if arriving else table.rollouts
+        known: list[Any] = [None] * len(table.owners) if arriving else table.rollouts
 
         def passing() -> Iterator[tuple[int, Any]]:
             for i, rollout in arriving:

@@ -118,7 +118,8 @@ class Collector:
             groups = self._scored([*mine.values()], completions)
         except StopRequested as request:
             stopped = request.signal_number
-        took = {"generate": [generated - began], "score": [time.monotonic() - generated]}
+        seconds = {"generate": generated - began, "score": time.monotonic() - generated}
+        took = {part: np.array([each]) for part, each in seconds.items()}
         own_table = RolloutTable.of(groups, self.layout.rank)
         share = stopped, own_table.encoded(), took
         [(stopped, told, took)] = gather_objects(share, self.layout, merged_shares)
@@ -164,14 +165,14 @@ class Collector:
         return self.decode(completion.token_ids.tolist()) if told is None else told
 
 
-Share = tuple[int | None, EncodedTable, dict[str, list[float]]]
+Share = tuple[int | None, EncodedTable, dict[str, Column]]
 """A signal, rollouts, and the seconds of each rank by part of the work: of some ranks."""
 
 
 def merged_shares(shares: Sequence[Share]) -> Share:
     """Join the shares of several ranks."""
     signals, tables, seconds = zip(*shares, strict=True)
-    took = {part: [each for some in seconds for each in some[part]] for part in seconds[0]}
+    took = {part: np.concatenate([some[part] for some in seconds]) for part in seconds[0]}
     stopped = next((number for number in signals if number is not None), None)
     return stopped, RolloutTable.merged(tables), took
 

@@ -102,7 +102,7 @@ Answers = Sequence[Sequence[Any]]
 
 def _answers(table: RolloutTable, layout: Layout) -> Answers:
     """Return a digest of each answer; None where no votes are counted. Collective."""
-    if len(table.rows) == len(table):
+    if len(table.owners) == len(table):
         return [[None] for _ in table.sizes]
     texts = (table.rollout(n).text for n in table.of_rank(layout.rank))
     answers = (extract_answer(text) for text in texts)

@@ -20,7 +20,7 @@ _ROUND_TOKENS = 1 << 20
 
 def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
     """Return all rollouts on rank 0. Collective."""
-    everything = range(len(table.rows))
+    everything = range(len(table.owners))
     return [rollout for _, rollout in arriving(table, everything, everything, layout)]
 
 

@@ -74,9 +74,11 @@ class PolicyUpdate:
         Rollouts without a trained token, and mini-batches of nothing else, are left out.
         """
         table, batches = RolloutTable.of(groups), []
-        trained = self._trained(table)
-        for part in np.array_split(np.arange(len(table)), self.config.batch.minibatches):
-            numbers = np.flatnonzero(np.isin(table.groups, part) & trained)
+        trained = np.flatnonzero(self._trained(table))
+        parts = np.array_split(np.arange(len(table)), self.config.batch.minibatches)
+        for part in filter(len, parts):
+            start, end = np.searchsorted(table.groups[trained], [part[0], part[-1] + 1])
+            numbers = trained[start:end]
             if len(numbers):
                 batches.append(self._batch(table, numbers, self._kept))
         return batches
@@ -286,7 +288,7 @@ class PolicyUpdate:
         """Return by rollout Σ |engine's - generator's log-prob| at temperature 1. Collective."""
         answered = np.flatnonzero(table.lengths)
         if not len(answered):
-            return np.zeros(len(table.rows))
+            return np.zeros(len(table.owners))
         batch = self._batch(table, answered, "old_logprobs")
         plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
         outputs = self.engine.forward(replace(batch, microbatches=plain))
@@ -312,7 +314,7 @@ class PolicyUpdate:
     ) -> Column:
         """Return fp64 numbers of all rollouts, [N] or [N, `columns`]. Collective."""
         shape = () if columns is None else (columns,)
-        found = np.zeros((len(table.rows), *shape))
+        found = np.zeros((len(table.owners), *shape))
         rows = np.array([*own.values()], np.float64).reshape(-1, *shape)
         numbers, everything = gather_rows([*own], rows, self.engine.layout)
         found[numbers] = everything

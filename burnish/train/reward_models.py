@@ -55,7 +55,7 @@ class RewardModel:
         own = table.of_rank(layout.rank)
         texts = [table.rollout(i) for i in own]
         mine = dict(zip(own, _examples(_read(self.encoder, texts), texts), strict=True))
-        outlines = np.zeros(len(table.rows), OUTLINE)
+        outlines = np.zeros(len(table.owners), OUTLINE)
         for numbers, theirs in gather_objects((own, outlines_of(mine)[0]), layout):
             outlines[numbers] = theirs
         found, is_read = np.zeros(len(outlines)), outlines["length"] <= self.positions

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
 
 from burnish.tracking.stats import Max, Stats
 
@@ -19,25 +20,22 @@ class Stragglers:
     """Counts every rank's seconds of a step by part; the same on every rank."""
 
     def __init__(self, *, warns: bool) -> None:
-        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._seconds = dict[str, npt.NDArray[np.float64]]()
         self._in_a_row: dict[str, tuple[int, int]] = {}
         self._named: set[tuple[str, int]] = set()
         self._warns = warns
 
-    def hear(self, took: Mapping[str, Sequence[float]]) -> None:
+    def hear(self, took: Mapping[str, npt.ArrayLike]) -> None:
         """Add the seconds of a round, by part and rank."""
         for part, more in took.items():
-            self._seconds[part] = [
-                before + now
-                for before, now in zip(self._seconds[part] or [0.0] * len(more), more, strict=True)
-            ]
+            self._seconds[part] = self._seconds.get(part, 0.0) + np.asarray(more, np.float64)
 
     def stats(self) -> Stats:
         """End the step: return each part's slowest rank and its time over the median's; warn of lasting ones."""
         found = Stats()
         for part, seconds in self._seconds.items():
-            longest, typical = max(seconds), median(seconds)
-            rank = seconds.index(longest)
+            rank, typical = int(seconds.argmax()), float(np.median(seconds))
+            longest = float(seconds[rank])
             found[f"perf/slowest_rank/{part}"] = Max(float(rank))
             found[f"perf/slowest_share/{part}"] = Max(longest / typical if typical else 1.0)
             is_slow = longest > _FACTOR * typical and longest > typical + _SECONDS

@@ -243,7 +243,7 @@ def test_rank_0_gets_all_texts_and_nobody_else_does() -> None:
 def stream_to_main(layout: Layout) -> tuple[list[tuple[int, str, str, Any, bool]], int]:
     """What arrives in rounds of few tokens, in an order, and the bytes that this rank received."""
     table = divided(groups_of(6), layout)
-    order, whole = range(len(table.rows) - 1, -1, -1), {2, 9}
+    order, whole = range(len(table.owners) - 1, -1, -1), {2, 9}
     with pytest.MonkeyPatch.context() as patch, Traffic(layout) as traffic:
         patch.setattr("burnish.train.owners._ROUND_TOKENS", 1000)
         found = [
