@@ -317,7 +317,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 def _meant(path: str) -> str:
     """Return what to type where something else stands in the file's place."""
-    if path.endswith((".jsonl", ".json", ".parquet")):
+    if path.endswith((".jsonl", ".json", ".parquet", ".csv")):
         return f"data are data.train={path}"
     if not path.endswith((".yaml", ".yml")) and path.count("/") == 1:
         return f"a model is model.path={path}"

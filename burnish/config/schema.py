@@ -212,7 +212,7 @@ class OptimConfig(Section):
 
 
 class DataConfig(Section):
-    """Data for training and validation: JSON Lines or Parquet files, or data sets of the Hugging Face Hub."""
+    """Data for training and validation: JSON Lines, Parquet or CSV files, or data sets of the Hugging Face Hub."""
 
     train: MayChange[list[str]] = []
     """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, OWNER/NAME:SUBSET/SPLIT, or one of the two after the colon; before it @REVISION. Default: the data set's own subset, and its split train."""

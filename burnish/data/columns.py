@@ -22,8 +22,8 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 """JSON schemas of the functions that a conversation may call."""
 
-READERS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""File suffix to reader of `datasets`. In a directory, files with other suffixes are ignored."""
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""File suffix to kind. In a directory, files with other suffixes are ignored."""
 INSTRUCTION_COLUMN = "instruction"
 """Alpaca's prompt, which `input` completes; `output` is the answer."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", INSTRUCTION_COLUMN)

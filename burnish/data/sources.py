@@ -1,6 +1,6 @@
-"""Read rows from local JSON Lines and Parquet files, as memory-mapped Arrow tables in the cache of `datasets`.
+"""Read rows from local JSON Lines, Parquet and CSV files, as memory-mapped Arrow tables in the cache of `datasets`.
 
-Processes and runs share it. A JSON row stays a text and is parsed when asked for: Arrow would change texts and numbers.
+Processes and runs share it. A row of JSON or CSV stays a text and is parsed when asked for: Arrow would change texts and numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain, islice
@@ -19,6 +18,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import xxhash
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -48,7 +48,7 @@ class Rows:
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
     keys: tuple[str, ...]
-    """The columns of JSON rows; none for Parquet."""
+    """The columns of rows that are texts; none for Parquet."""
     digest: str
     """Of the content of the files."""
     is_streamed: bool = False
@@ -125,7 +125,7 @@ def load_rows(
 ) -> Rows:
     """Read one or more files, directories and glob patterns in the given order, each sorted by name.
 
-    A directory stands for its direct .jsonl, .json and .parquet files.
+    A directory stands for its direct .jsonl, .json, .parquet and .csv files.
 
     Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, other or several kinds of file, a
     broken line, and a file that changes meanwhile.
@@ -181,16 +181,10 @@ def _content(files: Sequence[Path], progress: Progress) -> str:
         for file in files:
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-            for chunk in _chunks(file):
-                digest.update(chunk)
-                bar.advance(len(chunk) / _MEGA)
+                while chunk := stream.read(_CHUNK):
+                    digest.update(chunk)
+                    bar.advance(len(chunk) / _MEGA)
     return digest.hexdigest()
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            yield chunk
 
 
 def matching_files(path: str, setting: str) -> list[Path]:
@@ -213,7 +207,7 @@ def matching_files(path: str, setting: str) -> list[Path]:
         raise MissingError(
             f"{setting}: nothing to read at {path}",
             have=neighbours(plain),
-            want="a file, a directory of .jsonl, .json or .parquet files, or a pattern that matches",
+            want=f"a file, a directory of {', '.join(READERS)} files, or a pattern that matches",
             do=f"correct {setting}",
         )
     return found
@@ -235,7 +229,7 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
         raise UsageError(
             f"{setting} mixes kinds of file",
             have=", ".join(sorted(kinds)),
-            want="JSON Lines only, or Parquet only",
+            want="JSON Lines only, Parquet only, or CSV only",
             do="convert the files of one kind",
         )
     return readers.pop()
@@ -244,7 +238,7 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
 def _read(
     kind: str, files: Sequence[Path], setting: str, key: str, progress: Progress
 ) -> tuple[Any, str, list[str]]:
-    """Return the files' `datasets.Dataset`, a digest of its content, and the columns of JSON.
+    """Return the files' `datasets.Dataset`, a digest of its content, and the columns of texts.
 
     A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, and their digest and what `stat`
     says lie beside them.
@@ -258,20 +252,20 @@ def _read(
             shutil.rmtree(directory, ignore_errors=True)
             os.truncate(seal, 0)
             with progress.phase("converting"):
-                if kind == "json":
-                    keys = _convert_json(files, directory)
-                else:
+                if kind == "parquet":
                     _convert_parquet(files, directory, setting)
+                else:
+                    keys = _convert_texts(files, directory)
             digest = _content(_arrow_files(directory), progress)
             seal.write_text(json.dumps([digest, keys, *_states(_arrow_files(directory))]))
     tables = map(datasets.Dataset.from_file, map(str, _arrow_files(directory)))
     return datasets.concatenate_datasets(list(tables)), digest, keys
 
 
-def _convert_json(files: Sequence[Path], directory: Path) -> list[str]:
-    """Write the rows as texts; return their columns."""
+def _convert_texts(files: Sequence[Path], directory: Path) -> list[str]:
+    """Write rows as JSON texts; return their columns."""
     schema, columns = pa.schema({_TEXT: pa.large_string()}), dict[str, None]()
-    rows = chain.from_iterable(map(_json_rows, files))
+    rows = chain.from_iterable((_csv_rows if f.suffix == ".csv" else _json_rows)(f) for f in files)
     directory.mkdir()
     with (directory / "rows.arrow").open("wb") as sink, pa.ipc.new_stream(sink, schema) as out:
         while part := list(islice(rows, _JSON_ROWS)):
@@ -284,9 +278,17 @@ def _convert_json(files: Sequence[Path], directory: Path) -> list[str]:
 def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> None:
     _require_alike(files, setting)
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}}
-    with _quiet_datasets():
+    level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if bars:
+        datasets.disable_progress_bars()
+    try:
         builder: Any = Parquet(**named, hash=directory.name, batch_size=_PARQUET_ROWS)
         builder.download_and_prepare(str(directory))
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _fits(found: Any, want: Any) -> bool:
@@ -330,20 +332,6 @@ def _require_alike(files: Sequence[Path], setting: str) -> None:
                 )
 
 
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if bars:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()
-
-
 def _explained(error: Exception, files: Sequence[Path], setting: str) -> UsageError:
     cause = error.__cause__ or error
     return UsageError(
@@ -358,6 +346,19 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) <= 2:
         return " and ".join(names)
     return f"{len(names)} files, {names[0]} to {names[-1]}"
+
+
+def _csv_rows(file: Path) -> Iterator[Row]:
+    """Yield rows of texts."""
+    want = "a name for each column, and quotes around values with commas or ends of lines"
+    with refusing(f"{file} cannot be read as CSV", want=want, do="correct it"):
+        parse = pa.csv.ParseOptions(newlines_in_values=True)
+        options = pa.csv.ReadOptions(block_size=_CHUNK), parse
+        with pa.csv.open_csv(file, *options) as beginning:
+            types = no_duplicates([(name, pa.string()) for name in beginning.schema.names])
+        with pa.csv.open_csv(file, *options, pa.csv.ConvertOptions(column_types=types)) as batches:
+            for batch in batches:
+                yield from batch.to_pylist()
 
 
 def _json_rows(file: Path) -> Iterator[Row]:

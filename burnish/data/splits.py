@@ -79,7 +79,7 @@ def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
             raise MissingError(
                 f"`datasets` does not understand the data set {place}",
                 have=" ".join(str(error).replace(str(shown), place.repo).split())[:300],
-                want="JSON Lines or Parquet files",
+                want="JSON Lines, Parquet or CSV files",
                 do=f"name its files: hf://datasets/{place.repo}/PATH",
             ) from error
         wanted = wanted or SPLITS[setting]

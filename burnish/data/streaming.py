@@ -214,7 +214,12 @@ def open_rows(
         if layout.is_main:
             shards = [each for path in paths for each in _shards(path, setting) if each.size]
             for shard in shards:
-                kind_of([PurePosixPath(shard.name)], setting)
+                if kind_of([PurePosixPath(shard.name)], setting) == "csv":
+                    raise UsageError(
+                        f"{setting}: no part of {shard} can be read alone",
+                        want="JSON Lines or Parquet for data.streaming",
+                        do="convert it, or set data.streaming=0",
+                    )
     shards = from_main(shards, layout)
     starts = accumulate((shard.size for shard in shards), initial=0)
     shards = [replace(shard, start=at) for shard, at in zip(shards, starts, strict=False)]

@@ -220,7 +220,7 @@ def _count(paths: Sequence[str]) -> tuple[int, str]:
         if any(is_elsewhere(path, "dataset") for path in paths):
             return 0, ""
         files = [file for path in paths for file in files_here(path)]
-        if not all(file.is_file() for file in files):
+        if not all(file.is_file() and file.suffix != ".csv" for file in files):
             return 0, ""
         total = sum(file.stat().st_size for file in files)
         for file in files:

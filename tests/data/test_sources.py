@@ -289,7 +289,7 @@ def test_a_broken_parquet_file_is_named(write):
         load_rows([write("bad.parquet", "PAR1 nonsense")])
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
 @pytest.mark.parametrize(
     "content",
     [bytes(1 << 20), bytes(600) + b'{"a": 1}', b"PK\5\6" + bytes(18), b"\x1f\x8b\x08" + bytes(30)],
@@ -314,7 +314,30 @@ def test_remote_paths_are_refused():
 
 def test_an_unknown_kind_is_refused(write):
     with pytest.raises(UsageError):
-        load_rows([write("a.csv", "x\n1\n")])
+        load_rows([write("a.txt", "x\n1\n")])
+
+
+def test_a_value_of_csv_is_the_text_of_the_file(write):
+    text = 'prompt,answer\n"What, then?",007\n"two\nlines",NA\n,"say ""so"""\n'
+    rows = load_rows([write("a.csv", text), write("b.csv", "\ufeffanswer,level\n1.50,3\n")])
+    assert rows.columns == ["prompt", "answer", "level"]
+    assert rows.span(0, 4) == [
+        {"prompt": "What, then?", "answer": "007", "level": None},
+        {"prompt": "two\nlines", "answer": "NA", "level": None},
+        {"prompt": "", "answer": 'say "so"', "level": None},
+        {"prompt": None, "answer": "1.50", "level": "3"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"x,y\n1,2\n3,4,5\n", b"x,y\n1\n", b"x,x\n1,2\n", b"x\n\xe9\n", b"", b"x\n", b"\0\0\0"],
+    ids=["more", "fewer", "twice", "latin", "empty", "no rows", "zeros"],
+)
+def test_csv_that_is_broken_is_refused(tmp_path, content):
+    (tmp_path / "bad.csv").write_bytes(content)
+    with pytest.raises(UsageError, match=r"bad\.csv"):
+        load_rows([str(tmp_path / "bad.csv")])
 
 
 def test_mixed_kinds_are_refused(write, tmp_path):

@@ -36,7 +36,7 @@ REPOSITORIES = {
         "socratic/train-0.parquet": b"4444",
     },
     "datasets/me/plain": {"train.jsonl": b"{}\n", "dev.jsonl": b"{}\n\n", "LICENSE": b""},
-    "datasets/me/table": {"train.csv": b"a\n1\n"},
+    "datasets/me/table": {"train.txt": b"a\n1\n"},
     "datasets/me/nothing": {"README.md": b"# Empty"},
     "models/me/model": {"config.json": b"{}", "rows/a.jsonl": b"{}"},
 }
@@ -90,7 +90,7 @@ def test_a_place_stands_for_files(
         ("me/card:dev", "data.train", MissingError, "train, test"),
         ("me/plain:test", "data.train", MissingError, "train, validation"),
         ("me/nothing", "data.train", MissingError, "me/nothing"),
-        ("me/table", "data.train", UsageError, "train.csv"),
+        ("me/table", "data.train", UsageError, "train.txt"),
         ("hf://datasets/me/card/none/*.parquet", "data.train", MissingError, "main/train-0"),
     ],
 )

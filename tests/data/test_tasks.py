@@ -296,6 +296,14 @@ def test_a_bad_prompt_is_found_before_the_run(rows_of, rows, message):
         prompts(rows_of(rows))
 
 
+def test_a_curriculum_of_texts_that_are_numbers_has_an_order(write):
+    rows = load_rows([write("a.csv", "prompt,k\n1=,10\n2=,9.5\n")])
+    assert PromptDataset(rows, TOKENIZER, DataConfig(curriculum="k")).difficulty().tolist() == [
+        10,
+        9.5,
+    ]
+
+
 @pytest.mark.parametrize("value", [None, "hard", [1, 2], {"a": 1}])
 def test_a_curriculum_of_what_is_no_number_is_refused(rows_of, value):
     rows = rows_of([{"prompt": "1=", "k": value}, {"prompt": "2=", "k": value}])
