@@ -315,9 +315,9 @@ def wait_as_all(group: ProcessGroup) -> None:
     everybody = dist.group.WORLD
     assert everybody is not None
     for device in everybody._device_types:
-        options = everybody._get_backend(device).options
-        if options is not None:  # a fake group, made to measure memory, has none
-            group._get_backend(device)._set_default_timeout(options._timeout)
+        backend = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):  # XCCL, HCCL and a fake group have none
+            backend._set_default_timeout(everybody._get_backend(device).options._timeout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from burnish.distributed import processes
 from burnish.distributed.device import (
@@ -28,7 +30,7 @@ from burnish.distributed.device import (
 )
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import backend_of, process_group, raise_descriptors
+from burnish.distributed.processes import Mesh, backend_of, process_group, raise_descriptors
 from burnish.errors import BurnishError, UsageError
 
 CPU = torch.device("cpu")
@@ -57,6 +59,17 @@ def test_a_lone_process_has_a_group_and_a_mesh():
         dist.all_reduce(ones)
         assert ones.tolist() == [1, 1]
     assert not dist.is_initialized()
+
+
+def test_a_backend_without_a_settable_timeout_has_a_mesh():
+    # Like XCCL's and HCCL's groups, it has options, and nothing that sets its time-out.
+    options = FakeProcessGroup.Options()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4, pg_options=options)
+    try:
+        assert dist.group.WORLD._get_backend(CPU).options is not None
+        assert Mesh.of(Layout(0, 4, 0, 4), 2, CPU).weights.shape == (2, 2)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_group_is_destroyed_after_an_error_that_passes_unchanged():
