@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.distributed.device import free_memory, total_memory
 from burnish.errors import IncompatibleError, MissingError, few, install, refusing
 from burnish.models.meta_init import kept_in_fp32, longest_sequence
 from burnish.models.names import tensor_specs
@@ -123,6 +124,12 @@ def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
             f"this {title} is too old", have=engine.__version__, want=wanted, do=install(name)
         )
     return engine
+
+
+def share_beside_trainer(device: torch.device) -> float:
+    """Return what part of an accelerator's free memory an engine may have."""
+    # A trainer's first step makes two moments, each as large as what it holds now.
+    return max(0.5, 3 - 2 * total_memory(device) / free_memory(device))
 
 
 @contextmanager

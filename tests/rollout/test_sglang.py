@@ -232,7 +232,30 @@ def test_checksums_show_a_tensor_that_keeps_old_weights(made: list[SglangGenerat
     assert [s.name for s, digest in ours.checksums() if wanted[s.name] != digest] == [name]
 
 
-def test_memory_is_given_back_until_new_weights_come(made: list[SglangGenerator]) -> None:
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Free and all bytes of an accelerator that is not there."""
+    found = [80 << 30, 80 << 30]
+    for index, name in enumerate(("free_memory", "total_memory")):
+        monkeypatch.setattr(f"burnish.rollout.inference_engine.{name}", lambda _, i=index: found[i])
+    return found
+
+
+@pytest.mark.parametrize(("held", "share"), [(0, 0.8), (10, 0.571), (20, 0.4), (60, 0.4)])
+def test_weights_and_cache_leave_room_to_a_trainer(
+    made: list[SglangGenerator], memory: list[int], held: int, share: float
+) -> None:
+    """SGLang's share is of what is free when it starts. A trainer takes three times as much as before its first step."""
+    memory[0] -= held << 30
+    ours = start(made, tiny_model(), device=torch.device("cuda", 1))
+    assert ours._manager.args.mem_fraction_static == share
+    assert 3 * held + share * (80 - held) <= 80 or share == 0.4
+    assert start(made, tiny_model())._manager.args.mem_fraction_static is None
+
+
+def test_memory_is_given_back_until_new_weights_come(
+    made: list[SglangGenerator], memory: list[int]
+) -> None:
     """On the CPU: the stand-in does not ask for the device."""
     model, requests = tiny_model(), make_requests((5, 9), samples=2)
     ours = loaded(made, model, device=torch.device("cuda", 1))

@@ -36,6 +36,7 @@ from burnish.rollout.inference_engine import (
     EngineRequest,
     held_specs,
     import_engine,
+    share_beside_trainer,
     starting,
     waves,
     whole_tensors,
@@ -46,6 +47,8 @@ _OLDEST = (0, 5, 23)
 _READ_BACK = "burnish.rollout.sglang.read_back.write_parameters"
 _RESERVED = 2
 # SGLang ends a sequence so many tokens before its `context_length`.
+_STATIC_SHARE = 0.8
+# What SGLang may take of an accelerator's memory that it may have, for weights and cache; activations and graphs take more.
 _CHUNK = 16
 # Tokens of a completion that SGLang sends together where no text can end it.
 
@@ -82,6 +85,7 @@ class SglangGenerator(EngineGenerator):
         self._processor: str = self._draws.DrawingLogitProcessor.to_str()
         config = with_architectures(hf_config)
         config.eos_token_id = None  # a request says what ends it
+        share = round(_STATIC_SHARE * share_beside_trainer(device), 3) if self._sleeps else None
         with starting(f"SGLang {sglang.__version__}", config) as directory:
             self._engine: Any = _launched(
                 sglang.Engine,
@@ -95,6 +99,7 @@ class SglangGenerator(EngineGenerator):
                 max_running_requests=MOST_SLOTS if slots == "auto" else slots,
                 context_length=longest,
                 random_seed=0,
+                mem_fraction_static=share,  # of what is free when it starts
                 enable_custom_logit_processor=True,
                 disable_overlap_schedule=True,  # so that a draw knows how many tokens there are
                 custom_weight_loader=[_READ_BACK],

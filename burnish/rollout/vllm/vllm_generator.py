@@ -37,6 +37,7 @@ from burnish.rollout.inference_engine import (
     EngineRequest,
     held_specs,
     import_engine,
+    share_beside_trainer,
     starting,
     waves,
     whole_tensors,
@@ -54,7 +55,7 @@ _ENVIRONMENT = {
 }
 # What the caller's environment leaves open. vLLM reads the first two later, Triton the last, the others when it is imported.
 _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
-# What keys and values may take of a CPU's free memory, and vLLM of an accelerator's.
+# What keys and values may take of a CPU's free memory, and vLLM of an accelerator's that it may have.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What vLLM takes for the rank of an adapter.
 _CPU_BLOCK = 32
@@ -130,7 +131,8 @@ class VllmGenerator(EngineGenerator):
                 options |= {"enforce_eager": True, "block_size": _CPU_BLOCK}
                 options["kv_cache_memory_bytes"] = self._cpu_cache(hf_config, dtype, slots)
             else:
-                options["gpu_memory_utilization"] = _device_share(device)
+                most = share_beside_trainer(device) * free_memory(device) / total_memory(device)
+                options["gpu_memory_utilization"] = round(_DEVICE_SHARE * most, 3)
                 options["enable_return_routed_experts"] = experts
             if lora is not None:
                 options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
@@ -302,13 +304,6 @@ class VllmGenerator(EngineGenerator):
         while size > _CPU_SHARE * free_memory(torch.device("cpu")):
             size //= 2
         return size
-
-
-def _device_share(device: torch.device) -> float:
-    """Return what part of a device's memory vLLM may take."""
-    # A trainer's first step makes two moments, each as large as what it holds now.
-    free, total = free_memory(device), total_memory(device)
-    return round(_DEVICE_SHARE * max(free / 2, 3 * free - 2 * total) / total, 3)
 
 
 def require_adaptable(
