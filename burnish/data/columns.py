@@ -138,28 +138,30 @@ def prompt_at(row: Row, name: str) -> Any:
     return [{"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}]
 
 
-def messages_of(value: Any, name: str, role: str | None = None) -> list[Message]:
-    """Check chat messages, and remove Arrow's nulls. With a `role`, a string is its message. Raises `UsageError`."""
+def messages_of(
+    value: Any, name: str, role: str | None = None, exact: bool = False
+) -> list[Message]:
+    """Check messages and remove nulls, but `exact` ones not from arguments. With a `role`, a string is its message."""
     if role is not None and isinstance(value, str):
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise _not_messages(name, value, "" if role is None else "a string, or ")
-    return [_message(turn, f"message {i} of {name}") for i, turn in enumerate(value)]
+    return [_message(turn, f"message {i} of {name}", exact) for i, turn in enumerate(value)]
 
 
-def tools_of(row: Row, name: str) -> Tools | None:
+def tools_of(row: Row, name: str, exact: bool = False) -> Tools | None:
     """Read a row's tools, a list of JSON schemas or that list as text. Raises `UsageError`."""
     value = row.get(TOOLS_COLUMN)
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value, exact = json.loads(value), True
         except ValueError as error:
             raise _not_tools(name, value) from error
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise _not_tools(name, value)
-    return [_without_nulls(tool) for tool in value]
+    return value if exact else [_cleaned(tool) for tool in value]
 
 
 def _not_tools(name: str, value: Any) -> UsageError:
@@ -171,7 +173,7 @@ def _not_tools(name: str, value: Any) -> UsageError:
     )
 
 
-def _message(turn: Any, name: str) -> Message:
+def _message(turn: Any, name: str, exact: bool) -> Message:
     if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
         if turn["from"] not in _ROLES:
             raise _not_messages(name, turn, want=f"from: {', '.join(_ROLES)}")
@@ -179,7 +181,7 @@ def _message(turn: Any, name: str) -> Message:
         turn = {**others, "role": _ROLES[turn["from"]], "content": turn.get("value")}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise _not_messages(name, turn)
-    message: Message = _without_nulls(turn)
+    message: Message = _cleaned(turn, "arguments" if exact else "")
     if message.keys() == {"role"} or not isinstance(message.setdefault("content", ""), str | list):
         raise _not_messages(name, turn)
     calls = message.get("tool_calls", [])
@@ -210,11 +212,11 @@ def called(call: Any) -> Mapping[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def _without_nulls(value: Any) -> Any:
+def _cleaned(value: Any, kept: str = "") -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {k: v if k == kept else _cleaned(v, kept) for k, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_cleaned(item, kept) for item in value]
     return value
 
 

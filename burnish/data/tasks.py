@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
+    READERS,
     TOOLS_COLUMN,
     Message,
     Row,
@@ -102,6 +104,7 @@ class RowDataset(ItemSequence[Item]):
         self._tokenizer = tokenizer
         self.limit, self._setting = limit, setting
         self._most = np.inf if limit is None else limit
+        self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # no null is Arrow's
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
 
     @abstractmethod
@@ -185,7 +188,7 @@ class RowDataset(ItemSequence[Item]):
         if not len(self):
             raise UsageError(
                 f"no row of {', '.join(self.rows.files[:2])} can be used",
-                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on",
+                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on, such as a message of the role assistant",
                 want="at least one row that is left",
                 do=f"raise {setting}, or correct the data",
             )
@@ -207,7 +210,10 @@ class RowDataset(ItemSequence[Item]):
             )
 
     def _tools(self, row: Row, name: str) -> Tools | None:
-        return tools_of(row, name) if self._encoder.reads_tools else None
+        return tools_of(row, name, self._exact) if self._encoder.reads_tools else None
+
+    def _messages(self, value: Any, name: str, role: str | None = None) -> list[Message]:
+        return messages_of(value, name, role, self._exact)
 
     def _notice_tools(self) -> None:
         if TOOLS_COLUMN in self.rows.columns and not self._encoder.reads_tools:
@@ -346,7 +352,7 @@ class PromptDataset(RowDataset[Prompt]):
         if isinstance(value, str) and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             return value, None
-        messages = messages_of(value, f"the prompt of {name}", "user")
+        messages = self._messages(value, f"the prompt of {name}", "user")
         if holds_chats(self._data, self._column) and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
@@ -387,7 +393,7 @@ class ExampleDataset(RowDataset[Example]):
 
     def _chat(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
-        messages = messages_of(value_at(row, self._columns[0]), name)
+        messages = self._messages(value_at(row, self._columns[0]), name)
         return Conversation(self._opened(messages), name, tools=self._tools(row, name))
 
     def _completion(self, index: int, row: Row) -> Conversation | Text:
@@ -397,8 +403,8 @@ class ExampleDataset(RowDataset[Example]):
         if strings and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             return Text(completion, prompt)
-        before = messages_of(prompt, f"the prompt of {name}", "user")
-        after = messages_of(completion, f"the completion of {name}", "assistant")
+        before = self._messages(prompt, f"the prompt of {name}", "user")
+        after = self._messages(completion, f"the completion of {name}", "assistant")
         before = self._opened(before)
         return Conversation(before + after, name, len(before), self._tools(row, name))
 

@@ -229,7 +229,7 @@ def test_a_template_that_fails_or_does_not_end_is_named(rows_of, monkeypatch):
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-@pytest.mark.parametrize("tools", [[{"name": "look", "of": None}], '[{"name": "look"}]'])
+@pytest.mark.parametrize("tools", [[{"name": "look"}], '[{"name": "look"}]'])
 def test_tools_of_a_row_reach_a_template_that_reads_them(rows_of, caplog, tools):
     rows = rows_of([{"messages": [user("a"), bot("b")], "tools": tools}])
     reading = char_tokenizer("{{ tools | tojson if tools else '' }}" + CHATML_MARKED)
@@ -249,6 +249,32 @@ def test_what_does_not_describe_tools_is_named(rows_of, tools):
     rows = rows_of([{"messages": [user("a"), bot("b")], "tools": tools}])
     with pytest.raises(UsageError, match=r"(?s)'tools'.*row 0"):
         ExampleDataset(rows, reading, DataConfig())
+
+
+def test_nulls_of_json_are_data_in_calls_and_tools_and_those_of_arrow_are_not(rows_of, tmp_path):
+    """A template gets what `transformers` would get of the line."""
+    template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = char_tokenizer(template)
+    calls = [{"function": {"name": "f", "arguments": each}} for each in ({"a": None}, {"b": 1})]
+    tools = [{"function": {"name": "f", "default": None}}]
+    messages = [
+        {"role": "user", "content": "q", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    row = {"messages": messages, "tools": tools}
+    asked = [messages[0], messages[1] | {"content": ""}]
+    want = tokenizer.apply_chat_template(asked, tools, tokenize=False)
+    found = ExampleDataset(rows_of([row]), tokenizer, DataConfig())[0]
+    assert tokenizer.decode(found.token_ids) == want
+    assert '"a": null' in want
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    arrow = ExampleDataset(load_rows([str(tmp_path / "rows.parquet")]), tokenizer, DataConfig())[0]
+    assert "null" not in tokenizer.decode(arrow.token_ids)
 
 
 def test_long_prompts_are_dropped_and_counted(rows_of, caplog):
