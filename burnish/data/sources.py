@@ -66,11 +66,9 @@ class Rows:
 
     def span(self, start: int, stop: int) -> list[Row]:
         """Return rows start to stop - 1 at once. Raises `UsageError` for unreadable ones."""
-        try:
+        do = "correct or remove them"  # not UTF-8; a date that Python has not
+        with refusing(f"rows {start} to {stop - 1} of {_listed(self.files)} cannot be read", do=do):
             columns: dict[str, list[Any]] = self.table[start:stop]
-        except (ValueError, OverflowError) as error:  # not UTF-8; a date that Python has not
-            files = [Path(file) for file in self.files]
-            raise _explained(error, files, "the data") from error
         if self.keys:
             return [dict.fromkeys(self.keys) | json.loads(text) for text in columns[_TEXT]]
         return [
@@ -136,6 +134,8 @@ def load_rows(
     names = tuple(str(file) for file in files)
     with refusing(f"{setting}: {_listed(names)} cannot be read", do="see that you may read it"):
         states = _states(files)
+        for file in files:
+            file.open("rb").close()
     key = xxhash.xxh3_128_hexdigest(repr(states).encode())
     try:
         table, digest, keys = _read(kind, files, setting, key, progress)
@@ -148,7 +148,12 @@ def load_rows(
             do="make room there, or set HF_DATASETS_CACHE to another directory",
         ) from error
     except Exception as error:  # of Arrow, or of the archive that `datasets` takes the file for
-        raise _explained(error, files, setting) from error
+        raise UsageError(
+            f"{setting}: could not read {_listed(names)}",
+            have=" ".join(str(error.__cause__ or error).split())[:_REASON],
+            want="the same columns with the same types in every file and row",
+            do="compare the columns of the files; a column may be null where a row has no value",
+        ) from error
     if len(table) == 0 or not (keys or kind == "parquet"):
         raise UsageError(
             f"{setting} has no rows",
@@ -330,16 +335,6 @@ def _require_alike(files: Sequence[Path], setting: str) -> None:
                     want=str(wanted.get(name, "no such column")),
                     do="write all files with the same columns and types",
                 )
-
-
-def _explained(error: Exception, files: Sequence[Path], setting: str) -> UsageError:
-    cause = error.__cause__ or error
-    return UsageError(
-        f"{setting}: could not read {_listed([str(file) for file in files])}",
-        have=" ".join(str(cause).split())[:_REASON],
-        want="the same columns with the same types in every file and row",
-        do="compare the columns of the files; a column may be null where a row has no value",
-    )
 
 
 def _listed(names: Sequence[str]) -> str:
