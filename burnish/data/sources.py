@@ -71,10 +71,8 @@ class Rows:
             columns: dict[str, list[Any]] = self.table[start:stop]
         if self.keys:
             return [dict.fromkeys(self.keys) | json.loads(text) for text in columns[_TEXT]]
-        return [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
-        ]
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, values, strict=True)) for values in rows]
 
     def first(self, count: int | None) -> Rows:
         """Return the first rows; all for None, and if none are read yet."""
