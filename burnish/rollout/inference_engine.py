@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.distributed.device import free_memory, total_memory
 from burnish.errors import IncompatibleError, MissingError, few, install, refusing
-from burnish.models.meta_init import kept_in_fp32, longest_sequence
+from burnish.models.meta_init import build_on_meta, kept_in_fp32, longest_sequence
 from burnish.models.names import tensor_specs
 from burnish.records import Request
 from burnish.rollout.base import Sampling
@@ -79,6 +80,7 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
         self,
         hf_config: PretrainedConfig,
         device: torch.device,
+        dtype: torch.dtype,
         eos_token_ids: Sequence[int],
         decode: Decode | None,
         max_length: int | None,
@@ -88,7 +90,14 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
         positions = min(filter(None, limits), default=None)
         super().__init__(eos_token_ids, decode, positions, experts=experts)
         self._sleeps, self._asleep = device.type != "cpu", False
-        self._numbers = count()
+        self._numbers, self._meta_model = count(), build_on_meta(hf_config)
+        specs = tensor_specs(self._meta_model)
+        fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
+        self._specs = {
+            spec.name: spec._replace(dtype=torch.float32 if spec.name in fp32 else dtype)
+            for spec in specs
+        }
+        """The model's tensors, with the engine's dtypes."""
 
     def _maker(self, request: Request) -> Callable[..., EngineRequest]:
         prompt = request.token_ids.tolist()
@@ -101,6 +110,10 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
         if self._sleeps and not self._asleep:
             self._version, self._asleep = None, True
             self._sleep()
+
+    def _checksum(self, name: str, tensor: Tensor) -> tuple[TensorSpec, str]:
+        spec = self._specs[name]
+        return spec, Shard(spec, whole(spec.shape), tensor.to(spec.dtype)).checksum()
 
     @abstractmethod
     def _sleep(self) -> None: ...
@@ -145,18 +158,6 @@ def starting(engine: str, config: PretrainedConfig) -> Iterator[str]:
     ):
         config.save_pretrained(directory)
         yield directory
-
-
-def held_specs(
-    model: PreTrainedModel, hf_config: PretrainedConfig, dtype: torch.dtype
-) -> dict[str, TensorSpec]:
-    """Return a model's tensors by name, with the engine's dtypes."""
-    specs = tensor_specs(model)
-    fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
-    return {
-        spec.name: spec._replace(dtype=torch.float32 if spec.name in fp32 else dtype)
-        for spec in specs
-    }
 
 
 def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:

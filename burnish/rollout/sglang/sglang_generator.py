@@ -23,18 +23,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from burnish.boxes.box import whole
-from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.boxes.shards import Publication, TensorSpec
 from burnish.config.schema import MOST_SLOTS
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.models.meta_init import build_on_meta
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
     EngineGenerator,
     EngineRequest,
-    held_specs,
     import_engine,
     share_beside_trainer,
     starting,
@@ -72,8 +69,7 @@ class SglangGenerator(EngineGenerator):
         tensor_parallel: int = 1,
     ) -> None:
         """Start SGLang. Raises `MissingError` without it, `IncompatibleError` if it is too old or does not start."""
-        super().__init__(hf_config, device, eos_token_ids, decode, max_length)
-        self._specs = held_specs(build_on_meta(hf_config), hf_config, dtype)
+        super().__init__(hf_config, device, dtype, eos_token_ids, decode, max_length)
         self._tensor_parallel = tensor_parallel
         self._vocabulary: int = hf_config.get_text_config().vocab_size
         longest = self._max_positions and self._max_positions + _RESERVED
@@ -169,11 +165,10 @@ class SglangGenerator(EngineGenerator):
         self._taken(self._engine.begin_weight_update())
         try:
             with TemporaryDirectory(prefix="burnish-sglang-") as directory:
-                for spec in self._specs.values():
-                    tensor = self._read_back(spec.name, Path(directory, "tensor.safetensors"))
+                for name in self._specs:
+                    tensor = self._read_back(name, Path(directory, "tensor.safetensors"))
                     if tensor is not None:
-                        shard = Shard(spec, whole(spec.shape), tensor.to(spec.dtype))
-                        yield spec, shard.checksum()
+                        yield self._checksum(name, tensor)
         finally:
             self._taken(self._engine.end_weight_update())
 

@@ -27,7 +27,7 @@ from burnish.distributed.device import free_memory, total_memory
 from burnish.distributed.environment import environ_of_child
 from burnish.errors import BurnishError, IncompatibleError, refusing
 from burnish.families import layers_with_experts
-from burnish.models.meta_init import build_on_meta, model_sizes
+from burnish.models.meta_init import model_sizes
 from burnish.models.names import tied_names
 from burnish.records import Experts, Floats
 from burnish.rollout.base import Sampling, Watch
@@ -35,7 +35,6 @@ from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
     EngineGenerator,
     EngineRequest,
-    held_specs,
     import_engine,
     share_beside_trainer,
     starting,
@@ -84,10 +83,8 @@ class VllmGenerator(EngineGenerator):
         lora: LoraConfig | None = None,
     ) -> None:
         """Start vLLM. Raises `MissingError` without it, `IncompatibleError` if it is too old or lacks model or device."""
-        super().__init__(hf_config, device, eos_token_ids, decode, max_length, experts)
-        model = build_on_meta(hf_config)
-        self._specs = held_specs(model, hf_config, dtype)
-        self._tied_head = next(iter(tied_names(model).values()), None)
+        super().__init__(hf_config, device, dtype, eos_token_ids, decode, max_length, experts)
+        self._tied_head = next(iter(tied_names(self._meta_model).values()), None)
         self._is_clean, self._has_cache = True, True
         """Whether no NaN can be in vLLM's cache, and whether it has memory."""
         slots = MOST_SLOTS if slots == "auto" else slots
@@ -99,10 +96,10 @@ class VllmGenerator(EngineGenerator):
         """Whether it has the weights that an adapter is beside."""
         if lora is not None:
             adapter = import_module("burnish.models.lora.adapter")
-            targets = adapter.kinds_of(adapter.target_weights(model, lora))
+            targets = adapter.kinds_of(adapter.target_weights(self._meta_model, lora))
             require_adaptable(targets, hf_config, device, dtype)
             self._described = adapter.peft_config(lora, targets).to_dict()
-            made = adapter.Adapter(model, lora)
+            made = adapter.Adapter(self._meta_model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
             self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
         self._draws: Any = import_module("burnish.rollout.vllm.draws")
@@ -230,8 +227,7 @@ class VllmGenerator(EngineGenerator):
             parts = self._call(self._weights.read_tensor, name, shapes, is_head)
             tensor = self._weights.join_parts(parts, shapes[name])
             if tensor is not None:
-                spec = self._specs[name]
-                yield spec, Shard(spec, whole(spec.shape), tensor.to(spec.dtype)).checksum()
+                yield self._checksum(name, tensor)
         is_exact = math.frexp(self._scale)[0] == 0.5
         for name, spec in self._factors.items():
             if is_exact or ".lora_A." in name:
