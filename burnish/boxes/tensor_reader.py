@@ -33,12 +33,14 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _BUFFER_BYTES = 1 << 20
-_PAGE = 4096
+_CHUNK = 1 << 15
+# Elements that a processor's cache holds between two operations, and for which torch wakes no other thread: a thread that
+# has to wait for a processor in each operation takes many times as long.
 
 F = TypeVar("F", bound=ReadableFile)
 
-Put = Callable[[Tensor, Tensor], object]
-"""Writes elements that were read (second) into the memory that wants them (first), of the same shape."""
+Sources = Sequence[tuple[str, Callable[[Tensor, Tensor], object]]]
+"""Keys of stored tensors of one shape; each call puts elements that were read (first) into memory (second)."""
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
@@ -84,6 +86,10 @@ class Location:
         """The dtype that it is stored in."""
         return TORCH_DTYPES[self.entry.dtype]
 
+    def offset(self, element: int) -> int:
+        """Return an element's first byte in the file."""
+        return self.entry.begin + element * self.dtype.itemsize
+
 
 def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
     """Return the tensors of files, by key, in the order of their bytes. A header comes with key prefix and file name.
@@ -120,7 +126,7 @@ class TensorReader(Closing, ABC):
     """Every stored tensor, in the order of the files."""
     tensors: Mapping[str, TensorInfo]
     """What can be read."""
-    apart_bytes = _PAGE
+    apart_bytes = 4096
     """Wanted bytes closer to each other than this are read together with what lies between them."""
 
     def __init__(self, path: PurePath, locations: Mapping[str, Location]) -> None:
@@ -131,7 +137,19 @@ class TensorReader(Closing, ABC):
 
     def read(self, key: str, box: Box, into: Tensor) -> None:
         """Write a box into memory of its shape, with any dtype, strides and device. Raises `CorruptError`."""
-        self.fill([(key, Tensor.copy_)], box, into)
+        sources, shape = self._sources(key, into.dtype), self.locations[key].entry.shape
+        if not box.fits(shape):
+            raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
+        into = into.detach()
+        with torch.no_grad():
+            widest = max(self.locations[key].dtype.itemsize for key, _ in sources)
+            dense = _dense_boxes(shape, box, self.apart_bytes // widest)
+            for part in [box] if _is_run(shape, box) else dense:
+                there = into if part == box else into[part.relative_to(box).slices]
+                if _is_run(shape, part) and there.is_contiguous():
+                    self._read_run(sources, _flat(shape, part.offsets), there.view(-1))
+                else:
+                    self._read_apart(sources, shape, part, there)
 
     def read_range(
         self, key: str, start: int, stop: int, dtype: torch.dtype | None = None
@@ -144,56 +162,40 @@ class TensorReader(Closing, ABC):
             self.read(key, box, result[first : first + box.elements].view(box.sizes))
         return result
 
-    def fill(self, sources: Sequence[tuple[str, Put]], box: Box, into: Tensor) -> None:
-        """Read several stored tensors of one shape, each with its way to put elements."""
-        shape = self.locations[sources[0][0]].entry.shape
-        if not box.fits(shape):
-            raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
-        into = into.detach()
-        widest = max(self.locations[key].dtype.itemsize for key, _ in sources)
-        with torch.no_grad():
-            for part in _dense_boxes(shape, box, self.apart_bytes // widest):
-                there = into if part == box else into[part.relative_to(box).slices]
-                [(key, put), *more] = sources
-                if not more and put is Tensor.copy_ and self._read_directly(key, part, there):
-                    continue
-                self._read_in_chunks(sources, shape, part, there)
+    def _sources(self, key: str, dtype: torch.dtype) -> Sources:
+        return [(key, copy)]
 
-    def _read_directly(self, key: str, box: Box, into: Tensor) -> bool:
-        """Read straight into memory with the file's layout; return whether it has."""
+    def _read_run(self, sources: Sources, start: int, into: Tensor) -> None:
+        [(key, put), *more] = sources
         at = self.locations[key]
-        start, stop = _span(at.entry.shape, box)
-        is_alike = into.device.type == "cpu" and into.dtype == at.dtype and into.is_contiguous()
-        if not is_alike or stop - start != box.elements:
-            return False
-        flat = into.as_strided((into.numel(),), (1,))
-        memory = memoryview(flat.view(torch.uint8).numpy().data)
-        self._read_bytes(at.file, memory, at.entry.begin + start * at.dtype.itemsize)
-        return True
+        if not more and put is copy and into.is_cpu and into.dtype == at.dtype:
+            self._read_bytes(at.file, bytes_of(into), at.offset(start))
+            return
+        for first, put, elements in self._elements(sources, start, start + len(into)):
+            put(elements, into[first - start :][: len(elements)])
 
-    def _read_in_chunks(
-        self, sources: Sequence[tuple[str, Put]], shape: tuple[int, ...], box: Box, into: Tensor
-    ) -> None:
+    def _read_apart(self, sources: Sources, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
+        for first, put, elements in self._elements(sources, *_span(shape, box)):
+            for there in flat_range(shape, first, first + len(elements)):
+                if (common := intersect(there, box)) is not None:
+                    part = elements[_flat(shape, there.offsets) - first :][: there.elements]
+                    found = part.view(there.sizes)[common.relative_to(there).slices]
+                    put(found, into[common.relative_to(box).slices])
+
+    def _elements(
+        self, sources: Sources, first: int, last: int
+    ) -> Iterator[tuple[int, Callable[[Tensor, Tensor], object], Tensor]]:
         try:
             buffer = self._buffers.pop()
         except IndexError:
             buffer = self._new_buffer(_BUFFER_BYTES)
-        size = buffer.numel() // max(self.locations[key].dtype.itemsize for key, _ in sources)
-        first, last = _span(shape, box)
-        for start in range(first, last, size):
-            stop = min(start + size, last)
+        size = len(buffer) // max(self.locations[key].dtype.itemsize for key, _ in sources)
+        for start, stop in chunks(last - first, size):
             for key, put in sources:
                 at = self.locations[key]
                 raw = buffer[: (stop - start) * at.dtype.itemsize]
-                offset = at.entry.begin + start * at.dtype.itemsize
-                self._read_bytes(at.file, memoryview(raw.numpy().data), offset)
-                elements = raw.view(at.dtype)
-                for there in flat_range(shape, start, stop):
-                    if (common := intersect(there, box)) is not None:
-                        begin = _flat(shape, there.offsets) - start
-                        part = elements[begin : begin + there.elements].view(there.sizes)
-                        wanted = into[common.relative_to(box).slices]
-                        put(wanted, part[common.relative_to(there).slices])
+                self._read_bytes(at.file, bytes_of(raw), at.offset(first + start))
+                yield first + start, put, raw.view(at.dtype)
         self._buffers.append(buffer)
 
     def _new_buffer(self, size: int) -> Tensor:
@@ -275,6 +277,24 @@ def _described(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
     }
 
 
+def copy(x: Tensor, into: Tensor) -> None:
+    """Write x into memory."""
+    for elements, copied in in_chunks(x.detach(), into):
+        copied.copy_(elements)
+
+
+def in_chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split long contiguous tensors of the CPU."""
+    if tensors[0].numel() <= _CHUNK or not all(x.is_cpu and x.is_contiguous() for x in tensors):
+        return (tensors,)
+    return zip(*(torch.split(each.view(-1), _CHUNK) for each in tensors), strict=True)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a contiguous tensor's memory."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+
+
 def chunks(elements: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of at most `size` that cover `elements`."""
     for start in range(0, elements, size):
@@ -293,6 +313,11 @@ def _span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
         return 0, 0
     last = tuple(o + s - 1 for o, s in zip(box.offsets, box.sizes, strict=True))
     return _flat(shape, box.offsets), _flat(shape, last) + 1
+
+
+def _is_run(shape: tuple[int, ...], box: Box) -> bool:
+    first, last = _span(shape, box)
+    return last - first == box.elements
 
 
 def _dense_boxes(shape: tuple[int, ...], box: Box, apart: int) -> Iterator[Box]:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
-from burnish.checkpoint.save import Contents, Fence, Saved, Saver, check_new
+from burnish.checkpoint.save import Contents, Fence, Saved, Saver, aligned, check_new
 from burnish.checkpoint.subprocess import Companion, accompany, as_burnish_error
 from burnish.distributed import host_memory
 from burnish.distributed.collectives import agree, gather_objects
@@ -36,7 +36,6 @@ from burnish.files.storage import allocate
 
 _LOOK_SECONDS = 0.05
 # Between two questions of waiting ranks to each other.
-_ALIGN = 64
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def stage(contents: Contents, memory: Memory) -> Contents:
     """Copy the shards into the memory, for `staged_in`; they may change when this returns. Raises `OSError` without room."""
     device = accelerator_of(contents.shards)
     pinned = device if device is not None and device.type == "cuda" else None
-    copies = staged_in(memory.take(sum(map(_room, contents.shards)), pinned), contents)
+    copies = staged_in(memory.take(_room(contents), pinned), contents)
     with torch.no_grad():
         for shard, copy in zip(contents.shards, copies.shards, strict=True):
             copy.tensor.copy_(shard.tensor, non_blocking=True)
@@ -95,6 +94,10 @@ def stage(contents: Contents, memory: Memory) -> Contents:
     return replace(bare, state=dict(contents.state), arena=None)
 
 
+def _room(contents: Contents) -> int:
+    return sum(aligned(shard.tensor.nbytes) for shard in contents.shards)
+
+
 def staged_in(room: Tensor, contents: Contents) -> Contents:
     """Return the contents with shards that are views of the memory."""
     start = 0
@@ -102,14 +105,10 @@ def staged_in(room: Tensor, contents: Contents) -> Contents:
     def view(shard: Shard) -> Shard:
         nonlocal start
         elements = room[start : start + shard.tensor.nbytes].view(shard.tensor.dtype)
-        start += _room(shard)
+        start += aligned(shard.tensor.nbytes)
         return Shard(shard.spec, shard.box, elements.view(shard.box.sizes))
 
     return contents.with_shards(view)
-
-
-def _room(shard: Shard) -> int:
-    return -(-shard.tensor.nbytes // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _answer(
 ) -> Answer:
     try:
         with _meeting(job, saver.layout, timedelta(seconds=timeout)) as saver.layout:
-            room = memory.take(sum(map(_room, job.contents.shards)))
+            room = memory.take(_room(job.contents))
             contents = replace(staged_in(room, job.contents), arena=arena)
             return saver.save(job.step, contents, fence)
     except Exception as error:  # noqa: BLE001 - told to the training process, which goes on

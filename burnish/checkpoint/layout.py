@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Self
@@ -30,7 +30,7 @@ from burnish.boxes.pieces import (
 from burnish.boxes.plan import Cover, Group, schedule
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxIndex, BoxTable, Columns, Ints, flat_ranges, strides
-from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
+from burnish.boxes.tensor_reader import TORCH_DTYPES, copy, dtype_name, in_chunks
 from burnish.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from burnish.distributed.collectives import agree, gather_within
 from burnish.distributed.layout import Layout
@@ -604,20 +604,9 @@ def _stored(told: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[
     return list(found.values())
 
 
-_CHUNK = 1 << 15
-# Elements that a processor's cache holds between two operations, and for which torch wakes no other thread: a thread that
-# has to wait for a processor in each operation takes many times as long.
-
-
-def copy(x: Tensor, into: Tensor) -> None:
-    """Write x into memory."""
-    for elements, copied in _chunks(x.detach(), into):
-        copied.copy_(elements)
-
-
 def rounded(x: Tensor, into: Tensor) -> None:
     """Write B, fp32 x rounded to bf16."""
-    for bits, upper in _chunks(x.detach().view(torch.int32), into.view(torch.int16)):
+    for bits, upper in in_chunks(x.detach().view(torch.int32), into.view(torch.int16)):
         upper.copy_(torch.add(bits, 0x8000).bitwise_right_shift_(16))
 
 
@@ -626,15 +615,7 @@ def residual(x: Tensor, into: Tensor) -> None:
     copy(x.detach().view(torch.int32), into)
 
 
-def add_residual(x: Tensor, rest: Tensor) -> None:
+def add_residual(rest: Tensor, x: Tensor) -> None:
     """Restore fp32 x from B in place, by adding R to its bits."""
-    for bits, lower in _chunks(x.detach().view(torch.int32), rest.to(x.device)):
+    for lower, bits in in_chunks(rest.to(x.device), x.detach().view(torch.int32)):
         bits.add_(lower)
-
-
-def _chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if a.numel() > _CHUNK and a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
-        flat = (torch.split(each.view(-1), _CHUNK) for each in (a, b))
-        yield from zip(*flat, strict=True)
-    else:
-        yield a, b

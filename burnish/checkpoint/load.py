@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy as shallow_copy
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard
-from burnish.boxes.tensor_reader import OpenFiles, TensorReader, locate
+from burnish.boxes.tensor_reader import OpenFiles, Sources, TensorReader, copy, locate
 from burnish.checkpoint.layout import (
     MAIN,
     MODEL,
@@ -27,15 +26,16 @@ from burnish.checkpoint.layout import (
 )
 from burnish.checkpoint.steps import Committed, checked_header, read_blocks, read_file
 from burnish.distributed.collectives import agree, gather_objects
+from burnish.distributed.device import own_cores
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
 
-_HELD_BYTES = 8 << 20
-# Of blocks that were read and may hold more that is wanted; two blocks at least.
-_READERS = 2
+_HELD_BYTES = 2 << 20
+# Of blocks that were read and may hold more that is wanted; two blocks at least for each reader.
+_READERS = 2  # threads, of a process that has as many cores
 _ROWS = 12
 
 _Described = tuple[torch.dtype, tuple[int, ...]]
@@ -68,15 +68,14 @@ class StepReader(TensorReader):
         self.apart_bytes = max(
             (step.manifest.files[name].block_bytes for name in headers), default=1
         )
-        self._block = lru_cache(max(2, _HELD_BYTES // self.apart_bytes))(self._read_block)
+        most = max(2 * step.source.reads_at_once, 2 * _READERS, _HELD_BYTES // self.apart_bytes)
+        self._block = lru_cache(most)(self._read_block)
         self._files = OpenFiles(lambda name: step.source.open(step.path / name))
 
-    def read(self, key: str, box: Box, into: Tensor) -> None:
-        """See `TensorReader.read`."""
-        if key in self._residuals and into.dtype == torch.float32:
-            self.fill([(key, Tensor.copy_), (self._residuals[key], add_residual)], box, into)
-        else:
-            super().read(key, box, into)
+    def _sources(self, key: str, dtype: torch.dtype) -> Sources:
+        if key in self._residuals and dtype == torch.float32:
+            return [(key, copy), (self._residuals[key], add_residual)]
+        return super()._sources(key, dtype)
 
     def _read_bytes(self, file: str, into: memoryview, offset: int) -> None:
         record = self._step.manifest.files[file]
@@ -155,7 +154,7 @@ class CheckpointSource:
                 want=f"{role}/{MODEL} and {role}/training",
                 do=f"resume a run that trains a {role}; a new run may start from this one's model directories",
             )
-        other = copy.copy(self)
+        other = shallow_copy(self)
         other._prefix = prefix_of(role)
         return other
 
@@ -218,7 +217,8 @@ class CheckpointSource:
         shards = list(shards)
         with agree(self._layout):
             keyed = [(self._checked(shard), shard) for shard in shards]
-        readers = max(_READERS, self._step.source.reads_at_once)
+        readers = min(_READERS, own_cores(self._layout.local_world))
+        readers = max(readers, self._step.source.reads_at_once)
         what = f"{self._step.path} cannot be read"
         with agree(self._layout), naming_failures(what), self._reader:
             places = self._reader.locations

@@ -13,17 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from burnish import __version__
-from burnish.boxes.pieces import Piece, PieceTable
+from burnish.boxes.pieces import PieceTable
 from burnish.boxes.plan import Group, Move
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import OpenFiles
+from burnish.boxes.tensor_reader import OpenFiles, bytes_of, copy, in_chunks
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
 from burnish.checkpoint.layout import (
     MODEL,
@@ -32,7 +32,6 @@ from burnish.checkpoint.layout import (
     Outline,
     Span,
     WritePlan,
-    copy,
     prefix_of,
     residual,
     rounded,
@@ -132,21 +131,14 @@ class Contents:
         return replace(self, models=models)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredShard:
+class StoredShard(NamedTuple):
     """A shard as stored."""
 
     shard: Shard
-    key: str
-    """Names the stored tensor among all of the step."""
-    dtype: torch.dtype
+    spec: TensorSpec
+    """The stored tensor; its name is its key."""
     convert: Callable[[Tensor, Tensor], None] = copy
     """Writes elements (first) as they are stored (second)."""
-
-    @property
-    def piece(self) -> Piece:
-        """Return the shard without its memory."""
-        return TensorSpec(self.key, self.shard.spec.shape, self.dtype), self.shard.box
 
 
 class BlockWriter:
@@ -163,7 +155,9 @@ class BlockWriter:
         self.plan = plan
         self._shards = shards
         self._layout = layout
-        size = max((sum(map(_room, spans)) for spans in plan.share.spans), default=0)
+        size = max(
+            (sum(aligned(s.stop - s.start) for s in spans) for spans in plan.share.spans), default=0
+        )
         self._memory = [arena.take(size) for _ in range(2)]
         self._exchange = Exchange(layout, device, arena)
         self._last = {span.file: span for spans in plan.share.spans for span in spans}
@@ -171,7 +165,6 @@ class BlockWriter:
 
     def write(self, files: OpenFiles[LocalFile], syncs: Syncs, what: str) -> list[BlockHashes]:
         """Write all blocks, begin their syncs, and return every rank's hashes. Collective, errors included."""
-        hashes: BlockHashes = {}
         begun: list[Future[BlockHashes]] = []
         with ThreadPoolExecutor(1, "burnish-write") as writing:
             for number, moves in enumerate(self.plan.share.moves):
@@ -179,8 +172,7 @@ class BlockWriter:
                 spans = self._filled(self.plan.share.spans[number], moves, self._memory[number % 2])
                 begun.append(writing.submit(self._write_spans, spans, files, syncs))
             with agree(self._layout), naming_failures(what):
-                for written in begun:
-                    hashes |= written.result()
+                hashes = {at: digest for one in begun for at, digest in one.result().items()}
         return gather_objects(hashes, self._layout)
 
     def _write_spans(
@@ -211,7 +203,7 @@ class BlockWriter:
         spans, start = list[Tensor](), 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
-            start += _room(span)
+            start += aligned(span.stop - span.start)
             header = self.plan.outline.files[span.file].header_within(span.start, span.stop)
             spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
         direct: list[dict[int, Tensor]] = [{} for _ in share]
@@ -224,7 +216,7 @@ class BlockWriter:
             place = self.plan.share.places[move.want]
             stop = place.start + place.box.elements * move.dtype.itemsize
             part = spans[place.slot][place.start : stop].view(move.dtype).view(place.box.sizes)
-            return part[move.box.relative_to(place.box).slices]
+            return part if move.box == place.box else part[move.box.relative_to(place.box).slices]
 
         with torch.no_grad():
             for move in moves.own:
@@ -258,19 +250,16 @@ def _pieces(memory: Tensor, parts: Mapping[int, Tensor]) -> Iterator[memoryview]
     at = 0
     for start, part in sorted(parts.items()):
         if at < start:
-            yield _bytes_of(memory[at:start])
-        yield _bytes_of(part)
+            yield bytes_of(memory[at:start])
+        yield bytes_of(part)
         at = start + part.nbytes
     if at < len(memory):
-        yield _bytes_of(memory[at:])
+        yield bytes_of(memory[at:])
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
-
-
-def _room(span: Span) -> int:
-    return -(-(span.stop - span.start) // 64) * 64
+def aligned(size: int) -> int:
+    """Round up to 64."""
+    return -(-size // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +305,7 @@ class Saver:
         layout = self.layout
         with agree(layout):
             shards = list(_stored(contents))
-            pieces = PieceTable.of(each.piece for each in shards)
+            pieces = PieceTable.of((each.spec, each.shard.box) for each in shards)
             models = contents.models.values()
             finite = not contents.check_finite or all(all_finite(m.weights) for m in models)
         healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
@@ -330,10 +319,8 @@ class Saver:
                 do="start all ranks again, with one configuration, from one checkpoint",
             )
         plan = self.plan(pieces, contents.models, plans)
-        with agree(layout):
-            place = meeting_place(devices, device)
-            arena = contents.arena or Arena(torch.device("cpu"))
-            writer = BlockWriter(plan, shards, layout, place, arena)
+        place, arena = meeting_place(devices, device), contents.arena or Arena(torch.device("cpu"))
+        writer = partial(BlockWriter, plan, shards, layout, place, arena)
         empty = Manifest(uuids[0], step, layout.world, {})
         contents = replace(contents, healthy=all(are_healthy))
         try:
@@ -359,9 +346,9 @@ class Saver:
         return self._plan
 
     def _write(
-        self, writer: BlockWriter, contents: Contents, empty: Manifest, fence: Fence
+        self, begin: Callable[[], BlockWriter], contents: Contents, empty: Manifest, fence: Fence
     ) -> Path:
-        layout, outline = self.layout, writer.plan.outline
+        layout = self.layout
         what = f"step {empty.step} could not be saved"
         name = f"{empty.step:08d}.{empty.uuid}"
         inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
@@ -373,6 +360,8 @@ class Saver:
             Syncs() as syncs,
         ):
             with agree(layout), naming_failures(what):
+                writer = begin()
+                outline = writer.plan.outline
                 if layout.is_main:
                     small |= {**outline.indices, **_small_files(contents)}
                     _check_manifest(replace(empty, files=_records(outline, {}, small)))
@@ -473,17 +462,19 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
     for role, model in contents.models.items():
         prefix = prefix_of(role)
         for shard in model.weights:
-            name, dtype = shard.spec.name, shard.tensor.dtype
+            (name, shape, _), dtype = shard.spec, shard.tensor.dtype
+            key, rest = f"{prefix}{MODEL}/{name}", f"{prefix}{RESIDUAL}/{name}"
             if contents.split and dtype == torch.float32 and name not in model.whole:
-                yield StoredShard(shard, f"{prefix}{MODEL}/{name}", torch.bfloat16, rounded)
-                yield StoredShard(shard, f"{prefix}{RESIDUAL}/{name}", torch.int16, residual)
+                yield StoredShard(shard, TensorSpec(key, shape, torch.bfloat16), rounded)
+                yield StoredShard(shard, TensorSpec(rest, shape, torch.int16), residual)
             else:
-                yield StoredShard(shard, f"{prefix}{MODEL}/{name}", dtype)
+                yield StoredShard(shard, TensorSpec(key, shape, dtype))
         for shard in model.training:
             slot, _, name = shard.spec.name.partition("/")
             if not name or slot in taken or not slot.isidentifier():
                 raise ValueError(f"{shard.spec.name!r} is not the name of a slot and a weight")
-            yield StoredShard(shard, f"{prefix}{slot}/{name}", shard.tensor.dtype)
+            key = f"{prefix}{slot}/{name}"
+            yield StoredShard(shard, TensorSpec(key, shard.spec.shape, shard.tensor.dtype))
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:
@@ -509,7 +500,8 @@ def all_finite(shards: Sequence[Shard]) -> bool:
         extreme.float()
         for tensor in tensors
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        for extreme in torch.aminmax(tensor)
+        for (part,) in in_chunks(tensor)
+        for extreme in torch.aminmax(part)
     ]
     return not extremes or bool(torch.stack(extremes).isfinite().all())
 

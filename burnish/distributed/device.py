@@ -202,9 +202,14 @@ def measured_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 def share_cores(local_world: int) -> None:
     """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
-        is_linux = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world))
+        torch.set_num_threads(own_cores(local_world))
+
+
+def own_cores(local_world: int) -> int:
+    """Return the cores for each of so many processes of the machine; 1 at least."""
+    is_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    return max(1, cores // local_world)
 
 
 def keep_freed_pages() -> None:

@@ -133,7 +133,7 @@ def position_of(step: Committed) -> Position:
     try:
         position = _POSITION.validate_python(given)
     except ValidationError as error:
-        wrong |= {str(each["loc"][0]) for each in error.errors(include_url=False)}
+        wrong |= {str((*e["loc"], "a name")[0]) for e in error.errors(include_url=False)}
     if wrong or position.step != step.step:
         shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in sorted(wrong)]
         raise IncompatibleError(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from burnish.boxes import tensor_reader
 from burnish.checkpoint import layout as split
 from burnish.checkpoint.layout import add_residual
 
@@ -37,7 +38,7 @@ def check(x):
     assert np.array_equal(rounded(weights).view(torch.int16).numpy().view(np.uint16), b)
     assert np.array_equal(residual(weights).numpy().astype(np.int32), r)
     again = torch.empty_like(weights).copy_(rounded(weights))
-    add_residual(again, residual(weights))
+    add_residual(residual(weights), again)
     assert np.array_equal(again.view(torch.int32).numpy().view(np.uint32), x)
 
 
@@ -68,7 +69,7 @@ def test_strided_weights():
     base = torch.randn(8, 10)
     x = base[:, ::2]
     again = torch.zeros(8, 10)[:, 1::2].copy_(rounded(x))
-    add_residual(again, residual(x))
+    add_residual(residual(x), again)
     assert torch.equal(again, x)
     upper = torch.zeros(8, 10, dtype=torch.bfloat16)
     split.rounded(x, upper[:, 1::2])
@@ -78,5 +79,5 @@ def test_strided_weights():
 
 @given(st.integers(0, 3), st.integers(-2, 2))
 def test_sizes_around_a_chunk(chunks, more):
-    size = max(0, chunks * split._CHUNK + more)
+    size = max(0, chunks * tensor_reader._CHUNK + more)
     check(np.arange(size, dtype=np.uint32) * np.uint32(2654435761))

@@ -45,6 +45,11 @@ def test_anything_else_is_refused_by_name(name, value):
         read(**{name: value})
 
 
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(IncompatibleError):
+        read(**{"\ud800": 1})
+
+
 def test_an_imported_step_says_how_to_begin_from_it():
     with pytest.raises(IncompatibleError) as refused:
         read(imported={"kind": "huggingface", "source": "/models/x"}, training="absent")

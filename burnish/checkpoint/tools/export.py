@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, chunks, dtype_name
+from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, bytes_of, chunks, dtype_name
 from burnish.checkpoint.layout import (
     MAIN,
     MODEL,
@@ -249,8 +249,7 @@ def _write_tensor(
 ) -> None:
     for start, stop in chunks(model.weights[entry.name].elements, _CHUNK):
         elements = _converted(model.read(entry.name, start, stop, dtype), dtype, entry.name)
-        data = memoryview(elements.view(torch.uint8).numpy().data)
-        out.pwrite(data, entry.begin + start * dtype.itemsize)
+        out.pwrite(bytes_of(elements), entry.begin + start * dtype.itemsize)
 
 
 def _target(described: TensorInfo, dtype: torch.dtype) -> torch.dtype:
