@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from burnish.distributed.device import has_fp64
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
+from burnish.records import to_device
 from burnish.tracking.stats import Max, Metric, Number, Stats
 
 T = TypeVar("T")
@@ -184,7 +185,7 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
 def _pack(numbers: list[Number], device: torch.device) -> Tensor:
     wide = torch.float64 if has_fp64(device) else torch.float32
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
-    packed = torch.tensor(plain, dtype=wide).to(device, non_blocking=True)
+    packed = to_device(torch.tensor(plain, dtype=wide), device)
     places = [place for place, number in enumerate(numbers) if isinstance(number, Tensor)]
     if places:
         tensors = [number for number in numbers if isinstance(number, Tensor)]

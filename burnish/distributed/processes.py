@@ -312,8 +312,7 @@ def _named_timeout(layout: Layout, seconds: float) -> Iterator[None]:
 
 def wait_as_all(group: ProcessGroup) -> None:
     """Give a group the default group's time-out, not torch's 10 or 30 minutes."""
-    everybody = dist.group.WORLD
-    assert everybody is not None
+    everybody = dist.distributed_c10d._get_default_group()
     for device in everybody._device_types:
         backend = group._get_backend(device)
         if hasattr(backend, "_set_default_timeout"):  # XCCL, HCCL and a fake group have none

@@ -62,21 +62,22 @@ def step_in_waves(
     Slots that are on the host or in bf16 come to the device in fp32, some at a time.
     """
     for wave in _waves(gradients, len(slots)):
+        device = wave[0][0].device
+        pinned = device.type == "cuda"
         for group in optimizer.param_groups:
             if "step" in group:  # fused optimizers count here; each wave is part of the same step
                 group["step"] = steps
         stored = [(optimizer.state[weight], slot) for weight, _ in wave for slot in slots]
         resting = [state[slot] for state, slot in stored]
         for (state, slot), rested in zip(stored, resting, strict=True):
-            device = wave[0][0].device
-            state[slot] = rested.to(device, torch.float32, non_blocking=True, copy=True)
+            state[slot] = rested.to(device, torch.float32, non_blocking=pinned, copy=True)
         for weight, gradient in wave:
             weight.grad = gradient
         optimizer.step()
         for weight, _ in wave:
             weight.grad = None
         for (state, slot), rested in zip(stored, resting, strict=True):
-            state[slot] = rested.copy_(state[slot], non_blocking=True)
+            state[slot] = rested.copy_(state[slot], non_blocking=pinned)
     for device in {weight.device for weight, _ in gradients}:
         synchronize(device)  # the host may look at the slots now
 

@@ -17,7 +17,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.models.flops import Passed
 from burnish.models.scorer import ScoringPlan
-from burnish.records import Batch, MicroBatch, TokenOutputs
+from burnish.records import Batch, MicroBatch, TokenOutputs, to_device
 from burnish.tracking.stats import Mean, Stats, Sum
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class ShardedEngine(ABC):
         routing = module.Routing()
         if micro.experts is not None:
             experts = module.rows_of(plan, micro.experts)[part]
-            routing.prescribed = experts.to(self._device, non_blocking=True)
+            routing.prescribed = to_device(experts, self._device)
         if factors is not None:
             routing.balance = factors, module.row_weights(plan, self._device)[part] / copies
         return routing

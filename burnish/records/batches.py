@@ -74,9 +74,10 @@ class MicroBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor, on CUDA asynchronously."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # a copy from other memory waits for all work before it
+    """Copy a tensor, to accelerators asynchronously."""
+    if tensor.device.type == "cpu" and device.type not in ("cpu", "meta"):
+        # From other memory CUDA waits for all work, and Ascend for nothing.
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 

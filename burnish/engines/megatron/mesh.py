@@ -18,6 +18,7 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.processes import wait_as_all
 from burnish.engines.megatron.host import megatron_called
+from burnish.errors import UsageError
 
 _ORDER = "tp-cp-ep-dp-pp"
 
@@ -33,7 +34,11 @@ class MegatronMesh:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> MegatronMesh:
-        """Make the groups. The degrees must divide the processes; there may be no other mesh. Collective."""
+        """Make the only groups. The degrees must divide the processes. Collective. Raises `UsageError` for other devices."""
+        if device.type not in ("cpu", "cuda"):
+            raise UsageError(
+                "Megatron needs CUDA", have=device.type, want="cuda", do="set engine.kind=torch"
+            )
         _forget_ended_run()
         virtual = config.virtual_stages if config.virtual_stages > 1 else None
         with megatron_called():

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
 from burnish.errors import IncompatibleError
-from burnish.records import Experts, TokenIds
+from burnish.records import Experts, TokenIds, to_device
 from burnish.rollout.base import Sampling, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
@@ -184,8 +184,8 @@ class Decoding:
         positions = torch.cat([torch.arange(length) for length in lengths])
         routing = self._routing()
         hidden = self._model.forward(
-            torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True),
-            positions.to(device, non_blocking=True),
+            to_device(torch.from_numpy(tokens.astype(np.int64)), device),
+            to_device(positions, device),
             cache,
             routing,
         )
@@ -197,7 +197,7 @@ class Decoding:
             )
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
-        last = torch.from_numpy(ends - 1).to(device, non_blocking=True)
+        last = to_device(torch.from_numpy(ends - 1), device)
         read = _Chunk(cache, hidden[last], experts, self._version())
         for index, prompt in enumerate(prompts):
             prompt.chunk, prompt.index = read, index
@@ -244,7 +244,7 @@ class Decoding:
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         # Copied without blocking: a tensor made on the device would wait for everything queued there.
-        return torch.tensor(rows).to(self._model.device, non_blocking=True)
+        return to_device(torch.tensor(rows), self._model.device)
 
 
 def _free(slot: SlotSequence | None) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.attention import Attends, Heads, PackedLayout
+from burnish.records import to_device
 
 _GRAIN = 128
 """Rows grow by at least this many tokens."""
@@ -80,7 +81,7 @@ class RowStore:
 
     def read(self, prompts: PromptCache, which: Sequence[int], rows: Tensor) -> None:
         """Copy prompts `which` to these rows."""
-        source = prompts.rows(which).to(rows.device, non_blocking=True)
+        source = to_device(prompts.rows(which), rows.device)
         for layer, held in self.layers.items():
             for mine, theirs in zip(held, prompts.layers[layer], strict=True):
                 read = theirs[:, source].transpose(0, 1).to(mine.dtype)

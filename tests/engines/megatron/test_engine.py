@@ -27,7 +27,7 @@ from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, UsageError
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
@@ -250,6 +250,11 @@ def waiting_rank(layout: Layout) -> set[float]:
 
 def test_all_groups_wait_as_long_as_is_configured() -> None:
     assert run_ranks(waiting_rank, 2, timeout=88.0) == [{88.0}] * 2
+
+
+def test_a_device_that_megatron_would_leave_idle_is_refused() -> None:
+    with pytest.raises(UsageError):
+        MegatronMesh.of(EngineConfig(kind="megatron"), torch.device("xpu", 0))
 
 
 def test_a_frozen_mixture_is_on_the_device() -> None:
