@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,9 +55,9 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """Indices of the trained assistant messages."""
-        roles = [message.get("role") for message in self.messages]
-        return [i for i, role in enumerate(roles) if role == "assistant" and i >= self.trained_from]
+        """Indices of the trained assistant messages: those without OpenAI's `weight: 0`."""
+        said = [i for i, each in enumerate(self.messages) if each.get("role") == "assistant"]
+        return [i for i in said if i >= self.trained_from and self.messages[i].get("weight") != 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,9 @@ class ChatEncoder:
         """Take masks from `{% generation %}`; add an end of turn outside of it."""
         encoded = []
         for row in rows:
+            if any(message.get("weight") == 0 for message in row.messages):
+                encoded += self._by_prefixes([row])
+                continue
             text = self._checked(row)
             if self._beginning(text) != text:
                 ids = np.array(self.ids([text], special=False)[0], dtype=np.int64)
@@ -203,8 +207,8 @@ class ChatEncoder:
             mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
             if row.trained_from:
                 before = self._before(row.messages[: row.trained_from], row.name, row.tools)
-                one, other = self._with_contents(row, row.trained_from - 1)
-                rest = one[len(one) - _first_difference(one[::-1], other[::-1]) :]
+                both = self._with_contents(row, row.trained_from - 1)
+                rest = os.path.commonprefix([each[::-1] for each in both])[::-1]
                 start, end = self.ids([before, rest], special=False)
                 mask[: shared_beginning(start, ids)] = False
                 if text.endswith(rest):  # where thoughts of the prompt are gone, `before` is not
@@ -250,8 +254,7 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        one, other = self._with_contents(row, turn)
-        return one[: _first_difference(one, other)]
+        return os.path.commonprefix(self._with_contents(row, turn))
 
     def _with_contents(self, row: Conversation, turn: int) -> list[str]:
         before, after = row.messages[:turn], row.messages[turn + 1 :]
@@ -364,17 +367,12 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def _first_difference(one: str, other: str) -> int:
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)
-
-
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
     """Return where in `whole` the prefix ends, before a token that merges its end with more."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared
-    at = _first_difference(prefix[0], whole[0])
+    at = len(os.path.commonprefix([prefix[0], whole[0]]))
     begin = max(0, at - _CONTEXT)
     raise UsageError(
         f"the chat template writes what is before {where} differently once more follows: token {shared} (character {at}) is the first to differ",

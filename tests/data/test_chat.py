@@ -103,6 +103,20 @@ def test_a_prompt_whose_thoughts_go_once_the_completion_follows_is_context():
 
 
 @pytest.mark.parametrize("encoder", [PLAIN, MARKED])
+def test_turns_of_no_weight_are_context(encoder):
+    """As in OpenAI's format for fine-tuning."""
+    turns = chat(user("a"), bot("x"), user("b"), bot("y"), user("c"), bot("z"))
+    turns[1] |= {"weight": 0}
+    turns[3] |= {"weight": 1}
+    text = spelled(encoder, encoder.conversations([Conversation(turns, "row 0")])[0])
+    assert "assistant\nx<|im_end|>\n" in text
+    assert [each.partition("]")[0] for each in text.split("[")[1:]] == [
+        "y<|im_end|>",
+        "z<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("encoder", [PLAIN, MARKED])
 def test_an_empty_answer_trains_on_its_end_alone(encoder):
     encoded = encoder.conversations([Conversation(chat(user("a"), bot("")), "row 0")])[0]
     assert spelled(encoder, encoded).endswith("assistant\n[<|im_end|>]\n")
