@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -135,8 +135,7 @@ class ChatEncoder:
     def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
         """Render up to the assistant's next turn; leave a last assistant turn open."""
         if messages[-1].get("role") == "assistant":
-            options = {"tokenize": False, "continue_final_message": True}
-            text = str(self._render(messages, name, tools, **options))
+            text = self._whole(messages, name, tools, continue_final_message=True)
         else:
             text = self._before(messages, name, tools)
         self._require_calls(messages, name, text)
@@ -208,7 +207,7 @@ class ChatEncoder:
             if row.trained_from:
                 before = self._before(row.messages[: row.trained_from], row.name, row.tools)
                 both = self._with_contents(row, row.trained_from - 1)
-                rest = os.path.commonprefix([each[::-1] for each in both])[::-1]
+                rest = _common(*(each[::-1] for each in both))[::-1]
                 start, end = self.ids([before, rest], special=False)
                 mask[: shared_beginning(start, ids)] = False
                 if text.endswith(rest):  # where thoughts of the prompt are gone, `before` is not
@@ -254,7 +253,7 @@ class ChatEncoder:
         return _boundary(before, whole, f"message {turn} of {row.name}")
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
-        return os.path.commonprefix(self._with_contents(row, turn))
+        return _common(*self._with_contents(row, turn))
 
     def _with_contents(self, row: Conversation, turn: int) -> list[str]:
         before, after = row.messages[:turn], row.messages[turn + 1 :]
@@ -291,8 +290,7 @@ class ChatEncoder:
                 want="a user or system message before the assistant's first",
                 do="correct the row, or use a chat template with {% generation %}",
             )
-        options = {"tokenize": False, "add_generation_prompt": True}
-        return str(self._render(messages, name, tools, **options))
+        return self._whole(messages, name, tools, add_generation_prompt=True)
 
     def _checked(self, row: Conversation) -> str:
         text = self._whole(row.messages, row.name, row.tools)
@@ -316,8 +314,10 @@ class ChatEncoder:
                     do="set model.chat_template to one, or write the calls into content",
                 )
 
-    def _whole(self, messages: list[Message], name: str, tools: Tools | None) -> str:
-        return str(self._render(messages, name, tools, tokenize=False))
+    def _whole(
+        self, messages: list[Message], name: str, tools: Tools | None, **options: Any
+    ) -> str:
+        return str(self._render(messages, name, tools, tokenize=False, **options))
 
     def _render(
         self, messages: list[Message], name: str, tools: Tools | None, **options: Any
@@ -367,12 +367,17 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
+def _common(*texts: str) -> str:
+    alike = takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
+    return "".join(each[0] for each in alike)
+
+
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
     """Return where in `whole` the prefix ends, before a token that merges its end with more."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared
-    at = len(os.path.commonprefix([prefix[0], whole[0]]))
+    at = len(_common(prefix[0], whole[0]))
     begin = max(0, at - _CONTEXT)
     raise UsageError(
         f"the chat template writes what is before {where} differently once more follows: token {shared} (character {at}) is the first to differ",
