@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """Indices of the trained assistant messages: those without OpenAI's `weight: 0`."""
+        """Indices of trained assistant messages, without those of `weight: 0`."""
         said = [i for i, each in enumerate(self.messages) if each.get("role") == "assistant"]
         return [i for i in said if i >= self.trained_from and self.messages[i].get("weight") != 0]
 
@@ -270,7 +270,7 @@ class ChatEncoder:
     ) -> int:
         """Return the end of a turn, with its end-of-turn token.
 
-        If a template rewrites past turns (Qwen3, gpt-oss), the last such id before the next content closes it.
+        If a template rewrites past turns, the last such id before the next content closes it.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(after[0]):
             header = self._up_to_content(row, turn + 1)

@@ -241,7 +241,7 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
 def _read(
     kind: str, files: Sequence[Path], setting: str, key: str, progress: Progress
 ) -> tuple[Any, str, list[str]]:
-    """Return the files' `datasets.Dataset`, a digest of its content, and the columns of texts.
+    """Return the files' `datasets.Dataset`, its digest, and the columns of texts.
 
     A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, and their digest and what `stat`
     says lie beside them.
