@@ -311,19 +311,12 @@ def _fits(found: Any, want: Any) -> bool:
 
 
 def _require_alike(files: Sequence[Path], setting: str) -> None:
-    """Refuse what crashes Arrow, and other types than the first file's, which `datasets` would convert."""
+    """Refuse broken files, and other types than the first file's, which `datasets` would convert."""
     wanted: dict[str, Any] | None = None
     for file in files:
-        with file.open("rb") as stream:
-            beginning = stream.read(3)
-        if beginning != b"PAR":
-            raise UsageError(
-                f"{file} is no Parquet file",
-                have=f"{beginning!r} at its beginning",
-                want="PAR1",
-                do="write it again, or give it the suffix of what it is",
-            )
-        found = {field.name: field.type for field in pa.parquet.read_schema(file)}
+        do = "write it again, or give it the suffix of what it is"
+        with refusing(f"{file} is no whole Parquet file", do=do):
+            found = {field.name: field.type for field in pa.parquet.read_schema(file)}
         wanted = found if wanted is None else wanted
         for name, type_ in found.items():
             if name not in wanted or not _fits(type_, wanted[name]):
