@@ -27,6 +27,7 @@ from burnish.errors import MissingError, StoppedError, UsageError
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
@@ -41,10 +42,8 @@ if TYPE_CHECKING:
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
-Reward: TypeAlias = Callable[..., Any]
-"""A function with TRL's or verl's signature, at the top level of a script or of a module."""
-Rewards: TypeAlias = Reward | str | Sequence[Reward | str] | Mapping[str, Any] | None
-"""One or several such functions, or the section `reward` as a mapping."""
+Rewards: TypeAlias = Callable[..., Any] | str | Sequence[Any] | Mapping[str, Any] | None
+"""One or several functions with TRL's or verl's signature, or the section `reward` as a mapping."""
 
 _log = logging.getLogger("burnish")
 
@@ -54,6 +53,9 @@ class Result:
     """What a run has left."""
 
     directory: Path
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
 
     @property
     def model(self) -> Path | None:
@@ -79,19 +81,18 @@ def sft(config: Config, **settings: Any) -> Result:
     """Fine-tune on examples. An interrupted run goes on from its newest checkpoint."""
     loaded = load_settings(config, settings)
     run_command("sft", loaded)
-    return Result(loaded.directory)
+    return Result(loaded.directory.absolute())
 
 
 def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     """Learn from a reward. An interrupted run goes on from its newest checkpoint.
 
     `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
-    mapping sets the section `reward`. Other processes import the script that defines a function: it has to call `rl` below
-    `if __name__ == "__main__":`.
+    mapping sets the section `reward`.
     """
     loaded = load_settings(config, _with_reward(settings, reward))
     run_command("rl", loaded)
-    return Result(loaded.directory)
+    return Result(loaded.directory.absolute())
 
 
 def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
@@ -218,34 +219,22 @@ def _with_reward(settings: Mapping[str, Any], reward: Rewards) -> Mapping[str, A
         return settings
     if isinstance(reward, Mapping):
         return {**settings, "reward": reward}
-    functions = [reward] if callable(reward) or isinstance(reward, str) else reward
-    named = [{"function": each if isinstance(each, str) else _name_of(each)} for each in functions]
-    return {**settings, "reward": {"functions": named}}
+    functions: Sequence[Any] = reward if isinstance(reward, list | tuple) else [reward]
+    return {**settings, "reward": {"functions": [_named(each) for each in functions]}}
 
 
-def _name_of(function: Reward) -> str:
-    module: str | None = function.__module__
-    name = getattr(function, "__qualname__", "")
-    if module == "__main__":
-        file = getattr(sys.modules[module], "__file__", None)
-        module = file and os.path.relpath(file)
-    if not module or not name.isidentifier():
-        raise UsageError(
-            "reward is a function that other processes cannot import",
-            have=f"{name or function!r} of {function.__module__}",
-            want="a function at the top level of a script or a module",
-            do='move it into a file (in a notebook: begin its cell with "%%writefile rewards.py"), '
-            f'and pass reward="rewards.py:{name if name.isidentifier() else "name"}"',
-        )
-    return f"{module}:{name}"
+def _named(function: Any) -> Any:
+    if isinstance(function, partial) and not function.args:
+        return {"function": name_of(function.func), "kwargs": function.keywords}
+    return name_of(function) if callable(function) else function
 
 
 def _refuse_inside_a_worker() -> None:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "burnish.rewards.worker":
         raise UsageError(
-            "the script that defines the reward trains whenever it is imported",
-            have="a call of burnish at its top level",
+            "a process that computes rewards cannot train or evaluate",
+            have="a call of burnish in the reward, or at the top level of its script",
             want="a script that can be imported",
             do='put the call below `if __name__ == "__main__":`',
         )

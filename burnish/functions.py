@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -16,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from burnish.errors import UsageError
+from burnish.errors import UsageError, refusing
 
 Registry = Mapping[str, "Callable[..., Any] | str"]
 """Built-ins by name: the function itself, or `module:name` where it is imported on first use."""
@@ -43,9 +44,27 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
             if function is None
             else f"{attribute} is {type(function).__name__}",
             want=f"a function or class {attribute} at the top level of {module_name}",
-            do=did_you_mean(attribute, known) or f"correct {setting}",
+            do=did_you_mean(attribute, known)
+            or f'correct {setting}, or define it there above `if __name__ == "__main__":`',
         )
     return function  # type: ignore[no-any-return]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a callable at the top level of a module or of the script. Raises `UsageError`."""
+    known, home = getattr(function, "__qualname__", repr(function)), function.__module__
+    for module in (sys.modules.get(str(home)), sys.modules["__main__"]):
+        spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+        place = spec.name if spec else file and os.path.relpath(file)
+        for name, value in [*vars(module).items()] if place else ():
+            if value is function:
+                return f"{place}:{name}"
+    raise UsageError(
+        "other processes cannot import a function",
+        have=f"{known} of {home}",
+        want="a function at the top level of a script or a module",
+        do='move it into a file (in a notebook: begin its cell with "%%writefile rewards.py")',
+    )
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
@@ -84,16 +103,13 @@ def _source(target: str, setting: str) -> Path | None:
 def _import_module(name: str, setting: str) -> ModuleType:
     if not {"", os.getcwd()}.intersection(sys.path):
         sys.path.append(os.getcwd())  # as `python -m` has it, and the `burnish` script has not
-    try:
-        return importlib.import_module(name)
-    except UsageError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(name, setting, error) from error
-        raise _no_module(name, error.name, setting) from error
-    except Exception as error:
-        raise _broken(name, setting, error) from error
+    with _importing(name, setting):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise _no_module(name, error.name, setting) from error
 
 
 def _import_file(name: str, setting: str) -> ModuleType:
@@ -110,10 +126,8 @@ def _import_file(name: str, setting: str) -> ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
-    try:
+    with _importing(name, setting):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise _broken(name, setting, error) from error
     return module
 
 
@@ -127,10 +141,9 @@ def _no_module(module: str, missing: str, setting: str) -> UsageError:
     )
 
 
-def _broken(name: str, setting: str, error: Exception) -> UsageError:
-    return UsageError(
+def _importing(name: str, setting: str) -> AbstractContextManager[None]:
+    return refusing(
         f"{setting}: {name} cannot be imported",
-        have=f"{type(error).__name__}: {error}",
         want="a module that Python can import",
         do=f"make `python -c 'import ...'` of it work with {sys.executable}",
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from training_files import RL, SFT, make_files
 from transformers import AutoModelForCausalLM
 
 import burnish
+import burnish.api
 from burnish.config.load import load_settings
 from burnish.config.schema import RewardConfig, RewardFunctionConfig, RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError
@@ -63,6 +66,37 @@ def test_a_configuration_may_be_a_file_a_mapping_or_loaded(place: Path) -> None:
     assert load_settings(RunConfig(), {}) == RunConfig()
 
 
+def test_values_of_python_are_settings(tmp_path: Path) -> None:
+    numbers = {"steps": np.int64(4), "data": {"weights": np.array([1, 2]), "shuffle": np.False_}}
+    tracking = {"trackers": [Noted]}
+    config = burnish.load_config({"algorithm": {"advantage": noted}}, tracking=tracking, **numbers)
+    assert config.algorithm.advantage == f"{__name__}:noted"
+    assert config.tracking.trackers == [f"{__name__}:Noted"]
+    assert (config.steps, config.data.weights, config.data.shuffle) == (4, [1, 2], False)
+    result = burnish.Result(tmp_path)
+    assert burnish.load_config({}, model={"path": result}).model.path == str(tmp_path)
+
+
+class Noted: ...
+
+
+def noted(rollouts: Any) -> None: ...
+
+
+def test_a_reward_has_its_weight_and_its_arguments(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    monkeypatch.setattr(burnish.api, "run_command", lambda command, config: given.append(config))
+    weighed = {"function": noted, "weight": 0.5}
+    for reward in ([partial(noted, k=2), weighed, "numeric"], noted, "numeric"):
+        burnish.rl(RL, reward=reward)
+    name = f"{__name__}:noted"
+    functions = [[(f.function, f.weight, f.kwargs) for f in c.reward.functions] for c in given]
+    partly = [(name, 1.0, {"k": 2}), (name, 0.5, {}), ("numeric", 1.0, {})]
+    assert functions == [partly, [(name, 1.0, {})], [("numeric", 1.0, {})]]
+
+
 @pytest.mark.parametrize(
     ("source", "settings", "named"),
     [
@@ -91,11 +125,11 @@ def test_an_adapter_alone_is_not_evaluated(tmp_path: Path) -> None:
 
 def test_sft_then_evaluation_of_its_model(place: Path) -> None:
     result = burnish.sft(SFT, name="api", steps=2, evaluation={"every": 0})
-    assert result.directory.resolve() == place / "runs" / "api"
+    assert result.directory == place / "runs" / "api"
     assert [row["step"] for row in result.metrics] == [0, 1, 2]
     assert result.model is not None
     AutoModelForCausalLM.from_pretrained(result.model)
-    measured = burnish.evaluate(result.directory)
+    measured = burnish.evaluate(result)
     assert measured["val/loss"] == pytest.approx(result.metrics[0]["val/loss"], abs=1)
     settings = {"data.validation": ["validation.jsonl"], "engine": {"precision": "fp32"}}
     for model in (result.model, result.model.parent, result.model.parents[1] / "latest"):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
 
 import pytest
 
 from burnish.errors import UsageError
-from burnish.functions import fingerprint, load_function
+from burnish.functions import fingerprint, load_function, name_of
 from burnish.rewards import builtin
 from burnish.rewards.signature import BUILTINS
 
@@ -98,3 +100,47 @@ def test_a_fingerprint_is_of_the_content(here: Path) -> None:
     assert fingerprint("math:sqrt", SETTING) == "math:sqrt"
     with pytest.raises(UsageError):
         fingerprint("nowhere_of_test:f", SETTING)
+
+
+CALLABLES = """
+import functools
+
+def plain(values): return 1
+
+def halved(function):
+    @functools.wraps(function)
+    def inner(values): return function(values) / 2
+    return inner
+
+half = halved(plain)
+@halved
+def decorated(values): return 4
+class Scorer:
+    def __call__(self, values): return 5
+    def method(self, values): return 6
+scorer = Scorer()
+of_lambda = lambda values: 7
+given = functools.partial(lambda values, k: k, k=8)
+"""
+
+
+def test_a_function_has_the_name_under_which_others_find_it(here: Path, monkeypatch) -> None:
+    (here / "callables_of_test.py").write_text(CALLABLES)
+    monkeypatch.syspath_prepend(str(here))
+    module = importlib.import_module("callables_of_test")
+    for name in ("plain", "half", "decorated", "scorer", "of_lambda", "Scorer"):
+        assert name_of(getattr(module, name)) == f"callables_of_test:{name}"
+    former = module.plain
+    module.plain = lambda values: 9
+    for function in (former, module.scorer.method, module.halved(former), module.given):
+        with pytest.raises(UsageError):
+            name_of(function)
+    assert name_of(functools.wraps) == "functools:wraps"
+
+
+def test_a_file_may_refuse_its_own_import(here: Path) -> None:
+    (here / "refuses.py").write_text(
+        "from burnish.errors import UsageError\nraise UsageError('not here')"
+    )
+    with pytest.raises(UsageError, match=r"^not here"):
+        load_function("refuses.py:f", SETTING)

@@ -5,6 +5,7 @@ Mistakes are reported together, with file and line or "command line". Relative p
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, pa
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import foreign_names, suggestion
 from burnish.errors import BurnishError, MissingError, UsageError, together
+from burnish.functions import name_of
 
 DEFAULT = "default"
 """The origin of a value that nothing set."""
@@ -76,11 +78,15 @@ def load_settings(
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy with plain dictionaries, lists and texts."""
+    """Return a plain copy. A function becomes its name."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    if isinstance(value, type) or inspect.isroutine(value):
+        return name_of(value)
+    if hasattr(value, "tolist"):  # of numpy
+        return value.tolist()
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

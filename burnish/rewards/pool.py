@@ -374,9 +374,9 @@ class _Worker:
 
     def load(self) -> None:
         named = [(each.function, each.kwargs) for each in self._config.functions]
-        settings = (named, self._config.concurrency, self._config.timeout_seconds)
+        limits = self._config.concurrency, self._config.timeout_seconds
         try:
-            self.connection.send(settings)
+            self.connection.send((named, *limits, sys.argv, sys.path))
             message = self.receive(START_SECONDS)
         except (EOFError, OSError) as error:
             late = isinstance(error, TimeoutError) and f"still importing after {START_SECONDS:g} s"

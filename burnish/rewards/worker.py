@@ -39,11 +39,13 @@ def main(descriptor: int, parent: int, stack: int) -> None:
     # A program that a reward function starts must not hold the connection open.
     for each in (descriptor, stack):
         os.set_inheritable(each, False)
+    own = os.getpid()
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
-            named, concurrency, timeout = connection.recv()
+            # A script finds here what it finds where it trains.
+            named, concurrency, timeout, sys.argv, sys.path = connection.recv()
             functions = [load_function(name, "reward.functions", BUILTINS) for name, _ in named]
             signatures = [
                 read_signature(name, function, kwargs)
@@ -64,7 +66,10 @@ def main(descriptor: int, parent: int, stack: int) -> None:
                 runner.run(_concurrently(function, style, bundle, places, timeout, connection))
                 continue
             for number, arguments, count in bundle:
-                connection.send((number, call(function, style, arguments, count, runner)))
+                answers = call(function, style, arguments, count, runner)
+                if os.getpid() != own:
+                    os._exit(0)  # the function has forked, and returned in both processes
+                connection.send((number, answers))
 
 
 async def _concurrently(

@@ -130,6 +130,10 @@ def dies_and_leaves_a_child(solution_str):
         time.sleep(20)
     os._exit(7)
 
+def returns_twice(solution_str):
+    os.fork()
+    return float(solution_str)
+
 def child_hangs(solution_str, pid_file):
     child = subprocess.Popen(["sleep", "1000"])
     with open(pid_file, "w") as file:
@@ -282,6 +286,30 @@ def test_a_child_of_a_dead_worker_is_not_waited_for(make_pool, texts) -> None:
     """It has a copy of the connection, which therefore stays open."""
     (rollout,) = make_pool("dies_and_leaves_a_child", timeout_seconds=15.0).score(texts("x"))
     assert "exit status 7" in rollout.reward_error
+
+
+def test_a_process_that_a_function_forks_answers_nothing(make_pool, texts) -> None:
+    pool = make_pool("returns_twice")
+    for numbers in ("12", "34", "56"):
+        assert [each.reward for each in pool.score(texts(*numbers))] == [*map(float, numbers)]
+
+
+def test_a_worker_has_the_arguments_and_the_modules_of_its_run(
+    tmp_path: Path, texts, monkeypatch
+) -> None:
+    for folder, number in (("lib", 1.0), ("", 100.0)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "shadowed_of_test.py").write_text(f"NUMBER = {number}\n")
+    (tmp_path / "script.py").write_text(
+        "import sys, shadowed_of_test\n"
+        "def score(solution_str): return float(sys.argv[1]) + shadowed_of_test.NUMBER\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "0.5"])
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    functions = [RewardFunctionConfig(function="script.py:score")]
+    with RewardPool(RewardConfig(functions=functions)) as pool:
+        assert pool.score(texts("a"))[0].reward == 1.5
 
 
 def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts) -> None:
