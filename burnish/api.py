@@ -132,7 +132,7 @@ def run_command(
     command: Command, config: RunConfig, run_dir: Path | None = None
 ) -> dict[str, float]:
     """Refuse what cannot run, then run it; return the numbers of an evaluation."""
-    _refuse_inside_a_worker()
+    _refuse_inside_another_run()
     die_with_agent(os.environ)
     place = place_of(os.environ)
     layout, logs = place.layout, RunDirectory(config.directory).logs
@@ -229,7 +229,15 @@ def _named(function: Any) -> Any:
     return name_of(function) if callable(function) else function
 
 
-def _refuse_inside_a_worker() -> None:
+def _refuse_inside_another_run() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        raise UsageError(
+            "this process has a process group already",
+            have="a run under way, or torch.distributed.init_process_group in the program",
+            want="one run at a time, which opens the group itself",
+            do="wait for the other run, or call torch.distributed.destroy_process_group() before",
+        )
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "burnish.rewards.worker":
         raise UsageError(

@@ -11,13 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from training_files import RL, SFT, make_files
 from transformers import AutoModelForCausalLM
 
 import burnish
 import burnish.api
 from burnish.config.load import load_settings
-from burnish.config.schema import RewardConfig, RewardFunctionConfig, RunConfig
+from burnish.config.schema import (
+    DistributedConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RunConfig,
+)
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import launch, process_group
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.rewards.pool import RewardPool
 
@@ -114,6 +123,31 @@ def test_what_cannot_be_is_refused(
         burnish.load_config("none.yaml")
     with pytest.raises(MissingError, match="no run, no model"):
         burnish.evaluate("runs/none")
+
+
+def test_a_program_that_has_a_process_group_keeps_it(place: Path) -> None:
+    with process_group(torch.device("cpu"), 60.0):
+        with pytest.raises(UsageError, match="process group"):
+            burnish.sft(SFT, resume="fresh")
+        assert dist.is_initialized()
+    assert not (place / "runs").exists()
+
+
+def test_a_run_computes_alike_in_any_mode_of_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def learn(layout: Layout, device: torch.device) -> Any:
+        x = torch.ones(2, 2, requires_grad=True)
+        (x @ x).sum().backward()
+        return x.grad, x.device, (x @ x).dtype
+
+    monkeypatch.setattr("burnish.distributed.device._MATMUL_SIZES", (8,))
+    hook = sys.excepthook
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
+        with mode, torch.autocast("cpu", torch.bfloat16):
+            grad, device, dtype = launch(learn, DistributedConfig())
+        assert (grad.tolist(), device.type, dtype) == ([[4.0, 4.0]] * 2, "cpu", torch.float32)
+    assert sys.excepthook is hook
 
 
 def test_an_adapter_alone_is_not_evaluated(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from burnish.config.schema import RunConfig, Section
-from burnish.errors import CorruptError
+from burnish.errors import CorruptError, refusing
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
@@ -120,13 +120,11 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
 
 def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
     """Read what `dump_yaml` wrote, or the `content` of a file elsewhere. Raises `CorruptError` for a changed file."""
-    try:
+    with refusing(
+        f"{path} is not as the run wrote it",
+        CorruptError,
+        want="the configuration that began the run",
+        do="restore the file, or give the run another name",
+    ):
         content = Path(path).read_bytes() if content is None else content
         return RunConfig.model_validate(yaml.load(content, CoreLoader))
-    except (OSError, yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
-        raise CorruptError(
-            f"{path} is not as the run wrote it",
-            have=" ".join(str(error).split())[:300],
-            want="the configuration that began the run",
-            do="restore the file, or give the run another name",
-        ) from error

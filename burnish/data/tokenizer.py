@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from burnish.errors import MissingError, UsageError, few
+from burnish.errors import MissingError, UsageError, few, refusing
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +170,8 @@ def _read_template(path: str) -> str:
         raise MissingError(
             f"no chat template {path}", want="a Jinja file", do="correct model.chat_template"
         )
-    try:
+    with refusing(f"{path} cannot be read", want="a Jinja file in UTF-8", do="correct it"):
         return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not a text file", have=error, want="a Jinja file in UTF-8", do="correct it"
-        ) from error
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

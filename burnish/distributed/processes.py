@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -66,8 +67,17 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     device = pick_device(place.layout.local_rank, place.own_device)
     if device.type == "cpu":
         keep_freed_pages()
-    with process_group(device, config.timeout_seconds, place, config.stall_seconds) as layout:
-        return fn(layout, device)
+    with ExitStack() as held:
+        # Whatever modes the calling program is in, a run computes in torch's own.
+        for mode in (torch.inference_mode(False), torch.enable_grad()):
+            held.enter_context(mode)
+        held.enter_context(torch.autocast(device.type, enabled=False))
+        if torch.get_default_device().type != "cpu":  # else it would only slow calls down
+            held.enter_context(torch.device("cpu"))
+        if place.layout.world == 1:  # torch leaves one behind that says "[rank0]"
+            held.callback(setattr, sys, "excepthook", sys.excepthook)
+        limits = config.timeout_seconds, place, config.stall_seconds
+        return fn(held.enter_context(process_group(device, *limits)), device)
 
 
 @contextmanager

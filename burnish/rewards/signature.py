@@ -75,13 +75,9 @@ class Answer:
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
     """Return how to call `function` with `kwargs`. Raises `UsageError` if it fits neither signature, or does not take `kwargs`."""
-    try:
+    do = "wrap it in a Python function with named parameters"
+    with refusing(f"The reward function {name!r} has no signature", do=do):
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"The reward function {name!r} has no signature: {error}",
-            do="wrap it in a Python function with named parameters",
-        ) from error
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = frozenset(p.name for p in by_keyword)
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -122,15 +122,10 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
 def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
     """Import vLLM or SGLang. Raises `MissingError` without it, `IncompatibleError` for an old one."""
     name, wanted = title.lower(), f"{title} {'.'.join(map(str, oldest))} or newer"
-    try:
+    do = f"{install(name)}, or rollout with the built-in generator"
+    problem = f"rollouts with {title} need a package that cannot be imported"
+    with refusing(problem, MissingError, want=wanted, do=do):
         engine = import_module(name)
-    except ModuleNotFoundError as error:
-        raise MissingError(
-            f"rollouts with {title} need a package that is not installed",
-            have=f"no package {error.name}",
-            want=wanted,
-            do=f"{install(name)}, or rollout with the built-in generator",
-        ) from error
     found = tuple(map(int, re.findall(r"\d+", engine.__version__)[: len(oldest)]))
     if found and found < oldest:
         raise IncompatibleError(

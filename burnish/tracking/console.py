@@ -82,7 +82,9 @@ class ConsoleTracker(Tracker):
         width: int | None = None,
     ) -> None:
         self._total, self._every, self._width, self._stream = total_steps, every, width, stream
-        self._console = Console(file=cast(TextIO, Screen(stream or sys.stdout)), highlight=False)
+        screen = cast(TextIO, Screen(stream or sys.stdout))
+        # In a notebook, rich would display an empty block beside each line.
+        self._console = Console(file=screen, highlight=False, force_jupyter=False)
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import StringIO
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -37,14 +38,18 @@ def leave_lost_terminal() -> None:
             os.write(descriptor, b"")
         except OSError as error:
             if error.errno == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
+                _discard(descriptor)
+
+
+def _discard(descriptor: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
 
 
 class Screen:
-    """A stream that loses what is written once its terminal has closed, so that a run can still save."""
+    """A stream that loses what is written once nobody reads it, so that a run goes on or can still save."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = StringIO() if stream is None else stream  # Python's, where it began closed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -60,6 +65,8 @@ class Screen:
     def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
+        except BrokenPipeError:
+            _discard(self._stream.fileno())
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -98,7 +105,8 @@ class Progress:
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.moved, self._clock, self._begun = moved, clock, set[str]()
-        self._console = Console(file=cast(TextIO, Screen(stream or sys.stderr)), quiet=not enabled)
+        screen = cast(TextIO, Screen(stream or sys.stderr))
+        self._console = Console(file=screen, quiet=not enabled, force_jupyter=False)
         self._bars = RichProgress(
             TextColumn("{task.description:<8}", markup=False),
             BarColumn(bar_width=32),
@@ -111,7 +119,7 @@ class Progress:
             refresh_per_second=_DRAWS_A_SECOND,
             speed_estimate_period=_SPEED_SECONDS,
             # Else lines for a file would go to the terminal.
-            redirect_stdout=sys.stdout.isatty(),
+            redirect_stdout=Screen(sys.stdout).isatty(),
         )
 
     @contextmanager

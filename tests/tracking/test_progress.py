@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.progress import Progress
 
 
@@ -95,6 +96,7 @@ def test_a_line_without_a_total() -> None:
 GOES_ON = """
 import sys
 from burnish.tracking.console import ConsoleTracker
+from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.progress import Progress
 console, progress = ConsoleTracker(), Progress(True)
 with progress.phase("update", 1) as bar:
@@ -113,3 +115,16 @@ def test_a_run_outlives_its_terminal() -> None:
         os.close(ours)
         run.stdin.close()
         assert run.wait() == 0
+
+
+@pytest.mark.parametrize("redirected", [">&- 2>&-", "| head -c 0"])
+def test_a_run_outlives_readers_of_its_output(redirected: str) -> None:
+    command = f'set -o pipefail; sleep 0.5 | "$0" -c "$1" {redirected}'
+    subprocess.run(["bash", "-c", command, sys.executable, GOES_ON], check=True)
+
+
+def test_a_notebook_gets_lines_and_no_displays(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("displayed"))
+    ConsoleTracker().log(1, {"train/loss": 1.0})
+    assert capsys.readouterr().out.split() == ["step", "1", "loss", "1.000"]

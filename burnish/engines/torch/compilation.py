@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from burnish.distributed.device import uncompiled
-from burnish.errors import UsageError
+from burnish.errors import refusing
 
 _GROUPED = "grouped_mm"
 _UNCOMPILED = "burnish_uncompiled"
@@ -41,14 +41,10 @@ def _require_compiler() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch about itself
         import_module("torch._inductor.compile_fx")
     from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
 
-    try:
+    with refusing(
+        "engine.compile needs a C++ compiler, and there is none",
+        want="a C++ compiler",
+        do="install g++, set CXX to one, or set engine.compile=false",
+    ):
         get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise UsageError(
-            "engine.compile needs a C++ compiler, and there is none",
-            have="none of CXX, g++, clang++ runs",
-            want="a C++ compiler",
-            do="install g++, set CXX to one, or set engine.compile=false",
-        ) from error

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burnish.errors import UsageError, install
+from burnish.errors import install, refusing
 from burnish.families import family_of
 from burnish.models.kernels.fused import (
     FusedAttention,
@@ -39,20 +39,17 @@ class Kernels:
 
 def liger_kernels() -> Kernels:
     """Return Liger's kernels. Raises `UsageError` if liger-kernel does not load."""
-    try:
+    with refusing(
+        "liger-kernel is installed and does not load",
+        want="a version with the kernels that Burnish uses, and triton",
+        do=f"{install('liger')}, or pip uninstall liger-kernel to do without",
+    ):
         from liger_kernel.ops import (
             LigerGELUMulFunction,
             LigerRMSNormFunction,
             LigerRopeFunction,
             LigerSiLUMulFunction,
         )
-    except ImportError as error:
-        raise UsageError(
-            "liger-kernel is installed and does not load",
-            have=error,
-            want="a version with the kernels that Burnish uses, and triton",
-            do=f"{install('liger')}, or pip uninstall liger-kernel to do without",
-        ) from error
 
     def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
         result: Tensor = LigerRMSNormFunction.apply(x, weight, epsilon, offset, "gemma", False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.schema import LoraConfig, ModelConfig
-from burnish.errors import IncompatibleError, UsageError, install, refusing
+from burnish.errors import IncompatibleError, install, refusing
 from burnish.files.hub import HubPlace
 from burnish.files.safetensors import ADAPTER_CONFIG, ADAPTER_PREFIX, model_digest
 from burnish.files.strict_json import parse_json
@@ -83,15 +83,8 @@ def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
 
 def import_peft() -> Any:
     """Import PEFT. Raises `UsageError` if it is not installed."""
-    try:
+    with refusing("LoRA needs a package that is not installed", want="peft", do=install("lora")):
         import peft
-    except ImportError as error:
-        raise UsageError(
-            "LoRA needs a package that is not installed",
-            have=error,
-            want="peft",
-            do=install("lora"),
-        ) from error
     return peft
 
 
