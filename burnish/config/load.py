@@ -20,7 +20,7 @@ from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import foreign_names, suggestion
-from burnish.errors import BurnishError, MissingError, UsageError, together
+from burnish.errors import BurnishError, MissingError, UsageError, refusing, together
 from burnish.functions import name_of
 
 DEFAULT = "default"
@@ -289,36 +289,26 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Return a file's text. Raises `MissingError`, or `UsageError` for what cannot or must not be read."""
-    try:
+    with refusing(
+        f"{path} cannot be read",
+        want="a text in UTF-8",
+        do="give another file, or change who may read it",
+    ):
         if Path(path).is_dir():
             do = f"give a file in it, as {Path(path) / 'config.yaml'}"
             raise UsageError(f"{path} is a directory", want="a text file", do=do)
-        if Path(path).exists() and not Path(path).is_file():
+        if not Path(path).exists():
+            raise MissingError(
+                f"there is no configuration file {path}",
+                have=f"nothing at {Path(path).absolute()}",
+                want="a YAML file",
+                do=_meant(str(path)),
+            )
+        if not Path(path).is_file():
             do = "write its content to a file"
             raise UsageError(f"{path} is a pipe or a device", want="a text file", do=do)
         with Path(path).open(encoding="utf-8") as file:
             return file.read(MOST_CHARACTERS + 1)
-    except FileNotFoundError:
-        raise MissingError(
-            f"there is no configuration file {path}",
-            have=f"nothing at {Path(path).absolute()}",
-            want="a YAML file",
-            do=_meant(str(path)),
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read",
-            have=error.strerror,
-            want="a text file",
-            do="give another file, or change who may read it",
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not a text file",
-            have=f"byte {error.object[error.start]:#04x} at offset {error.start}",
-            want="a text in UTF-8",
-            do="give another file",
-        ) from None
 
 
 def _meant(path: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from burnish.distributed.device import synchronize
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, refusing
 
 _ALIGN = 512
 _LEAST = 4 << 20
@@ -147,16 +147,14 @@ class _Region:
 
 
 def _pages(size: int) -> mmap.mmap:
-    try:
+    with refusing(
+        "the machine has no host memory left for offloading",
+        BurnishError,
+        want=f"{size / 1e9:.2f} GB more for one process",
+        do="set batch.tokens_per_device lower, or do without engine.activation_offload, "
+        "engine.optimizer_offload or engine.park; without these, start fewer processes on a machine",
+    ):
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise BurnishError(
-            "the machine has no host memory left for offloading",
-            have=error,
-            want=f"{size / 1e9:.2f} GB more for one process",
-            do="set batch.tokens_per_device lower, or do without engine.activation_offload, "
-            "engine.optimizer_offload or engine.park; without these, start fewer processes on a machine",
-        ) from error
 
 
 def pin(memory: Tensor, device: torch.device) -> bool:

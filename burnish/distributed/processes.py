@@ -67,17 +67,15 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     device = pick_device(place.layout.local_rank, place.own_device)
     if device.type == "cpu":
         keep_freed_pages()
-    with ExitStack() as held:
-        # Whatever modes the calling program is in, a run computes in torch's own.
-        for mode in (torch.inference_mode(False), torch.enable_grad()):
-            held.enter_context(mode)
-        held.enter_context(torch.autocast(device.type, enabled=False))
-        if torch.get_default_device().type != "cpu":  # else it would only slow calls down
+    # Whatever modes the calling program is in, a run computes in torch's own.
+    without = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), without, ExitStack() as held:
+        if torch.get_default_device().type != "cpu":  # a mode that slows calls down
             held.enter_context(torch.device("cpu"))
         if place.layout.world == 1:  # torch leaves one behind that says "[rank0]"
             held.callback(setattr, sys, "excepthook", sys.excepthook)
-        limits = config.timeout_seconds, place, config.stall_seconds
-        return fn(held.enter_context(process_group(device, *limits)), device)
+        group = process_group(device, config.timeout_seconds, place, config.stall_seconds)
+        return fn(held.enter_context(group), device)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
+from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few, refusing
 from burnish.files.strict_json import clipped, parse_json, parse_object, shortened
 
 ALIGN = 8
@@ -269,15 +269,11 @@ def weight_map(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if not index.is_file():
         return {}
-    try:
+    with refusing(f"{index} is not an index of weights", CorruptError, do="get the file again"):
         if index.stat().st_size > _INDEX_LIMIT:
             raise ValueError(f"more than {_INDEX_LIMIT} bytes")
         found: dict[str, str] = parse_json(index.read_bytes(), str(index))["weight_map"]
         outside = [name for name in set(found.values()) if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(
-            f"{index} is not an index of weights", have=error, do="get the file again"
-        ) from error
     if outside:
         raise CorruptError(
             f"{index} names files outside its directory",

@@ -39,7 +39,6 @@ def main(descriptor: int, parent: int, stack: int) -> None:
     # A program that a reward function starts must not hold the connection open.
     for each in (descriptor, stack):
         os.set_inheritable(each, False)
-    own = os.getpid()
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
@@ -67,7 +66,7 @@ def main(descriptor: int, parent: int, stack: int) -> None:
                 continue
             for number, arguments, count in bundle:
                 answers = call(function, style, arguments, count, runner)
-                if os.getpid() != own:
+                if os.getppid() != parent:
                     os._exit(0)  # the function has forked, and returned in both processes
                 connection.send((number, answers))
 

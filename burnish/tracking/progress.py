@@ -65,12 +65,10 @@ class Screen:
     def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except BrokenPipeError:
-            _discard(self._stream.fileno())
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            leave_lost_terminal()
+            _discard(self._stream.fileno())
 
 
 class Bar:

@@ -444,13 +444,12 @@ def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 def parse_metrics(line: bytes, path: Path) -> dict[str, Any]:
     """Return a line's object, whose step is an integer. Raises `CorruptError`, which names the file."""
-    try:
+    shown = line[:80].decode("utf-8", "replace")
+    with refusing(
+        f"{path} has a line that is not a step's metrics: {shown}",
+        CorruptError,
+        want='a JSON object with "step"',
+        do="remove the line, or move the file away",
+    ):
         row = json.loads(line)
         return {**row, "step": int(row["step"])}
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise CorruptError(
-            f"{path} has a line that is not a step's metrics",
-            have=line[:80].decode("utf-8", "replace"),
-            want='a JSON object with "step"',
-            do="remove the line, or move the file away",
-        ) from error
