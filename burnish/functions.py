@@ -44,8 +44,7 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
             if function is None
             else f"{attribute} is {type(function).__name__}",
             want=f"a function or class {attribute} at the top level of {module_name}",
-            do=did_you_mean(attribute, known)
-            or f'correct {setting}, or define it there above `if __name__ == "__main__":`',
+            do=did_you_mean(attribute, known) or f"correct {setting}",
         )
     return function  # type: ignore[no-any-return]
 

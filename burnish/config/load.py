@@ -297,18 +297,19 @@ def read_text(path: str | os.PathLike[str]) -> str:
         if Path(path).is_dir():
             do = f"give a file in it, as {Path(path) / 'config.yaml'}"
             raise UsageError(f"{path} is a directory", want="a text file", do=do)
-        if not Path(path).exists():
+        if Path(path).exists() and not Path(path).is_file():
+            do = "write its content to a file"
+            raise UsageError(f"{path} is a pipe or a device", want="a text file", do=do)
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                return file.read(MOST_CHARACTERS + 1)
+        except FileNotFoundError:
             raise MissingError(
                 f"there is no configuration file {path}",
                 have=f"nothing at {Path(path).absolute()}",
                 want="a YAML file",
                 do=_meant(str(path)),
-            )
-        if not Path(path).is_file():
-            do = "write its content to a file"
-            raise UsageError(f"{path} is a pipe or a device", want="a text file", do=do)
-        with Path(path).open(encoding="utf-8") as file:
-            return file.read(MOST_CHARACTERS + 1)
+            ) from None
 
 
 def _meant(path: str) -> str:

@@ -75,8 +75,7 @@ class Answer:
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
     """Return how to call `function` with `kwargs`. Raises `UsageError` if it fits neither signature, or does not take `kwargs`."""
-    do = "wrap it in a Python function with named parameters"
-    with refusing(f"The reward function {name!r} has no signature", do=do):
+    with refusing(f"The reward function {name!r} has no signature", do="wrap it in a function"):
         parameters = inspect.signature(function).parameters.values()
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = frozenset(p.name for p in by_keyword)

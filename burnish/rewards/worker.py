@@ -43,7 +43,6 @@ def main(descriptor: int, parent: int, stack: int) -> None:
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
-            # A script finds here what it finds where it trains.
             named, concurrency, timeout, sys.argv, sys.path = connection.recv()
             functions = [load_function(name, "reward.functions", BUILTINS) for name, _ in named]
             signatures = [

@@ -444,9 +444,8 @@ def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 def parse_metrics(line: bytes, path: Path) -> dict[str, Any]:
     """Return a line's object, whose step is an integer. Raises `CorruptError`, which names the file."""
-    shown = line[:80].decode("utf-8", "replace")
     with refusing(
-        f"{path} has a line that is not a step's metrics: {shown}",
+        f"{path} has a line that is not a step's metrics: {line[:80]!r}",
         CorruptError,
         want='a JSON object with "step"',
         do="remove the line, or move the file away",

@@ -237,7 +237,7 @@ def test_a_model_or_data_in_place_of_a_file(path: str, do: str) -> None:
 
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"a: \xff")
-    with pytest.raises(UsageError, match=r"(?s)0xff.*offset 3"):
+    with pytest.raises(UsageError, match=r"(?s)0xff.*position 3"):
         load_config(tmp_path / "c.yaml", [])
 
 
