@@ -38,15 +38,11 @@ def leave_lost_terminal() -> None:
             os.write(descriptor, b"")
         except OSError as error:
             if error.errno == errno.EIO:
-                _discard(descriptor)
-
-
-def _discard(descriptor: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
+                os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
 
 
 class Screen:
-    """A stream that loses what is written once nobody reads it, so that a run goes on or can still save."""
+    """A stream that loses what nobody can read any more, so that a run goes on."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = StringIO() if stream is None else stream  # Python's, where it began closed
@@ -68,7 +64,7 @@ class Screen:
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            _discard(self._stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._stream.fileno())
 
 
 class Bar:
