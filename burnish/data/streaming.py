@@ -265,23 +265,24 @@ class Stream(Mixture[Item]):
         self._broken = 0
         for number, part in enumerate(self.parts):
             for row in range(min(LOOKED_AT, len(self._rows[number].window(0)))):
-                part.make(row)
+                part.make([row])
             self._asked[number] = self.at(number, 0)[1]
 
     def __len__(self) -> int:
         return sum(len(part.rows) for part in self.parts)
 
-    def item(self, index: int) -> Item:
-        """Return the sample of an index."""
-        if index in self._made:
-            return self._made.pop(index)
-        if index in self._asked:
-            return self._asked[index]
-        place, number = divmod(index, len(self.parts))
-        item = self.at(number, place)[1]
-        if len(self._asked) < _MOST_ASKED:
-            self._asked[index] = item
-        return item
+    def items(self, indices: Sequence[int]) -> list[Item]:
+        """See `ItemSequence.items`."""
+        items: list[Item] = []
+        for index in indices:
+            item = self._made.pop(index, None) or self._asked.get(index)
+            if item is None:
+                place, number = divmod(index, len(self.parts))
+                item = self.at(number, place)[1]
+                if len(self._asked) < _MOST_ASKED:
+                    self._asked[index] = item
+            items.append(item)
+        return items
 
     def at(self, number: int, place: int, *, ahead: bool = False) -> tuple[int, Item]:
         """Return a source's first usable sample, at a place or after it, and its place.
@@ -308,7 +309,7 @@ class Stream(Mixture[Item]):
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
         try:
-            item = part.make(place)
+            [item] = part.make([place])
         except UsageError as error:
             self._broken += 1
             if self._broken >= _MOST_BROKEN:

@@ -63,8 +63,8 @@ class ItemSequence(Sequence[Item], ABC):
     """Items that are made when they are asked for."""
 
     @abstractmethod
-    def item(self, index: int) -> Item:
-        """Return one item."""
+    def items(self, indices: Sequence[int]) -> list[Item]:
+        """Return items, tokenized together."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -74,8 +74,8 @@ class ItemSequence(Sequence[Item], ABC):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self.item(number) for number in range(len(self))[index]]
-        return self.item(index)
+            return self.items(range(len(self))[index])
+        return self.items([index])[0]
 
 
 class RowDataset(ItemSequence[Item]):
@@ -112,8 +112,8 @@ class RowDataset(ItemSequence[Item]):
         """Return each row's length in tokens (0: untrained) and bytes that identify it."""
 
     @abstractmethod
-    def make(self, index: int) -> Item:
-        """The item of a row of the table."""
+    def make(self, indices: Sequence[int]) -> list[Item]:
+        """Return the items of rows of the table."""
 
     def _scan(self, progress: Progress | None) -> None:
         """Measure all rows, unless streamed; keep those neither empty nor too long."""
@@ -267,9 +267,9 @@ class RowDataset(ItemSequence[Item]):
             )
         return numbers[self._kept] * (1.0 if name == named else -1.0)
 
-    def item(self, index: int) -> Item:
-        """See `ItemSequence.item`."""
-        return self.make(int(self._kept[index]))
+    def items(self, indices: Sequence[int]) -> list[Item]:
+        """See `ItemSequence.items`."""
+        return self.make(self._kept[list(indices)].tolist())
 
 
 class PromptDataset(RowDataset[Prompt]):
@@ -312,22 +312,25 @@ class PromptDataset(RowDataset[Prompt]):
             for (_, _, ids), row in zip(encoded, rows, strict=True)
         ]
 
-    def make(self, index: int) -> Prompt:
-        """Return a row's prompt."""
-        row = self.rows[index]
-        text, messages, ids = self._encode(range(index, index + 1), [row])[0]
-        return Prompt(
-            index=self.first_index + self.rows.number(index),
-            token_ids=ids,
-            text=text,
-            messages=messages,
-            answer=self._answer_of(row),
-            source=str(row.get("data_source") or ""),
-            columns=row,
-        )
+    def make(self, indices: Sequence[int]) -> list[Prompt]:
+        """Return rows' prompts."""
+        rows = [self.rows[index] for index in indices]
+        found = zip(indices, rows, self._encode(indices, rows), strict=True)
+        return [
+            Prompt(
+                index=self.first_index + self.rows.number(index),
+                token_ids=ids,
+                text=text,
+                messages=messages,
+                answer=self._answer_of(row),
+                source=str(row.get("data_source") or ""),
+                columns=row,
+            )
+            for index, row, (text, messages, ids) in found
+        ]
 
     def _encode(
-        self, indices: range, rows: list[Row]
+        self, indices: Sequence[int], rows: list[Row]
     ) -> list[tuple[str, list[Message] | None, TokenIds]]:
         pairs = [self._prompt(index, row) for index, row in zip(indices, rows, strict=True)]
         plain = iter(
@@ -419,12 +422,11 @@ class ExampleDataset(RowDataset[Example]):
             for ids, mask in self._encode(indices, rows)
         ]
 
-    def make(self, index: int) -> Example:
-        """Return a row's example."""
-        ids, mask = self._encode(range(index, index + 1), [self.rows[index]])[0]
-        return Example(token_ids=ids, loss_mask=mask)
+    def make(self, indices: Sequence[int]) -> list[Example]:
+        """Return rows' examples."""
+        return [Example(*e) for e in self._encode(indices, [self.rows[i] for i in indices])]
 
-    def _encode(self, indices: range, rows: list[Row]) -> list[Encoded]:
+    def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:
         shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
         chats = iter(
             self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
@@ -448,7 +450,11 @@ class Mixture(ItemSequence[Item]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def item(self, index: int) -> Item:
-        """See `ItemSequence.item`."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return self.parts[number][index - int(self._ends[number])]
+    def items(self, indices: Sequence[int]) -> list[Item]:
+        """See `ItemSequence.items`."""
+        numbers, made = np.searchsorted(self._ends, indices, side="right"), dict[int, Item]()
+        for number in set(numbers.tolist()):
+            places = np.flatnonzero(numbers == number)
+            own = (np.asarray(indices, np.int64)[places] - self._ends[number]).tolist()
+            made.update(zip(places.tolist(), self.parts[number].items(own), strict=True))
+        return [made[place] for place in range(len(indices))]

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import ray
@@ -55,7 +54,7 @@ class RankActor:
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str, keeps: int) -> None:
         """Start the command in the driver's directory, or if it is missing, in the Ray job's."""
-        signal.signal(signal.SIGTERM, self._pass_on)
+        signal.signal(signal.SIGTERM, lambda number, _: self.send(number))
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", *_OURS)}
         here = cwd if os.path.isdir(cwd) else os.getcwd()
         self._process = RankProcess(argv, {**inherited, **environ}, cwd=here, keeps=keeps)
@@ -74,9 +73,6 @@ class RankActor:
 
     def send(self, number: int) -> None:
         """Send it a signal."""
-        self._process.send(number)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._process.send(number)
 
 

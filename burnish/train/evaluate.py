@@ -160,7 +160,7 @@ def example_validation(
         stats = Stats({"val/loss": Mean(0.0, 0.0)})
         for start in range(0, len(rows), size):
             check()
-            examples = [dataset[index] for index in rows[start : start + size]]
+            examples = dataset.items(rows[start : start + size])
             batch = make_batch(examples, layout, budget, foundation.flops)
             for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
                 # Tokens outside the loss mask are not scored, and hold 0.

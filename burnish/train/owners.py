@@ -39,13 +39,21 @@ def arriving(
     rounds = np.cumsum(1 + table.lengths[numbers_of_all]) // _ROUND_TOKENS
     for numbers in np.split(numbers_of_all, np.flatnonzero(np.diff(rounds)) + 1):
         mine = {n: table.rollout(n) for n in numbers[table.owners[numbers] == layout.rank].tolist()}
-        parts = {n: each if n in whole else _texts(each) for n, each in mine.items()}
+        parts = {
+            n: each if n in whole else (each.text, each.prompt.text, each.prompt.answer)
+            for n, each in mine.items()
+        }
         parcels = [] if layout.is_main or not mine else [([0], pickle.dumps(parts))]
         came: dict[int, Any] = {}
         for data in deliver(parcels, layout):
             came |= pickle.loads(data)  # noqa: S301 - of this run
         for number in numbers.tolist() if layout.is_main else ():
-            yield number, _with_texts(table.rollout(number), came.get(number))
+            known, got = table.rollout(number), came.get(number)
+            if isinstance(got, tuple):
+                text, asked, answer = got
+                prompt = replace(known.prompt, text=asked, answer=answer)
+                got = replace(known, text=text, prompt=prompt)
+            yield number, got or known
 
 
 def arrays_on_main(
@@ -58,14 +66,3 @@ def arrays_on_main(
         for name, each in pickle.loads(data).items():  # noqa: S301 - of this run
             found[name] |= each
     return found
-
-
-def _texts(rollout: Rollout) -> tuple[str, str, Any]:
-    return rollout.text, rollout.prompt.text, rollout.prompt.answer
-
-
-def _with_texts(known: Rollout, came: Rollout | tuple[str, str, Any] | None) -> Rollout:
-    if came is None or isinstance(came, Rollout):
-        return came or known
-    text, asked, answer = came
-    return replace(known, text=text, prompt=replace(known.prompt, text=asked, answer=answer))

@@ -62,7 +62,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
 
         def make_next() -> tuple[Batch, State]:
             with agree(layout if streaming else Layout()):
-                examples = [dataset[index] for index in loader.take(size)]
+                examples = dataset.items(loader.take(size))
                 batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
             return batch, loader.state
 

@@ -650,3 +650,19 @@ def test_missing_columns_are_named(rows_of, row, settings, message):
 def test_a_bad_example_is_found_before_the_run(rows_of, rows, message):
     with pytest.raises(UsageError, match=message):
         examples(rows_of(rows))
+
+
+def test_items_made_together_are_those_made_alone(rows_of):
+    rows = [{"prompt": "ab"[: k % 3] or "c", "completion": str(k)} for k in range(9)]
+    sets = [
+        ExampleDataset(rows_of(part, f"{len(part)}.jsonl"), TOKENIZER, DataConfig())
+        for part in (rows[:4], rows[4:])
+    ]
+    mixture = tasks.Mixture(sets)
+    order = [8, 0, 3, 4, 0, 7]
+    for dataset, indices in ((sets[1], [4, 0, 2]), (mixture, order), (mixture, [])):
+        made = dataset.items(indices)
+        for found, want in zip(made, [dataset[index] for index in indices], strict=True):
+            np.testing.assert_array_equal(found.token_ids, want.token_ids)
+            np.testing.assert_array_equal(found.loss_mask, want.loss_mask)
+    assert len(list(mixture)) == 9  # an index over the last one is an IndexError
