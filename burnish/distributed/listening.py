@@ -17,7 +17,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(
-            f"{host}:{port} cannot be listened at",
+            f"Burnish cannot listen at {host}:{port}",
             have=error,
             want="an address of this machine, and a port that is free",
             do="give --port another number, or 0 for any that is free",
