@@ -6,11 +6,11 @@
 the files for all ranks, and takes its own share of the others.
 
 `publish`: one process does all but the sending of what each rank does to publish those weights.
-`step`: gloo passes messages round in rings, so a step takes hops × the time of a hop, measured between two processes on this machine
-and to be scaled by the network's latency; and the time to read all ranks' small objects.
-`rollouts`: what a rank receives of a step's rollouts, 16 for each rank, of 400 new tokens on average: the numbers of all, and the
-tokens that it trains on; the time to read the numbers, to choose the groups, to turn rewards into advantages, to divide the
-sequences among the ranks and to make statistics, which every rank does; and the memory of it.
+`step`: messages and Python of a step of GRPO that saves and writes nothing. gloo passes messages round in rings, so they take
+hops × the time of a hop, measured between two processes on this machine and to be scaled by the network's latency; of a delivery,
+each dim of the grid of ranks is one hop. Each rank has 16 rollouts, of 400 new tokens on average. It reads the numbers of all, shares out the prompts,
+chooses the groups, divides the sequences among the ranks, computes advantages and makes statistics, by the run's own functions.
+Besides: what it receives, its memory, and the numbers of a critic.
 
 `start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
 ranks do. They share this machine's cores; on a cluster only store and relay share one.
@@ -27,6 +27,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -39,7 +40,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from bench.machine import Result, command_line, report
@@ -52,11 +54,16 @@ from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
-from burnish.data.balance import Shares, share_evenly
+from burnish.data.balance import share_evenly
 from burnish.data.loader import Loader
 from burnish.distributed import failure_watch, processes
-from burnish.distributed.collectives import any_rank, by_number
-from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
+from burnish.distributed.collectives import any_rank, by_number, deliver
+from burnish.distributed.device import (
+    keep_freed_pages,
+    peak_memory,
+    reset_peak_memory,
+    used_memory,
+)
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
@@ -64,9 +71,11 @@ from burnish.distributed.stall import Patience
 from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
-from burnish.rewards.overview import rollout_stats
-from burnish.train.collect import GroupSampler, merged_shares
+from burnish.rewards.overview import Complaints
+from burnish.tracking.trackers import wanted_rollouts
+from burnish.train.collect import GroupSampler, RolloutQueue, merged_shares
 from burnish.train.policy_update import PolicyUpdate
+from burnish.train.stragglers import Stragglers
 
 T = TypeVar("T")
 
@@ -74,8 +83,9 @@ CPU = torch.device("cpu")
 RANKS = 16_000
 LAYERS = 80
 """Of the model."""
-FLAGS, GATHERS = 8, 2
-"""Of a step of GRPO without a save: whether a rank was told to stop, has failed, or has other statistics; and its rollouts."""
+FLAGS, GATHERS, DELIVERIES = 4, 1, 1
+"""Traced in a run of two ranks: whether a rank was told to stop, twice, whether a save is due, whether statistics are alike; the numbers of
+rollouts; and their tokens."""
 SAMPLES = 16
 """Rollouts that a rank makes in a step."""
 CONFIG = {
@@ -364,40 +374,32 @@ def gather(pipe: Connection, ranks: int) -> None:
 
 
 def step(ranks: int) -> list[Result]:
-    """What flags and small objects of all ranks cost in a step: messages one after the other, and Python."""
+    """What a step costs in messages one after the other, and in Python of each rank."""
     with beside(serve_store, 2) as server, crowd(pass_on, 2, server.recv(), each=1) as pipes:
         for pipe in pipes:
             pipe.send(None)
-        hop = min(pipe.recv() for pipe in pipes)
+        hop, delivery = map(max, zip(*(pipe.recv() for pipe in pipes), strict=True))
     sizes = group_sizes(ranks)
     hops = sum(size - 1 for size in sizes)
-    begun, values = process_time(), [(0, None)]
-    for size in sizes:
-        told = [pickle.dumps(values)] * size
-        values = [each for one in told for each in pickle.loads(one)]  # noqa: S301 - our own
-    python = process_time() - begun
-    flag, objects = 2 * hops * hop, 2 * hops * hop + python
+    ring, delivered = 2 * hops * hop, len(sizes) * delivery
+    messages = (FLAGS + GATHERS) * ring + DELIVERIES * delivered
     print(
-        f"{sizes}: {hops} hops of {hop * 1e6:.0f} µs; {FLAGS} flags, {GATHERS} gatherings",
+        f"{sizes}: {hops} hops of {hop * 1e6:.0f} µs; {FLAGS} flags, {GATHERS} gathering, {DELIVERIES} delivery",
         flush=True,
     )
-    return [
-        within("step/flag", flag * 1e3, "ms"),
-        within("step/small objects", objects * 1e3, "ms"),
-        within("step", (FLAGS * flag + GATHERS * objects) * 1e3, "ms", 100),
-    ]
-
-
-def rollouts(ranks: int) -> list[Result]:
-    """What a rank receives and does to know of a step's rollouts and to divide them, in a process of its own."""
     with beside(exchange, ranks) as pipe:
-        sizes, seconds, memory, everything = pipe.recv()
-    print(f"{everything / 1e6:.0f} million tokens", flush=True)
+        received, seconds, memory, tokens = pipe.recv()
+    print(f"{tokens / 1e6:.0f} million tokens", flush=True)
+    python = sum(took for name, took in seconds.items() if "critic" not in name)
     return [
-        *[within(f"rollouts/{name}", size / 1e6, "MB") for name, size in sizes.items()],
-        *[within(f"rollouts/{name}", took, "s") for name, took in seconds.items()],
-        within("rollouts", sum(took for n, took in seconds.items() if "critic" not in n), "s"),
-        within("rollouts/memory", memory / 1e6, "MB"),
+        within("step/flag", ring * 1e3, "ms"),
+        within("step/delivery", delivered * 1e3, "ms"),
+        within("step/messages", messages * 1e3, "ms"),
+        *[within(f"step/{name}", size / 1e6, "MB") for name, size in received.items()],
+        *[within(f"step/{name}", took * 1e3, "ms") for name, took in seconds.items()],
+        within("step/Python", python * 1e3, "ms"),
+        within("step/memory", memory / 1e6, "MB"),
+        within("step", (messages + python) * 1e3, "ms", 100),
     ]
 
 
@@ -421,10 +423,14 @@ def exchange(pipe: Connection, ranks: int) -> None:
     for size in group_sizes(ranks):
         groups = [levels[-1][n : n + size] for n in range(0, len(levels[-1]), size)]
         levels.append([pickle.dumps(merged_shares(list(map(pickle.loads, g)))) for g in groups])
-    config = RunConfig.model_validate({**CONFIG, "batch": {"prompts": ranks}})
+    config = RunConfig.model_validate(
+        {**CONFIG, "batch": {"prompts": ranks, "tokens_per_device": SAMPLES * limit}}
+    )
     seconds = dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     update = PolicyUpdate(SimpleNamespace(layout=Layout(0, ranks)), None, None, flops, config)
+    keep_freed_pages()  # as a rank does
     reset_peak_memory(CPU)
     before = used_memory(CPU)
 
@@ -435,21 +441,36 @@ def exchange(pipe: Connection, ranks: int) -> None:
         seconds[name] = process_time() - begun
         return made
 
-    def divided() -> tuple[npt.NDArray[np.int64], Shares]:
-        outlines, _ = update.outlines(table, np.arange(len(table.owners)), "sampled_logprobs")
-        return outlines["length"], batching._assign(outlines, ranks, 16 * limit, flops)
+    table, took = clock("hearing of all", lambda: hear(levels, group_sizes(ranks)))
+    stragglers, complaints = Stragglers(warns=False), Complaints(1)
+    asked = rng.integers(20, 400, ranks).astype(np.float64)
 
-    table = clock(
-        "hearing of all",
-        lambda: hear(levels, group_sizes(ranks)),
-    )
-    loader = Loader(ranks, 0, shuffle=True)
-    collector: Any = SimpleNamespace(layout=Layout(), collect=partial(in_order, table, ranks))
-    sampler = GroupSampler(config, collector, [], loader)
-    table = clock("choosing", lambda: RolloutTable.of(sampler.sample(0).groups))
+    def collect(*_: object) -> RolloutTable:
+        owners = share_evenly(asked, ranks)
+        found = table.take(np.argsort(np.argsort(owners, kind="stable")))
+        complaints.hear(found)
+        stragglers.hear(took)
+        return found
+
+    collector: Any = SimpleNamespace(layout=Layout(), collect=collect, stragglers=stragglers)
+    collector.generator = SimpleNamespace(central=False)
+    sampler = GroupSampler(config, collector, [], Loader(ranks, 0, shuffle=True))
+    queue = RolloutQueue(sampler, 1)
+    drawn = clock("choosing", lambda: sampler.sample(0))
+    table = RolloutTable.of(drawn.groups)
+    outlines, _ = update.outlines(table, np.arange(ranks * SAMPLES), "sampled_logprobs")
+    lengths = outlines["length"]
+    shares = batching._assign(outlines, ranks, config.microbatch_tokens, flops)
+    table = held_by(table, shares.ranks)
+    drawn = replace(drawn, groups=table)
+    clock("dividing", lambda: update.minibatches(table))
     credit = clock("advantages", lambda: update.assign_credit(table, []))
-    lengths, shares = clock("dividing", divided)
-    clock("statistics", lambda: rollout_stats(table))
+
+    def statistics() -> None:
+        queue.stats(drawn)
+        wanted_rollouts(config.tracking, 2, 9, table, validation=False)
+
+    clock("statistics", statistics)
     memory, tokens = peak_memory(CPU) - before, 0
     for each in shares.microbatches(0):
         mask = [np.arange(length) >= begin for length in lengths[each].tolist()]
@@ -473,6 +494,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
 
     clock("numbers of a critic", whiten)
     assert len(credit.advantages) == len(table.owners)
+    dist.destroy_process_group()
     heard = sum(
         len(m)
         for level, size in zip(levels, group_sizes(ranks), strict=False)
@@ -486,19 +508,27 @@ def exchange(pipe: Connection, ranks: int) -> None:
     pipe.send((sizes, seconds, memory, int(lengths.sum())))
 
 
-def hear(levels: list[list[bytes]], sizes: Sequence[int]) -> RolloutTable:
+def hear(levels: list[list[bytes]], sizes: Sequence[int]) -> tuple[RolloutTable, Any]:
     """Do what rank 0 does with the messages of each of its groups."""
     for level, size in zip(levels, sizes, strict=False):
         own = merged_shares([pickle.loads(message) for message in level[:size]])  # noqa: S301 - our own
         if level is not levels[-2]:
             pickle.dumps(own)  # for the next group
-    return RolloutTable.gathered([own[1]])
+    return RolloutTable.gathered([own[1]]), own[2]
 
 
-def in_order(table: RolloutTable, ranks: int, *_: object) -> RolloutTable:
-    """Share prompts of one length out, and put what their ranks made into their order."""
-    owners = share_evenly(np.ones(ranks), ranks)
-    return table.take(np.argsort(np.argsort(owners, kind="stable")))
+def held_by(table: RolloutTable, ranks: npt.NDArray[np.int64]) -> RolloutTable:
+    """Give each rank the rollouts that it trains on, so that rank 0 waits for no other."""
+    mine = np.flatnonzero(ranks == 0)
+    held = np.full(len(ranks), -1)
+    held[mine] = np.arange(len(mine))
+    objects = [
+        Rollout(
+            Prompt(0, np.arange(asked), "", None, None, "", {}), 0, completion(size), "", 0.0, {}
+        )
+        for asked, size in zip(table.prompt_lengths[mine], table.lengths[mine], strict=True)
+    ]
+    return replace(table, owners=ranks, held=held, objects=objects)
 
 
 def completion(size: int) -> Completion:
@@ -514,12 +544,20 @@ def pass_on(pipe: Connection, rank: int, count: int, port: int) -> None:
     with processes.process_group(
         CPU, 60, Place(Layout(rank, 2, rank, 2), "127.0.0.1", port, True)
     ) as layout:
-        seconds = []
-        for _ in range(500):
-            begun = perf_counter()
-            any_rank(False, layout)
-            seconds.append(perf_counter() - begun)
-    pipe.send(median(seconds) / 2)
+        parcels = [([1 - rank], b"x")]
+        flag = half_of(lambda: any_rank(False, layout))
+        delivery = half_of(lambda: deliver(parcels, layout)) * 2
+    pipe.send((flag, delivery))
+
+
+def half_of(work: Callable[[], object]) -> float:
+    """Half the median seconds."""
+    seconds = []
+    for _ in range(500):
+        begun = perf_counter()
+        work()
+        seconds.append(perf_counter() - begun)
+    return median(seconds) / 2
 
 
 def within(name: str, ours: float, unit: str, goal: float | None = None) -> Result:
@@ -534,7 +572,6 @@ CASES: dict[str, Callable[[int], list[Result]]] = {
     "save": save,
     "publish": publish,
     "step": step,
-    "rollouts": rollouts,
 }
 
 

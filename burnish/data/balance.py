@@ -94,12 +94,12 @@ def share_evenly(costs: Costs, ranks: int) -> Integers:
 
 def _whole(costs: Costs) -> Integers:
     """Round costs to integers ≥ 1, whose sums are exact in any order."""
-    good = np.isfinite(costs) & (costs > 0)
-    if not good.all():
-        bad = int(np.flatnonzero(~good)[0])
+    if not (costs.min(initial=1.0) > 0 and costs.max(initial=1.0) < np.inf):  # also for NaN
+        bad = int(np.flatnonzero(~(np.isfinite(costs) & (costs > 0)))[0])
         raise UsageError("a cost is not a positive number", have=f"{costs[bad]} for sequence {bad}")
     shares = costs / (costs.max(initial=0.0) or 1.0)  # 1: there are none
-    return np.maximum(np.rint(shares * (_COST_SUM / max(len(costs), 1))), 1).astype(np.int64)
+    shares *= _COST_SUM / max(len(costs), 1)
+    return np.maximum(np.rint(shares, out=shares), 1, out=shares).astype(np.int64)
 
 
 def _summed(values: Integers, group: Integers, count: int = 0) -> Integers:
@@ -231,7 +231,7 @@ class _Division:
         rows = self._held()
         for apart, partners in _EFFORTS:
             turn, missed, left = 0, 0, _COMPARED
-            while missed < _MISSES and left > 0:
+            while missed < _MISSES and left > 0 and (self._loads > self._enough).any():
                 pairs, exchanged = self._exchange(rows, apart, partners, turn)
                 missed, turn = 0 if exchanged else missed + 1, turn + 1
                 left -= max(pairs * rows.shape[1] * min(apart, rows.shape[1]) * 2, 1)
@@ -244,8 +244,9 @@ class _Division:
         sizes = np.bincount(of_bins, minlength=self._count)
         width = min(int(sizes.max()), 4 * len(held) // self._count + 8) + 1
         places = np.arange(len(held)) - (sizes.cumsum() - sizes)[of_bins]
-        rows, some = np.full((self._count, width), -1), places < width - 1
-        rows[of_bins[some], places[some]] = held[some]
+        rows = np.full((self._count, width), -1)
+        rows[of_bins, np.minimum(places, width - 1)] = held
+        rows[:, -1] = -1
         return rows
 
     def _exchange(self, rows: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
@@ -253,8 +254,6 @@ class _Division:
         loads, ranked = self._loads, _order(self._loads)
         count = min(-(-self._count // (partners + 1)), self._count // 2)
         count = min(int((loads > self._enough).sum()), count)
-        if not count:
-            return 0, False
         partners = min((self._count - count) // count, 4 * partners)
         low = np.roll(ranked[:-count], -turn * ((self._count - count) * 5 // 13))
         low, high = low[: count * partners], np.tile(ranked[::-1][:count], partners)

@@ -192,9 +192,9 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             self,
             prompts=prompts,
             groups=np.repeat(np.arange(len(chosen)), sizes),
-            rows={name: each[numbers] for name, each in self.rows.items()},
-            owners=self.owners[numbers],
-            held=self.held[numbers],
+            rows={name: each.take(numbers) for name, each in self.rows.items()},
+            owners=self.owners.take(numbers),
+            held=self.held.take(numbers),
         )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
@@ -275,6 +275,11 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         values = np.array([value(each) for each in self.kinds], np.int64)
         found: Column = values[self.rows["kind"]]
         return found
+
+    def count(self, test: Callable[[RolloutKind], bool]) -> int:
+        """Return how many rollouts are of kinds that pass a test."""
+        counts = np.bincount(self.rows["kind"], minlength=len(self.kinds)).tolist()
+        return sum(n for kind, n in zip(self.kinds, counts, strict=True) if test(kind))
 
     @property
     def failed(self) -> Column:

@@ -88,7 +88,7 @@ def rollout_stats(table: RolloutTable) -> Stats:
     if not count:
         return Stats()
     rewards, lengths, sizes = table.rewards, table.lengths, table.sizes
-    starts, cut = sizes.cumsum() - sizes, table.by_kind(lambda kind: kind.stop_reason == "length")
+    starts, cut = sizes.cumsum() - sizes, table.count(lambda kind: kind.stop_reason == "length")
     means = np.add.reduceat(rewards, starts) / sizes
     squares = np.add.reduceat(np.square(rewards - means[table.groups]), starts)
     flat = np.minimum.reduceat(rewards, starts) == np.maximum.reduceat(rewards, starts)
@@ -97,10 +97,10 @@ def rollout_stats(table: RolloutTable) -> Stats:
             "reward/mean": Mean(float(rewards.sum()), count),
             "reward/std": Mean(float(np.sqrt(squares / sizes).sum()), len(table)),
             "reward/zero_std_frac": Mean(int(flat.sum()), len(table)),
-            "reward/errors": Sum(len(table.failed)),
+            "reward/errors": Sum(table.count(lambda kind: kind.error is not None)),
             "response_length/mean": Mean(int(lengths.sum()), count),
             "response_length/max": Max(int(lengths.max())),
-            "response_length/clip_ratio": Mean(int(cut.sum()), count),
+            "response_length/clip_ratio": Mean(cut, count),
         }
     )
     for name in table.part_names:

@@ -90,7 +90,7 @@ def wanted_rollouts(
     """Return the indices of rollouts that rank 0 is to have, in order, and those of which it needs all; None for nothing."""
     traced = bool(settings.traces.local or settings.traces.endpoint)
     written = writes_rollouts(settings, step, total, validation)
-    if not (traced or written):
+    if not (written or (traced and settings.traces.sample_rate)):
         return None
     files = import_module("burnish.tracking.rollouts")
     order = files.by_place(table.places) if written else ()

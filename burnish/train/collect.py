@@ -266,7 +266,7 @@ class GroupSampler:
                 break
             wanted, refills = selection.refill, refills + 1
         groups = shaped(groups) if overlong.buffer else groups
-        left_out = np.setdiff1d(np.arange(len(groups)), selection.keep)
+        left_out = np.delete(np.arange(len(groups)), selection.keep)
         return DrawnBatch(step, groups.take(selection.keep), groups.take(left_out))
 
 
