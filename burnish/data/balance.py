@@ -237,7 +237,7 @@ class _Division:
                 left -= max(pairs * rows.shape[1] * min(apart, rows.shape[1]) * 2, 1)
 
     def _held(self) -> Integers:
-        """Return items [bins, places], as they came; -1: none. A bin with very many keeps some out."""
+        """Return [bins, places] items; -1: none. A bin with very many keeps some out."""
         narrow = np.uint16 if self._count < 1 << 16 else np.int64
         held = np.argsort(self._bins.astype(narrow), kind="stable")
         of_bins = self._bins[held]

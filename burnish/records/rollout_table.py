@@ -263,13 +263,6 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         digests = np.frombuffer(self.prompts["digest"].tobytes(), np.int64)[::2]
         return digests[self.groups]
 
-    @property
-    def part_names(self) -> list[str]:
-        """The parts of all rewards."""
-        is_used = np.bincount(self.rows["kind"], minlength=len(self.kinds)) > 0
-        kinds = [kind for kind, used in zip(self.kinds, is_used, strict=True) if used]
-        return list(dict.fromkeys(name for kind in kinds for name in kind.parts))
-
     def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
         """[N] int64, what `value` returns of each rollout's kind."""
         values = np.array([value(each) for each in self.kinds], np.int64)
@@ -277,7 +270,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return found
 
     def count(self, test: Callable[[RolloutKind], bool]) -> int:
-        """Return how many rollouts are of kinds that pass a test."""
+        """Count the rollouts of such kinds."""
         counts = np.bincount(self.rows["kind"], minlength=len(self.kinds)).tolist()
         return sum(n for kind, n in zip(self.kinds, counts, strict=True) if test(kind))
 

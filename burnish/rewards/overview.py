@@ -103,7 +103,8 @@ def rollout_stats(table: RolloutTable) -> Stats:
             "response_length/clip_ratio": Mean(cut, count),
         }
     )
-    for name in table.part_names:
+    for name in dict.fromkeys(name for kind in table.kinds for name in kind.parts):
         values, there = table.part(name)
-        stats[f"reward/parts/{name}"] = Mean(float(values.sum()), int(there.sum()))
+        if there.any():
+            stats[f"reward/parts/{name}"] = Mean(float(values.sum()), int(there.sum()))
     return stats
