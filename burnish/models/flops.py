@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class ModelFlops:
 
     def forward(self, lengths: Iterable[int]) -> float:
         """Return the operations of one forward pass over sequences."""
-        return float(self.each(np.array([*lengths], np.int64)).sum())
+        return float(sum(self.per_token * length + self._attention(length) for length in lengths))
 
     def training(self, passed: Passed, *, frozen: bool = False) -> float:
         """Return the operations of forward and backward; with `frozen`, weights get no gradients."""
@@ -90,5 +91,7 @@ class ModelFlops:
 
 def pairs(length: Any, window: int | None) -> Any:
     """Count pairs of a token and one it sees: at most `window`, itself included."""
-    within = length if window is None else np.minimum(length, window)
+    within = length
+    if window is not None:  # the smaller one, also of an array
+        within = (length + window - abs(length - window)) // 2
     return within * (within + 1) // 2 + (length - within) * within
