@@ -171,8 +171,7 @@ def run_command(
 
         def measure(layout: Layout, device: torch.device) -> dict[str, float]:
             inputs = local_inputs(config, device, layout, trains=False)
-            measured: dict[str, float] = training.evaluate(*inputs, step, root, layout, device)
-            return measured
+            return training.evaluate(*inputs, step, root, layout, device)
 
         return launch(measure, config.distributed)
 

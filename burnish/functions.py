@@ -46,7 +46,7 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
             want=f"a function or class {attribute} at the top level of {module_name}",
             do=did_you_mean(attribute, known) or f"correct {setting}",
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def name_of(function: Callable[..., Any]) -> str:

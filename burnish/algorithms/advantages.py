@@ -31,8 +31,7 @@ def dr_grpo(scored: ScoredRollouts) -> Array:
 def grpo_batch_std(scored: ScoredRollouts) -> Array:
     """A_i = (r_i - mean) / (std of the step's rewards + ε) (arXiv 2508.08221, section 4.1)."""
     spread = scored.rewards.std(ddof=1) if len(scored.rewards) > 1 else 0.0
-    scaled: Array = dr_grpo(scored) / (spread + EPSILON)
-    return scaled
+    return dr_grpo(scored) / (spread + EPSILON)
 
 
 def rloo(scored: ScoredRollouts) -> Array:
@@ -41,8 +40,7 @@ def rloo(scored: ScoredRollouts) -> Array:
     def leave_one_out(rows: Array) -> Array:
         # r_i - (Σ r - r_i) / (n - 1) = (r_i - mean) · n / (n - 1)
         size = rows.shape[-1]
-        scaled: Array = _centred(rows) * size / max(size - 1, 1)
-        return scaled
+        return _centred(rows) * size / max(size - 1, 1)
 
     return scored.in_rows(leave_one_out, scored.rewards)
 
@@ -67,8 +65,7 @@ def gpg(scored: ScoredRollouts) -> Array:
     informative = scored.in_rows(
         lambda rows: np.ones_like(rows) * rows.any(axis=-1, keepdims=True), centred
     ).sum()
-    scaled: Array = centred * (len(centred) / max(informative, 1.0))
-    return scaled
+    return centred * (len(centred) / max(informative, 1.0))
 
 
 def pass_at_k(scored: ScoredRollouts) -> Array:
@@ -106,16 +103,14 @@ def remax(scored: ScoredRollouts) -> Array:
             "remax has no rewards of greedy completions",
             do="set algorithm.advantage=remax, which has them generated",
         )
-    above: Array = scored.rewards - scored.greedy_rewards
-    return above
+    return scored.rewards - scored.greedy_rewards
 
 
 def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> Array:
     """A_i = r_i - mean, whitened over all tokens of the step (arXiv 2501.03262)."""
     values = dr_grpo(scored)
     mean, scale = whitening(token_sums(values[:, None]), scored.lengths)
-    whitened: Array = (values - mean) * scale
-    return whitened
+    return (values - mean) * scale
 
 
 def token_sums(rows: Iterable[Array]) -> Array:
@@ -150,8 +145,7 @@ def whitening(sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[float, float
 
 
 def _alike(values: Array) -> npt.NDArray[np.bool_]:
-    alike: npt.NDArray[np.bool_] = (values == values[..., :1]).all(axis=-1, keepdims=True)
-    return alike
+    return (values == values[..., :1]).all(axis=-1, keepdims=True)
 
 
 def _centred(values: Array) -> Array:
@@ -166,5 +160,4 @@ def standardised(values: Array) -> Array:
     centred = _centred(values)
     if not centred.any():
         return centred
-    scaled: Array = centred / (values.std(axis=-1, ddof=1, keepdims=True) + EPSILON)
-    return scaled
+    return centred / (values.std(axis=-1, ddof=1, keepdims=True) + EPSILON)

@@ -52,5 +52,4 @@ def overlong_penalty(lengths: Column, max_response_length: int, config: Overlong
     within [-1, 0], times `config.penalty`; 0 without a buffer.
     """
     over = np.clip(lengths - (max_response_length - config.buffer), 0, config.buffer)
-    penalties: Column = -config.penalty * over / max(config.buffer, 1)
-    return penalties
+    return -config.penalty * over / max(config.buffer, 1)

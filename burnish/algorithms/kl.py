@@ -33,8 +33,7 @@ def kl_penalty(
 ) -> Floats:
     """Return `coef` times the estimate, which each token's reward loses, [T] fp32."""
     difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
-    penalty: Floats = (coef * _estimate(estimator, difference)).numpy()
-    return penalty
+    return (coef * _estimate(estimator, difference)).numpy()
 
 
 def adapted(coef: float, kl: float, rollouts: int, config: KLConfig) -> float:

@@ -43,8 +43,7 @@ def select_tokens(
         count = int(_sum(np.array([len(entropies)]), layout)[0])
         place = math.ceil((count - 1) * (1 - config.top_entropy))
         keys = _sortable(entropies)
-        selected: _Chosen = keys >= _largest(keys, count - place, layout)[0]
-        return selected
+        return keys >= _largest(keys, count - place, layout)[0]
     own, credit = logprobs.astype(np.float64), advantages.astype(np.float64)
     numbers, starts, which = np.unique(sequences, return_index=True, return_inverse=True)
     sums = [np.bincount(which, each, len(numbers)) for each in (np.ones(len(own)), own, credit)]
@@ -99,5 +98,4 @@ def _largest(keys: _Keys, count: int, layout: Layout) -> tuple[int, int]:
 
 def _sum(counts: npt.NDArray[np.int64], layout: Layout) -> npt.NDArray[np.int64]:
     mine = counts if layout.is_first_peer else np.zeros_like(counts)
-    found: npt.NDArray[np.int64] = total(torch.from_numpy(mine), layout).numpy()
-    return found
+    return total(torch.from_numpy(mine), layout).numpy()

@@ -90,8 +90,7 @@ class BoxTable(Columns):
     @property
     def elements(self) -> Ints:
         """`[rows]`: elements of each."""
-        found: Ints = np.multiply.reduce(self.sizes, axis=1)
-        return found
+        return np.multiply.reduce(self.sizes, axis=1)
 
     def box(self, row: int, dims: int) -> Box:
         """Return the box of a tensor with so many dims."""
@@ -170,8 +169,7 @@ def _busiest_dims(boxes: BoxTable) -> Ints:
 def ranges(starts: Ints, counts: Ints) -> Ints:
     """Return `counts` integers from each start on, joined."""
     before = np.cumsum(counts) - counts
-    found: Ints = np.arange(counts.sum()) + np.repeat(starts - before, counts)
-    return found
+    return np.arange(counts.sum()) + np.repeat(starts - before, counts)
 
 
 def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:

@@ -290,8 +290,7 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
 
 def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) -> Tensor:
     text, of_routers = hf_config.get_text_config(), tuple(torch.cat(list(each)) for each in routed)
-    found: Tensor = load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
-    return found
+    return load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
 
 
 def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:

@@ -403,8 +403,7 @@ def make_parser() -> ArgumentParser:
 def function_of(arguments: Namespace) -> Callable[..., Any]:
     """Import the function of a command that was parsed."""
     module, _, name = arguments.function.partition(":")
-    function: Callable[..., Any] = getattr(import_module(f"burnish.cli.{module}"), name)
-    return function
+    return getattr(import_module(f"burnish.cli.{module}"), name)
 
 
 def parse(argv: Sequence[str]) -> Namespace:

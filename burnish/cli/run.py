@@ -98,8 +98,7 @@ def launcher_of(
         return LocalLauncher(argv)
     with refusing("Ray is not installed", do=install("ray")):
         ray_cluster = import_module("burnish.launch.ray_cluster")
-    launcher: Launcher = ray_cluster.RayLauncher(address, argv, servers, devices)
-    return launcher
+    return ray_cluster.RayLauncher(address, argv, servers, devices)
 
 
 def submit(given: Namespace) -> None:

@@ -74,7 +74,7 @@ _Dumper.add_representer(str, _represent_text)
 
 def write_yaml(value: Any, *, flow: bool | None = None) -> str:
     """Return YAML that `parse_document` reads back equal; innermost collections, or with `flow` all, take one line."""
-    text: str = yaml.dump(
+    return yaml.dump(
         value,
         Dumper=_Dumper,
         sort_keys=False,
@@ -82,7 +82,6 @@ def write_yaml(value: Any, *, flow: bool | None = None) -> str:
         default_flow_style=flow,
         width=float("inf"),
     )
-    return text
 
 
 def one_line(value: object) -> str:

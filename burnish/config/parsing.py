@@ -105,8 +105,7 @@ class _Loader(CoreLoader):
                     do="remove one of them",
                 )
             lines[key.value] = line
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ _MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 
 def uncompiled(function: Function) -> Function:
     """Keep `torch.compile` out of a function. The first call loads torch's compiler."""
-    left: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return left
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def pick_device(local_rank: int, own_device: bool = False) -> torch.device:

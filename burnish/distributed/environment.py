@@ -56,8 +56,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
-        place: Place = import_module("burnish.distributed.slurm").place_of_step(environ)
-        return place
+        return import_module("burnish.distributed.slurm").place_of_step(environ)
     return Place(Layout())
 
 

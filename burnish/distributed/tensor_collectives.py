@@ -69,8 +69,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 def _linear(values: Tensor, mapped: Map, transposed: Map) -> Tensor:
-    result: Tensor = _Linear.apply(values, mapped, transposed)  # type: ignore[no-untyped-call]
-    return result
+    return _Linear.apply(values, mapped, transposed)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):

@@ -51,9 +51,6 @@ def make_engine(
     if config.kind == "megatron":
         megatron = import_module(f"{_MEGATRON}.megatron_engine").MegatronEngine
         groups = beside.mesh if isinstance(beside, megatron) else None
-        engine: Engine = megatron(
-            hf_config, config, optim, layout=layout, device=device, mesh=groups
-        )
-        return engine
+        return megatron(hf_config, config, optim, layout=layout, device=device, mesh=groups)
     mesh = beside.mesh if isinstance(beside, TorchEngine) else None
     return TorchEngine(hf_config, config, optim, layout=layout, device=device, lora=lora, mesh=mesh)

@@ -148,8 +148,7 @@ class Backend:
     def read(self, path: str, offset: int, size: int) -> bytes:
         """Return `size` bytes of a file, fewer at its end."""
         options = {"start": offset, "end": offset + size}
-        data: bytes = self._system.cat_file(path, **options)
-        return data
+        return self._system.cat_file(path, **options)
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
         """Create or replace a file, in bounded memory if it is local."""

@@ -60,8 +60,7 @@ class ModelFlops:
 
     def each(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the operations over each sequence of these lengths."""
-        found: npt.NDArray[np.float64] = self.per_token * lengths + self._attention(lengths)
-        return found
+        return self.per_token * lengths + self._attention(lengths)
 
     def forward(self, lengths: Iterable[int]) -> float:
         """Return the operations of one forward pass over sequences."""

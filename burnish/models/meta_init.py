@@ -284,5 +284,4 @@ def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | No
     kinds = getattr(config, "layer_types", None)
     is_full = kinds and kinds[index] != "sliding_attention"
     of_config = None if is_full else getattr(config, "sliding_window", None)
-    window: int | None = getattr(module, "sliding_window", of_config)
-    return window
+    return getattr(module, "sliding_window", of_config)

@@ -139,8 +139,7 @@ class RowMap:
 
     def take(self, source: Tensor) -> Tensor:
         """Return `source[index]`, differentiable."""
-        result: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
-        return result
+        return _Take.apply(source, self)  # type: ignore[no-untyped-call]
 
 
 def select_rows(
@@ -150,8 +149,7 @@ def select_rows(
 
     Right if at most one use of a source row gets a gradient, or it is in `zero_rows`.
     """
-    result: Tensor = _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
-    return result
+    return _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
 
 
 class _Take(torch.autograd.Function):

@@ -82,8 +82,7 @@ class Routing:
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         loss = torch.dot(torch.mv(probabilities, costs), tokens)
         self.losses[router] = loss.detach()
-        result: Tensor = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
-        return result
+        return _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
 
     def record(self) -> Tensor:
         """Return the experts of all routers, [R, L, k] in `index_dtype`. Raises `IncompatibleError` without known routers."""

@@ -185,8 +185,7 @@ def attention_of_part(packing: Attends, deal: Deal) -> Attends:
     """Return attention for this rank's tokens; `packing` is for all."""
     if deal.group is None and deal.rows == deal.count:
         return packing
-    shared: Attends = import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
-    return shared
+    return import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:

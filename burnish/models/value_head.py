@@ -46,8 +46,7 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         mappings.insert(0, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     for mapping in mappings:
         if type(config) in mapping:
-            found: type[PreTrainedModel] = mapping[type(config)]
-            return found
+            return mapping[type(config)]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise IncompatibleError(
             f"models of type {config.model_type} cannot be critics",

@@ -221,8 +221,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     @property
     def sizes(self) -> Column:
         """[G] rollouts of each group."""
-        sizes: Column = self.prompts["count"]
-        return sizes
+        return self.prompts["count"]
 
     @property
     def sources(self) -> list[str]:
@@ -238,14 +237,12 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     @property
     def rewards(self) -> Column:
         """[N] fp64."""
-        rewards: Column = self.rows["reward"]
-        return rewards
+        return self.rows["reward"]
 
     @property
     def greedy_rewards(self) -> Column:
         """[N] fp64, NaN where there is none."""
-        greedy: Column = self.rows.get("greedy", np.full(len(self.owners), nan))
-        return greedy
+        return self.rows.get("greedy", np.full(len(self.owners), nan))
 
     @property
     def lengths(self) -> Column:
@@ -266,8 +263,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
         """[N] int64, what `value` returns of each rollout's kind."""
         values = np.array([value(each) for each in self.kinds], np.int64)
-        found: Column = values[self.rows["kind"]]
-        return found
+        return values[self.rows["kind"]]
 
     def count(self, test: Callable[[RolloutKind], bool]) -> int:
         """Count the rollouts of such kinds."""
@@ -311,8 +307,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
             "reward_error": kind.error,
         }
         if held >= 0:
-            own: Rollout = replace(self.objects[held], **known)
-            return own
+            return replace(self.objects[held], **known)
         index, asked, digest, prompt_kind, _ = self.prompts[self.groups[number]].item()
         is_chat, source = self.prompt_kinds[prompt_kind]
         prompt = Prompt(

@@ -137,8 +137,7 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
             do="set model.lora.path to one",
         )
     adapter_config = import_module("burnish.models.lora.adapter_config")
-    found: ModelConfig = adapter_config.with_adapter(model, described.read_bytes())
-    return found
+    return adapter_config.with_adapter(model, described.read_bytes())
 
 
 def local_directory(place: str, watch: Watch | None = None, *, weights: bool = True) -> Path:

@@ -388,12 +388,10 @@ def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]
 
 def _to_the_end(experts: Any) -> Experts:
     """Repeat the experts for the last token, which predicts nothing."""
-    whole: Experts = np.concatenate([experts, experts[-1:]])
-    return whole
+    return np.concatenate([experts, experts[-1:]])
 
 
 def _numbers(tensor: Tensor | None) -> Floats:
     if tensor is None:
         raise ValueError("a micro-batch of reinforcement learning has advantages")
-    found: Floats = tensor.float().cpu().numpy()
-    return found
+    return tensor.float().cpu().numpy()

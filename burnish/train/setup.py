@@ -295,8 +295,7 @@ def _rows(
     if setting == "data.train" and data.streaming:
         open_rows = import_module("burnish.data.streaming").open_rows
         how = {"seed": seed, "shuffle": data.shuffle, "layout": foundation.layout}
-        streamed: Rows = open_rows(paths, setting, data.streaming * _MEGABYTE, **how)
-        return streamed
+        return open_rows(paths, setting, data.streaming * _MEGABYTE, **how)
     return load_rows(paths, setting, progress)
 
 
@@ -309,8 +308,7 @@ def train_dataset(
     entries = [[entry] for entry in data.train] if data.weights else [data.train]
     parts = [read(entry, "data.train") for entry in entries]
     if data.streaming:
-        stream: Mixture[Any] = import_module("burnish.data.streaming").Stream(parts)
-        return stream
+        return import_module("burnish.data.streaming").Stream(parts)
     return Mixture(parts)
 
 
@@ -324,10 +322,7 @@ def make_loader(
     """Return what draws samples of `data.train`."""
     shuffle = data.shuffle
     if data.streaming:
-        streamed: Loader = import_module("burnish.data.streaming").StreamLoader(
-            dataset, data.weights
-        )
-        return streamed
+        return import_module("burnish.data.streaming").StreamLoader(dataset, data.weights)
     if data.curriculum == MEASURED:
         return MeasuredLoader(len(dataset), seed, shuffle)
     if not isinstance(dataset, Mixture):
@@ -392,16 +387,14 @@ def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
 def make_generator(foundation: TextFoundation) -> Generator:
     """Make the generator of `rollout.engine` and `rollout.place`, without weights. Collective."""
     if not isinstance(foundation, Foundation):
-        endpoint: Generator = import_module("burnish.rollout.openai").EndpointGenerator(
+        return import_module("burnish.rollout.openai").EndpointGenerator(
             foundation.config.rollout,
             encode=partial(foundation.tokenizer.encode, add_special_tokens=False),
             template_variables=foundation.config.data.chat_template_kwargs,
         )
-        return endpoint
     if foundation.config.rollout.place == "inside":
         return local_generator(foundation)
-    generator: Generator = import_module("burnish.train.serve").served_generator(foundation)
-    return generator
+    return import_module("burnish.train.serve").served_generator(foundation)
 
 
 def local_generator(foundation: Foundation) -> Generator:
@@ -417,7 +410,7 @@ def local_generator(foundation: Foundation) -> Generator:
         more["experts"] = True
     if config.model.adapter_beside is not None:
         more["lora"] = config.model.adapter_beside
-    generator: Generator = getattr(import_module(module), kind)(
+    return getattr(import_module(module), kind)(
         foundation.hf_config,
         device=foundation.device,
         dtype=compute_dtype(config.engine),
@@ -428,7 +421,6 @@ def local_generator(foundation: Foundation) -> Generator:
         tensor_parallel=rollout.tensor_parallel,
         **more,
     )
-    return generator
 
 
 def builtin_generator(foundation: Foundation) -> BuiltinGenerator:

@@ -79,8 +79,7 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
     `IncompatibleError`.
     """
     locate(path.parent, [("", path.name, read_header(path))])
-    tensors: dict[str, Tensor] = load_file(path)
-    return tensors
+    return load_file(path)
 
 
 def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:

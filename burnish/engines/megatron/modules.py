@@ -200,8 +200,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [R, O] of rows [R, I]; `counts` [E] are the rows of each expert."""
-        product: Tensor = _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
-        return product
+        return _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):

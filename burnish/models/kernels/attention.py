@@ -245,8 +245,7 @@ class BlockPlan:
 def _rounded_up(lengths: Indices) -> Indices:
     powers = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     steps = np.maximum(16, powers // 16)
-    rounded: Indices = -(-lengths // steps) * steps
-    return rounded
+    return -(-lengths // steps) * steps
 
 
 def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
@@ -254,8 +253,7 @@ def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tens
     length, gqa = query.shape[2], query.shape[1] != key.shape[1]
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         own = import_module("burnish.models.kernels.cpu_attention")
-        output: Tensor = own.causal_attention(query, key, value, scaling, window or length)
-        return output
+        return own.causal_attention(query, key, value, scaling, window or length)
     if window is None or window >= length:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa

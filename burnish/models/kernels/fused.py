@@ -162,8 +162,7 @@ def norm_rotate(
         if rotation is None:
             return rows
     if torch.is_grad_enabled() or _block_length(rows) < len(rows):
-        result: Tensor = _NormRotate.apply(rows, weight, epsilon, *(rotation or (None, None)))  # type: ignore[no-untyped-call]
-        return result
+        return _NormRotate.apply(rows, weight, epsilon, *(rotation or (None, None)))  # type: ignore[no-untyped-call]
     value = rows.to(torch.float32, copy=True)
     if weight is not None:
         value.mul_(_inverse_root(value, epsilon)).mul_(weight.float())

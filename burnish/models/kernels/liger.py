@@ -52,8 +52,7 @@ def liger_kernels() -> Kernels:
         )
 
     def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        result: Tensor = LigerRMSNormFunction.apply(x, weight, epsilon, offset, "gemma", False)
-        return result
+        return LigerRMSNormFunction.apply(x, weight, epsilon, offset, "gemma", False)
 
     return Kernels(
         {
@@ -94,8 +93,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take any shape [..., H]."""
-        result: Tensor = self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
-        return result
+        return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
 
 
 def _rotate_both(

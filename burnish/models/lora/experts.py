@@ -58,8 +58,7 @@ class AdaptedExperts(nn.Module):
             layer = layer.base_layer
         scale, experts = self.scaling[ADAPTER_NAME], layer
         if scale == 0.0:
-            result: Tensor = experts(hidden_states, top_k_index, top_k_weights)
-            return result
+            return experts(hidden_states, top_k_index, top_k_weights)
         return _adapted(experts, factors, scale, hidden_states, top_k_index, top_k_weights)
 
 

@@ -254,8 +254,7 @@ def _free(slot: SlotSequence | None) -> bool:
 def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
     if has_matrix_units(device):
         return SlotCache
-    shared: type[SlotCache] = import_module("burnish.rollout.builtin.shared_cache").SharedCache
-    return shared
+    return import_module("burnish.rollout.builtin.shared_cache").SharedCache
 
 
 def slot_bytes(model: InferenceModel) -> tuple[int, int]:

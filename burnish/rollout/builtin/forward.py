@@ -181,14 +181,13 @@ class ModuleForward:
         if routing is not None and self._routers is None:
             self._routers = import_module("burnish.models.routing").Routers(self._whole)
             self._routers.listen()
-        hidden: Tensor = self._model(
+        return self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
             packing=packing,
             routing=routing,
         ).last_hidden_state[0]
-        return hidden
 
 
 class FusedForward:
@@ -213,8 +212,7 @@ class FusedForward:
         rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
         for block in self._blocks:
             hidden = block(hidden, rotation, packing)
-        final: Tensor = self._norm(hidden)
-        return final
+        return self._norm(hidden)
 
 
 class _Block:

@@ -124,8 +124,7 @@ class SglangGenerator(EngineGenerator):
                 pass
 
     def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
-        found: tuple[Floats, Floats] = self._draws.read(each.reported, each.own, self._vocabulary)
-        return found
+        return self._draws.read(each.reported, each.own, self._vocabulary)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load all of a model's tensors, whole or in pieces.
@@ -190,7 +189,7 @@ class SglangGenerator(EngineGenerator):
             | {"stream_interval": 1 if sampling.stop_strings else _CHUNK}
             for each in running
         ]
-        found: Iterator[dict[str, Any]] = self._engine.generate(
+        return self._engine.generate(
             input_ids=[each.prompt for each in running],
             sampling_params=params,
             rid=[each.number for each in running],
@@ -199,7 +198,6 @@ class SglangGenerator(EngineGenerator):
             custom_logit_processor=self._processor,
             stream=True,
         )
-        return found
 
     def _take(
         self, output: dict[str, Any], running: dict[str, EngineRequest], rule: StopRule

@@ -282,8 +282,7 @@ class VllmGenerator(EngineGenerator):
             processor = self._engine.output_processor
             [inside] = processor.external_req_ids[name]
             found = np.concatenate(processor.request_states[inside].routed_experts_chunks)
-        experts: Experts = found.astype(np.int16) if found.dtype == np.uint16 else found
-        return experts
+        return found.astype(np.int16) if found.dtype == np.uint16 else found
 
     def _load(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with refusing("vLLM does not take the weights", IncompatibleError, do="report this model"):
