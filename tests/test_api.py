@@ -112,11 +112,10 @@ def test_a_reward_has_its_weight_and_its_arguments(
         ({"rolout": {}}, {}, "rolout"),
         ({}, {"stepps": 1}, "stepps"),
         ({"steps": "x"}, {}, "steps"),
+        ([1], {}, "list"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    source: dict[str, Any], settings: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_is_refused(source: Any, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         burnish.load_config(source, **settings)
     with pytest.raises(MissingError):

@@ -72,6 +72,12 @@ def load_settings(
         draft.take(read_document(source), str(source))
     else:
         given = source.model_dump(exclude_unset=True) if isinstance(source, RunConfig) else source
+        if not isinstance(given, Mapping):
+            raise UsageError(
+                "this is not a configuration",
+                have=f"an object of the type {type(given).__name__}",
+                want="a YAML file, or settings as a mapping",
+            )
         draft.set_all(_plain(given), _ARGUMENT)
     draft.set_all(_plain(settings), _ARGUMENT)
     return draft.config("the settings")

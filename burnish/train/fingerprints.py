@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +16,7 @@ from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.files.safetensors import model_digest
 from burnish.functions import fingerprint
+from burnish.rewards.signature import BUILTINS
 
 INPUTS = "inputs"
 """The key of state.json under which they are."""
@@ -37,6 +38,8 @@ class Inputs:
     """Of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
     model: str = ""
     """Of the model that training started from; "" where its weights are not on this machine."""
+    rewards: str = ""
+    """Of the files of reward functions."""
 
     @classmethod
     def of(
@@ -45,14 +48,16 @@ class Inputs:
         data: ExampleDataset | PromptDataset | Mixture[Any],
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
+        rewards: Iterable[str] = (),
     ) -> Inputs:
-        """Fingerprint the inputs. `model` is a local directory."""
+        """Fingerprint the inputs. `model` is a local directory; `rewards` are names of functions."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
         formula = "" if algorithm is None else _formula_digest(algorithm)
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
-        return cls(*digests, formula, _weights_digest(model))
+        scores = [fingerprint(name, "reward.functions", BUILTINS) for name in rewards]
+        return cls(*digests, formula, _weights_digest(model), _digest(scores))
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
         """Return the inputs that changed and may, in words for a warning.
@@ -92,6 +97,8 @@ class Inputs:
             told.append("the content of data.train")
         if self.model and before.model and self.model != before.model:
             told.append("the model at model.path")
+        if self.rewards != before.rewards:
+            told.append("the files of reward.functions")
         return told
 
     def as_state(self) -> dict[str, Any]:

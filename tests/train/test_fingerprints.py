@@ -128,3 +128,16 @@ def test_another_formula_is_refused_and_the_same_one_elsewhere_is_not(tmp_path):
         given("a.py", "def mine(rollouts): return 2 * rollouts.rewards").changed_since(
             before.as_state(), STEP
         )
+
+
+def test_another_reward_is_told_and_the_same_one_elsewhere_is_not(tmp_path):
+    def given(name: str, code: str):
+        (tmp_path / name).write_text(code)
+        data = dataset(tmp_path, ROWS, tokenizer=char_tokenizer())
+        return Inputs.of(char_tokenizer(), data, None, None, ["numeric", f"{tmp_path / name}:mine"])
+
+    before = given("a.py", "def mine(completions, **columns): return [1.0] * len(completions)")
+    other = given("b.py", "def mine(completions, **columns): return [1.0] * len(completions)")
+    assert other == before
+    changed = given("a.py", "def mine(completions, **columns): return [0.0] * len(completions)")
+    assert changed.changed_since(before.as_state(), STEP) == ["the files of reward.functions"]
