@@ -83,9 +83,9 @@ CPU = torch.device("cpu")
 RANKS = 16_000
 LAYERS = 80
 """Of the model."""
-FLAGS, GATHERS, DELIVERIES = 4, 1, 1
-"""Traced in a run of two ranks: whether a rank was told to stop, twice, whether a save is due, whether statistics are alike; the numbers of
-rollouts; and their tokens."""
+FLAGS, GATHERS, DELIVERIES = 3, 1, 1
+"""Traced in a run of two ranks: whether a rank was told to stop, twice, once with whether a save is late, and whether statistics are alike;
+the numbers of rollouts; and their tokens."""
 SAMPLES = 16
 """Rollouts that a rank makes in a step."""
 CONFIG = {

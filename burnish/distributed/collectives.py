@@ -211,10 +211,9 @@ def agree(layout: Layout) -> Iterator[None]:
     told = gather_objects(None if mine is None else _portable(mine, layout), layout)
     if mine is not None:
         raise mine
-    theirs = next((error for error in told if error is not None), None)
-    if theirs is not None:
-        theirs.told_elsewhere = True
-        raise theirs
+    theirs = next(error for error in told if error is not None)
+    theirs.told_elsewhere = True
+    raise theirs
 
 
 def _portable(error: Exception, layout: Layout) -> BurnishError:

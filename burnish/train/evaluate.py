@@ -144,7 +144,7 @@ def _numbers(
 
 
 def example_validation(
-    foundation: Foundation, engine: Engine, check: Callable[[], None], progress: Progress
+    foundation: Foundation, engine: Engine, check: Callable[[], object], progress: Progress
 ) -> Validation:
     """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
 

@@ -26,7 +26,7 @@ from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import Committed, step_name
 from burnish.config.resume import digest
 from burnish.data.loader import State
-from burnish.distributed.collectives import agree, any_rank, from_main, same_on_all_ranks
+from burnish.distributed.collectives import agree, from_main, same_on_all_ranks
 from burnish.distributed.device import peak_flops
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
@@ -166,11 +166,15 @@ class Run:
             self._close()
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, 0-based. A signal on any rank ends them. Collective."""
+        """Yield the remaining steps, 0-based. Late saves are made between them; a signal on any rank ends them. Collective."""
         done, total = self.position.step, self._total_steps
+        patience = _SAVE_SECONDS if self._config.checkpoint.save_every == "auto" else math.inf
         with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
             for step in range(done, total):
-                self._session.stopper.check_all()
+                is_late = step > done and time.monotonic() - self._saved_at >= patience
+                if self._session.stopper.check_all(is_late):
+                    self._save(background=self._config.checkpoint.background)
+                    self._after_save()
                 self._session.spans.step = step + 1
                 yield step
                 bar.advance()
@@ -211,16 +215,18 @@ class Run:
         if self._is_due(self._config.distributed.check_replicas_every):
             self._check_replicas()
         due = self._is_due(self._config.evaluation.every)
-        save = self._save_is_due(validated=due)
-        last = self.position.step == self._total_steps
+        save, last = self._save_is_due(validated=due), self.position.step == self._total_steps
         self._record(values, validate=due, save=save or last)
         if save:
-            self._tell(lambda each: each.report("running"))
-            if not last:
-                self._session.stopper.check_saved()
+            self._after_save()
+
+    def _after_save(self) -> None:
+        self._tell(lambda each: each.report("running"))
+        if self.position.step < self._total_steps:
+            self._session.stopper.check_saved()
 
     def _begin(self) -> None:
-        """Open the observers, and do what the step that the run goes on from left undone."""
+        """Open the observers, and do what the last step left undone."""
         session, position = self._session, self.position
         session.spans.step = position.step
         logged: dict[str, float] = {}
@@ -405,10 +411,8 @@ class Run:
             if self._layout.is_main:
                 pending, partial = read_ahead(step, files)
         told = from_main([batch.encoded() for batch in pending], self._layout)
-        pending = [
-            DrawnBatch.from_main(pending[i] if self._layout.is_main else None, told[i])
-            for i in range(len(told))
-        ]
+        mine: Sequence[DrawnBatch | None] = pending or [None] * len(told)
+        pending = [DrawnBatch.from_main(*both) for both in zip(mine, told, strict=True)]
         self.position = take_up(
             step,
             source,
@@ -466,7 +470,7 @@ class Run:
         return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
 
     def _report_failure(self) -> None:
-        """Write a report; the error that ended the run matters more than one in writing."""
+        """Write a report. An error in writing it is only logged."""
         if self._observers is not None:
             try:
                 self._observers.report("failed")
@@ -504,14 +508,12 @@ class Run:
             self._observers.close()
 
     def _save_is_due(self, *, validated: bool) -> bool:
-        """Return whether the step has to be saved. Collective."""
-        settings, step = self._config.checkpoint, self.position.step
+        """Return whether the step has to be saved."""
+        settings = self._config.checkpoint
         if settings.save_every != "auto":
             return self._is_due(settings.save_every)
-        is_kept = settings.keep_every > 0 and step % settings.keep_every == 0
         is_rated = validated and settings.keep_best.metric is not None
-        is_late = time.monotonic() - self._saved_at >= _SAVE_SECONDS
-        return is_kept or is_rated or any_rank(is_late, self._layout)
+        return is_rated or self._is_due(settings.keep_every)
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step

@@ -1,4 +1,4 @@
-"""Turn signals that ask for an end into a flag that training checks where it can stop cleanly.
+"""Turn signals into a flag that training checks where it can stop cleanly.
 
 A second SIGINT or SIGTERM ends the process at once; a closing terminal may send SIGHUP twice. SIGUSR1 is what Slurm's --signal
 mostly sends. `AFTER_SAVE` lets the run go on until its next regular save.
@@ -48,11 +48,12 @@ class Stopper:
         if self.received is not None:
             raise StopRequested(self.received)
 
-    def check_all(self) -> None:
-        """Raise `StopRequested` on every rank if a signal has reached any. Collective."""
-        if any_rank(self.received is not None, self._layout):
-            heard = gather_objects(self.received, self._layout)
-            raise StopRequested(next(number for number in heard if number is not None))
+    def check_all(self, flag: bool = False) -> bool:
+        """Return whether any rank sets the flag; raise `StopRequested` on all if a signal has reached any. Collective."""
+        is_set = any_rank(flag or self.received is not None, self._layout)
+        if is_set and (heard := [*filter(None, gather_objects(self.received, self._layout))]):
+            raise StopRequested(heard[0])
+        return is_set
 
     def check_saved(self) -> None:
         """Raise `StopRequested` on every rank if `AFTER_SAVE` has reached any. Collective."""

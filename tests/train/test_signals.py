@@ -64,15 +64,15 @@ def test_a_thread_beside_the_main_one_catches_no_signals() -> None:
         assert threads.submit(inside).result() is None
 
 
-def stopped_by(layout: Layout) -> tuple[int, int]:
-    """By which signals a run ends at a save, and between steps."""
-    found = []
+def stopped_by(layout: Layout) -> tuple[bool, int, int]:
+    """Whether a flag of one rank is known, and by which signals a run ends at a save, and between steps."""
     with catch_signals(layout) as stopper:
+        found: list[int] = [stopper.check_all(layout.rank == 1)]
         for number, check in (
             (AFTER_SAVE, stopper.check_saved),
             (signal.SIGINT, stopper.check_all),
         ):
-            stopper.check_all()
+            assert not stopper.check_all()
             if layout.rank == 1:
                 os.kill(os.getpid(), number)
             try:
@@ -82,5 +82,5 @@ def stopped_by(layout: Layout) -> tuple[int, int]:
     return tuple(found)
 
 
-def test_every_rank_stops_for_the_signal_that_reached_one() -> None:
-    assert run_ranks(stopped_by, 2) == [(AFTER_SAVE, signal.SIGINT)] * 2
+def test_every_rank_hears_the_flag_and_the_signal_of_one() -> None:
+    assert run_ranks(stopped_by, 2) == [(True, AFTER_SAVE, signal.SIGINT)] * 2
