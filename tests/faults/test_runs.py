@@ -176,8 +176,9 @@ def letters(completions, **columns):
 def test_stopped_while_a_reward_function_hangs(tmp_path, in_peace, number):
     """Its deadline is beyond the test's patience, so it is the signal that ends the wait."""
     root = make_files(tmp_path)
-    with (root / "rewards.py").open("a") as rewards:
-        rewards.write(HANGS)
+    rewards = root / "rewards.py"
+    mended = rewards.read_text()
+    rewards.write_text(mended + HANGS)
     argv = [*KINDS["rl"], "name=hangs"]
     command = Command(root, [*argv, "reward.timeout_seconds=100000"])
     while not (root / "hangs").exists():
@@ -188,6 +189,7 @@ def test_stopped_while_a_reward_function_hangs(tmp_path, in_peace, number):
     assert (
         "step 1 is committed" in command.output
     )  # before it, row 0 was tried and the start validated
+    rewards.write_text(mended)
     assert outcome(done(root, *argv)) == in_peace("rl")
 
 
