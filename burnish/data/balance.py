@@ -166,9 +166,9 @@ def _dealt(bins: Integers, costs: Integers, group: Integers, count: int, ranks: 
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
     places = np.empty(count, dtype=np.int64)
     places[ordered.ravel()] = np.arange(count)
-    round_of, rank_of = np.divmod(places[bins[group]], ranks)
+    (round_of, rank_of), bins = np.divmod(places, ranks), bins[group]
     imbalance = ranks * float(loads[rounds].max(axis=1).sum() / max(loads.sum(), 1))
-    return Shares(rank_of, round_of, len(ordered), imbalance)
+    return Shares(rank_of[bins], round_of[bins], len(ordered), imbalance)
 
 
 def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
@@ -176,8 +176,12 @@ def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers
     falling = _order(costs.max(initial=0) - costs)
     costs, sizes = costs[falling], sizes[falling]
     dealt = _by_falling_cost(costs, sizes, limit, count)
-    if dealt is None:
-        return None
+    if dealt is None:  # where bins are nearly full, equal sizes fit sooner
+        longest = _order(sizes.max(initial=0) - sizes)
+        by_size = _by_falling_cost(sizes[longest], sizes[longest], limit, count)
+        if by_size is None:
+            return None
+        dealt = by_size[np.argsort(longest)]
     _Division(dealt, costs, sizes, limit, count).level()
     bins = np.empty_like(dealt)
     bins[falling] = dealt
@@ -223,6 +227,7 @@ class _Division:
         self._loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
         mean = -(-int(costs.sum()) // count)
         self._enough = max(mean + mean // _CLOSE_ENOUGH, int(costs.max(initial=0)))
+        self._largest = sizes.max(initial=0)
 
     def level(self) -> None:
         """Improve costly bins until exchanges do not help the costliest, or for long enough."""
@@ -240,14 +245,11 @@ class _Division:
         """Return [bins, places] items; -1: none. A bin with very many keeps some out."""
         narrow = np.uint16 if self._count < 1 << 16 else np.int64
         held = np.argsort(self._bins.astype(narrow), kind="stable")
-        of_bins = self._bins[held]
-        sizes = np.bincount(of_bins, minlength=self._count)
-        width = min(int(sizes.max()), 4 * len(held) // self._count + 8) + 1
-        places = np.arange(len(held)) - (sizes.cumsum() - sizes)[of_bins]
-        rows = np.full((self._count, width), -1)
-        rows[of_bins, np.minimum(places, width - 1)] = held
-        rows[:, -1] = -1
-        return rows
+        sizes = np.bincount(self._bins, minlength=self._count)
+        width = min(int(sizes.max()), 4 * len(held) // self._count + 8)
+        places, first = np.arange(width + 1), (sizes.cumsum() - sizes)[:, None]
+        there = places < np.minimum(sizes, width)[:, None]
+        return np.append(held, -1)[np.where(there, first + places, -1)]
 
     def _exchange(self, rows: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
         """Exchange items of costly and idle bins. Return how many pairs were compared, and whether any did."""
@@ -279,7 +281,7 @@ class _Division:
         mine, theirs = rows[high], rows[low]
         give, take = self._costs[mine] - wanted[:, None], self._costs[theirs]
         room, spare = self._limit - self._fills[low], self._limit - self._fills[high]
-        is_tight = min(room.min(), spare.min()) < self._sizes.max()
+        is_tight = min(room.min(), spare.min()) < self._largest
         pairs, width = np.arange(len(high)), rows.shape[1]
         given, taken, least = pairs, pairs, np.full(len(high), _NEVER)
         apart = min(apart, width)

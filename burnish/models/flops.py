@@ -90,7 +90,7 @@ class ModelFlops:
 
 def pairs(length: Any, window: int | None) -> Any:
     """Count pairs of a token and one it sees: at most `window`, itself included."""
-    within = length
-    if window is not None:  # the smaller one, also of an array
-        within = (length + window - abs(length - window)) // 2
+    if window is None:
+        return length * (length + 1) // 2
+    within = (length + window - abs(length - window)) // 2  # the smaller one, also of an array
     return within * (within + 1) // 2 + (length - within) * within

@@ -186,15 +186,21 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         if np.array_equal(chosen, np.arange(len(self))):
             return self
         prompts, ends = self.prompts.take(chosen), self.sizes.cumsum()  # faster than an index
-        sizes = prompts["count"]
-        numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
+        sizes, numbers, width = prompts["count"], chosen, int(self.sizes[0])
+        if (self.sizes != width).any():
+            width = 1
+            numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
+
+        def of_chosen(column: Column) -> Column:
+            return column.reshape(-1, width).take(numbers, axis=0).ravel()
+
         return replace(
             self,
             prompts=prompts,
             groups=np.repeat(np.arange(len(chosen)), sizes),
-            rows={name: each.take(numbers) for name, each in self.rows.items()},
-            owners=self.owners.take(numbers),
-            held=self.held.take(numbers),
+            rows={name: of_chosen(each) for name, each in self.rows.items()},
+            owners=of_chosen(self.owners),
+            held=of_chosen(self.held),
         )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:

@@ -156,6 +156,16 @@ def test_full_bins_are_packed_tightly():
     assert len(shares[0]) == 75
 
 
+def test_nearly_full_bins_are_even():
+    """Where equal costs do not fit, equal sizes do, and exchanges make costs equal."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(100, 900, 1024)
+    costs = lengths - 99.0 * (rng.random(1024) < 0.5)
+    shares = share_out(lengths, costs, 64, int(lengths.sum() / 64 / 0.996))
+    assert shares.rounds == 1
+    assert shares.imbalance < 1.005
+
+
 def test_the_cost_decides_what_is_even():
     """With a cost of tokens squared, one long sequence weighs as much as many short ones."""
     lengths = np.array([80] + [20] * 16)
