@@ -227,7 +227,6 @@ class _Division:
         self._loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
         mean = -(-int(costs.sum()) // count)
         self._enough = max(mean + mean // _CLOSE_ENOUGH, int(costs.max(initial=0)))
-        self._largest = sizes.max(initial=0)
 
     def level(self) -> None:
         """Improve costly bins until exchanges do not help the costliest, or for long enough."""
@@ -281,7 +280,7 @@ class _Division:
         mine, theirs = rows[high], rows[low]
         give, take = self._costs[mine] - wanted[:, None], self._costs[theirs]
         room, spare = self._limit - self._fills[low], self._limit - self._fills[high]
-        is_tight = min(room.min(), spare.min()) < self._largest
+        is_tight = min(room.min(), spare.min()) < self._sizes.max()
         pairs, width = np.arange(len(high)), rows.shape[1]
         given, taken, least = pairs, pairs, np.full(len(high), _NEVER)
         apart = min(apart, width)

@@ -190,17 +190,15 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         if (self.sizes != width).any():
             width = 1
             numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
-
-        def of_chosen(column: Column) -> Column:
-            return column.reshape(-1, width).take(numbers, axis=0).ravel()
-
+        columns = (*self.rows.values(), self.owners, self.held)
+        taken = [each.reshape(-1, width).take(numbers, axis=0).ravel() for each in columns]
         return replace(
             self,
             prompts=prompts,
             groups=np.repeat(np.arange(len(chosen)), sizes),
-            rows={name: of_chosen(each) for name, each in self.rows.items()},
-            owners=of_chosen(self.owners),
-            held=of_chosen(self.held),
+            rows=dict(zip(self.rows, taken[:-2], strict=True)),
+            owners=taken[-2],
+            held=taken[-1],
         )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
@@ -259,12 +257,6 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def prompt_lengths(self) -> Column:
         """[N] int64, tokens of each rollout's prompt."""
         return self.prompts["length"].astype(np.int64)[self.groups]
-
-    @property
-    def digests(self) -> Column:
-        """[N] int64, names of the prompts' tokens."""
-        digests = np.frombuffer(self.prompts["digest"].tobytes(), np.int64)[::2]
-        return digests[self.groups]
 
     def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
         """[N] int64, what `value` returns of each rollout's kind."""

@@ -325,7 +325,8 @@ class PolicyUpdate:
         found = np.zeros(len(numbers), OUTLINE)
         found["start"], found["trained"] = table.prompt_lengths[numbers], table.lengths[numbers]
         found["length"] = found["start"] + found["trained"]
-        found["beginning"] = table.digests[numbers]
+        names = np.frombuffer(table.prompts["digest"].tobytes(), np.int64)[::2]
+        found["beginning"] = names[table.groups[numbers]]
         columns: dict[str, tuple[int, ...]] = {column: ()} if column else {}
         if self._replayed:
             columns["experts"] = _experts_of_a_token(table, numbers)
