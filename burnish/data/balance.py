@@ -82,8 +82,10 @@ def share_out(
         fewest, count = count, -(-(int(tight.max()) + 1) // ranks) * ranks
         bins = divide(whole, sizes, budget, count) if count > fewest else None
         if bins is None:
-            bins = _spread(tight, whole, count)
-            _Division(bins, whole, sizes, budget, count).level()
+            falling = _order(whole.max() - whole)  # so that no order of the sequences matters
+            bins, dealt = tight, _spread(tight[falling], whole[falling], count)
+            _Division(dealt, whole[falling], sizes[falling], budget, count).level()
+            bins[falling] = dealt
     return _dealt(bins, whole, group, count, ranks)
 
 

@@ -1,6 +1,8 @@
+from random import Random
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burnish.data import balance
@@ -89,7 +91,11 @@ def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budg
     assert empty == max(0, len(bins) - len(lengths))
 
 
+NEARLY_FULL = [1, 1, 1, 1, 26, 26, 27, 27, 26, 49, 80, 43, 45, 82, 82, 98, 50]
+
+
 @settings(max_examples=60)
+@example(NEARLY_FULL, 1, Random(0))
 @given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_the_order_of_the_sequences_does_not_change_the_shape(lengths, ranks, random):
     """A permuted list gives micro-batches of the same lengths in the same places."""
