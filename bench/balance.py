@@ -24,7 +24,7 @@ import numpy as np
 
 from bench.machine import Result, command_line, ratio, report
 from bench.peers import Peer
-from burnish.data.balance import Integers, divide
+from burnish.data.balance import Integers, share_evenly
 
 LENGTHS: dict[str, Callable[[np.random.Generator, int], Integers]] = {
     "uniform": lambda rng, count: rng.integers(64, 2048, count),
@@ -73,8 +73,7 @@ CASES = {
 
 
 def ours(costs: Integers, case: Case) -> list[list[int]]:
-    bins = divide(costs, costs, int(costs.sum()), case.ranks)
-    assert bins is not None
+    bins = share_evenly(costs.astype(np.float64), case.ranks)
     ends = np.bincount(bins, minlength=case.ranks).cumsum()
     return [held.tolist() for held in np.split(np.argsort(bins, kind="stable"), ends[:-1])]
 

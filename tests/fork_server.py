@@ -56,7 +56,7 @@ PRELOAD = (
     "burnish.algorithms.policy_loss",
     "burnish.check.proof",
     "burnish.checkpoint.destinations.run_mirror",
-    "burnish.checkpoint.subprocess",
+    "burnish.distributed.companion",
     "burnish.cli.main",
     "burnish.cli.run",
     "burnish.data.kept_lengths",

@@ -118,12 +118,12 @@ def serve_run(given: Namespace) -> None:
     check(config, "rl", None)
     from burnish.distributed.device import pick_device
     from burnish.train.localize import local_inputs
-    from burnish.train.serve import serve_openly
+    from burnish.train.serve import serve_at
     from burnish.train.setup import lay_foundation
 
     device = pick_device(local_rank=0)
     _, local = local_inputs(config, device, trains=False)
-    serve_openly(lay_foundation(local, Layout(), device), given.host, given.port)
+    serve_at(lay_foundation(local, Layout(), device), given.host, given.port)
 
 
 def _started(arguments: Sequence[str], world: int) -> str:

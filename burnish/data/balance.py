@@ -26,7 +26,7 @@ _CLOSE_ENOUGH = 1_000
 _MANY = 10_000
 """Numbers that are ordered by radix."""
 _EFFORTS = ((2, 1), (4, 4), (64, 16))
-"""Which items of two bins are compared, by how far apart they are in order, and for how many idle bins one is improved, at least."""
+"""Passes of exchanges: how far apart in order two items may be, and how many idle bins a costly one is compared with."""
 _COMPARED, _MISSES = 1 << 22, 8
 """Pairs of items to compare with an effort, and turns without an exchange, at most."""
 _PATIENCE = 1_000
@@ -75,6 +75,11 @@ def share_out(
     sizes = _summed(lengths, group)
     _check_limit(sizes, budget, group)
     whole = _summed(_whole(costs), group)
+    falling = _order(whole.max(initial=0) - whole)  # so that the order of sequences does not matter
+    whole, sizes = whole[falling], sizes[falling]
+    place = np.empty_like(falling)
+    place[falling] = np.arange(len(falling))
+    group = place[group]
     count = max(1, -(-int(lengths.sum()) // (budget * ranks))) * ranks
     bins = divide(whole, sizes, budget, count)
     if bins is None:
@@ -82,10 +87,8 @@ def share_out(
         fewest, count = count, -(-(int(tight.max()) + 1) // ranks) * ranks
         bins = divide(whole, sizes, budget, count) if count > fewest else None
         if bins is None:
-            falling = _order(whole.max() - whole)  # so that no order of the sequences matters
-            bins, dealt = tight, _spread(tight[falling], whole[falling], count)
-            _Division(dealt, whole[falling], sizes[falling], budget, count).level()
-            bins[falling] = dealt
+            bins = _spread(tight, whole, count)
+            _Division(bins, whole, sizes, budget, count).level()
     return _dealt(bins, whole, group, count, ranks)
 
 
@@ -174,19 +177,15 @@ def _dealt(bins: Integers, costs: Integers, group: Integers, count: int, ranks: 
 
 
 def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
-    """Return the bins of N items, of about equal cost within the limit, or None."""
-    falling = _order(costs.max(initial=0) - costs)
-    costs, sizes = costs[falling], sizes[falling]
-    dealt = _by_falling_cost(costs, sizes, limit, count)
-    if dealt is None:  # where bins are nearly full, equal sizes fit sooner
+    """Return the bins of N items of falling cost, all of about equal cost within the limit, or None."""
+    bins = _by_falling_cost(costs, sizes, limit, count)
+    if bins is None:  # where bins are nearly full, equal sizes fit sooner
         longest = _order(sizes.max(initial=0) - sizes)
         by_size = _by_falling_cost(sizes[longest], sizes[longest], limit, count)
         if by_size is None:
             return None
-        dealt = by_size[np.argsort(longest)]
-    _Division(dealt, costs, sizes, limit, count).level()
-    bins = np.empty_like(dealt)
-    bins[falling] = dealt
+        bins = by_size[np.argsort(longest)]
+    _Division(bins, costs, sizes, limit, count).level()
     return bins
 
 

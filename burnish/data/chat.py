@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 import jinja2
@@ -368,8 +368,7 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 
 def _common(*texts: str) -> str:
-    alike = takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
-    return "".join(each[0] for each in alike)
+    return commonprefix(texts)  # noqa: RUF071 - of texts that are no paths
 
 
 def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:

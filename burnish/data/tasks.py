@@ -424,7 +424,8 @@ class ExampleDataset(RowDataset[Example]):
 
     def make(self, indices: Sequence[int]) -> list[Example]:
         """Return rows' examples."""
-        return [Example(*e) for e in self._encode(indices, [self.rows[i] for i in indices])]
+        encoded = self._encode(indices, [self.rows[index] for index in indices])
+        return [Example(token_ids=ids, loss_mask=mask) for ids, mask in encoded]
 
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:
         shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]

@@ -27,8 +27,10 @@ class Accelerator:
     """See `burnish.distributed.device`."""
 
 
-def _of(tera: float, gib: float, memory: float, link: float, sm80: bool = True) -> Accelerator:
-    return Accelerator(tera * 1e12, gib, memory * 1e9, link * 1e9, sm80)
+def _of(
+    teraflops: float, memory_gib: float, bandwidth_gb: float, link_gb: float, sm80: bool = True
+) -> Accelerator:
+    return Accelerator(teraflops * 1e12, memory_gib, bandwidth_gb * 1e9, link_gb * 1e9, sm80)
 
 
 ACCELERATORS = {

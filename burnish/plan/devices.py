@@ -70,6 +70,7 @@ class Devices:
     memory: float
     """Bytes of each."""
     kind: Accelerator
+    """Its speeds and kernels."""
     shared_cache: bool = False
     """Whether the generator stores each prompt once and in fp32, as on this machine's CPU."""
 

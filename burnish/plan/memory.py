@@ -366,7 +366,8 @@ class Needs:
         if self._scored <= rows:
             return forward, self._width * chunk + max(exact, self._width * head)
         product = self._width * head * min(1.0, _SUMMED_ROWS / words)
-        product *= not sm80 or self._width == FP32
+        if sm80 and self._width != FP32:
+            product = 0.0  # added to the sum by the product itself
         summed = self._width * chunk + max(exact, product)
         converted = self._width * head if self._width != FP32 else 0.0
         return forward, FP32 * head + max(summed, converted)

@@ -75,7 +75,7 @@ class MicroBatch:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor, to accelerators asynchronously."""
-    if tensor.device.type == "cpu" and device.type not in ("cpu", "meta"):
+    if tensor.device.type == "cpu" and device.type not in ("cpu", "meta", "mps"):
         # From other memory CUDA waits for all work, and Ascend for nothing.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

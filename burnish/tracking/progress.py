@@ -38,7 +38,12 @@ def leave_lost_terminal() -> None:
             os.write(descriptor, b"")
         except OSError as error:
             if error.errno == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), descriptor)
+                _discard_from(descriptor)
+
+
+def _discard_from(descriptor: int) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
 
 
 class Screen:
@@ -64,7 +69,7 @@ class Screen:
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._stream.fileno())
+            _discard_from(self._stream.fileno())
 
 
 class Bar:

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.files.safetensors import model_digest
@@ -48,15 +48,15 @@ class Inputs:
         data: ExampleDataset | PromptDataset | Mixture[Any],
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
-        rewards: Iterable[str] = (),
+        rewards: Iterable[RewardFunctionConfig] = (),
     ) -> Inputs:
-        """Fingerprint the inputs. `model` is a local directory; `rewards` are names of functions."""
+        """Fingerprint the inputs. `model` is a local directory."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
         formula = "" if algorithm is None else _formula_digest(algorithm)
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
-        scores = [fingerprint(name, "reward.functions", BUILTINS) for name in rewards]
+        scores = [fingerprint(each.function, "reward.functions", BUILTINS) for each in rewards]
         return cls(*digests, formula, _weights_digest(model), _digest(scores))
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:

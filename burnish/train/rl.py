@@ -66,10 +66,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
-            rewards = [each.function for each in local.reward.functions]
-            inputs = Inputs.of(
-                foundation.tokenizer, dataset, local.model.path, config.algorithm, rewards
-            )
+            formula = config.algorithm, local.reward.functions
+            inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, *formula)
             run, update, judge, engines = _models(foundation, session, inputs, total)
             loader.state = run.position.cursor
             bar.advance()

@@ -28,8 +28,8 @@ import torch
 import xxhash
 
 from burnish.boxes.shards import TensorSpec
-from burnish.checkpoint.subprocess import Companion, accompany
 from burnish.distributed.collectives import agree, from_main, gather_objects
+from burnish.distributed.companion import Companion, accompany
 from burnish.distributed.device import empty_cache, keep_freed_pages, pick_device, share_cores
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
@@ -164,7 +164,12 @@ class Child:
         told: str | BurnishError | None = self._process.answer(_START_SECONDS)
         if told is None:
             self._process.kill()
-            told = self._process.died()
+            told = BurnishError(
+                "the process that generates completions does not begin",
+                have=f"nothing in {_START_SECONDS:g} s; it was ended: {self._process.died().have}",
+                want="a generator that listens",
+                do="look at its last lines, for a slow disk or a model that takes long to load",
+            )
         if isinstance(told, BurnishError):
             raise told
         self.url = told
@@ -175,7 +180,7 @@ class Child:
         self._log.close()
 
 
-def serve_openly(foundation: Foundation, host: str, port: int) -> None:
+def serve_at(foundation: Foundation, host: str, port: int) -> None:
     """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` for a taken address."""
     config, token = foundation.config, secrets.token_urlsafe(24)
     server = _made(foundation, token, host, port)

@@ -270,7 +270,7 @@ def test_few_things_for_each_share_cost_nearly_alike(each):
 )
 def test_a_division_stays_within_its_limit(things, count):
     """Whatever costs and sizes have to do with each other, also after exchanges."""
-    costs, sizes = (np.array(column) for column in zip(*things, strict=True))
+    costs, sizes = np.array(sorted(things, reverse=True)).T
     limit = int(sizes.sum()) // count + 15
     bins = divide(costs, sizes, limit, count)
     if bins is None:

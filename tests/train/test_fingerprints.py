@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from tokenizers_for_tests import char_tokenizer
 
-from burnish.config.schema import AlgorithmConfig, DataConfig, RunConfig
+from burnish.config.schema import AlgorithmConfig, DataConfig, RewardFunctionConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
@@ -134,7 +134,9 @@ def test_another_reward_is_told_and_the_same_one_elsewhere_is_not(tmp_path):
     def given(name: str, code: str):
         (tmp_path / name).write_text(code)
         data = dataset(tmp_path, ROWS, tokenizer=char_tokenizer())
-        return Inputs.of(char_tokenizer(), data, None, None, ["numeric", f"{tmp_path / name}:mine"])
+        names = "numeric", f"{tmp_path / name}:mine"
+        functions = [RewardFunctionConfig(function=each) for each in names]
+        return Inputs.of(char_tokenizer(), data, None, None, functions)
 
     before = given("a.py", "def mine(completions, **columns): return [1.0] * len(completions)")
     other = given("b.py", "def mine(completions, **columns): return [1.0] * len(completions)")

@@ -29,11 +29,11 @@ from burnish.checkpoint.destinations.remote_steps import DAMAGED
 from burnish.checkpoint.manager import Destination, OnDisk
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
-from burnish.checkpoint.subprocess import Companion
 from burnish.config.document import recorded
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import CheckpointConfig
 from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
+from burnish.distributed.companion import Companion
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.backends import RemoteFile

@@ -155,8 +155,8 @@ def global_norm(
     """Return the 2-norm of all gradients, in fp32. Those not in `cuts` count once among tensor ranks. Collective."""
     shard, tensor = mesh.weights["shard"].get_group(), mesh.tensor
     is_first = tensor is None or tensor.rank() == 0
-    names = [n for n, each in gradients.items() if each.numel() and (is_first or n in cuts)]
-    counted = [gradients[name] for name in names]
+    named = gradients.items()
+    counted = [each for name, each in named if each.numel() and (is_first or name in cuts)]
     if device.type == "cpu" or not counted:
         # Without a copy, and by rows, since a whole matrix's norm is less exact.
         rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in counted]

@@ -9,14 +9,14 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from burnish.checkpoint.subprocess import Companion
+from burnish.distributed.companion import Companion
 from burnish.errors import BurnishError, MissingError
 
 SPEAKER = """
 import time
 from multiprocessing.connection import Connection
 
-from burnish.checkpoint.subprocess import accompany
+from burnish.distributed.companion import accompany
 
 time.sleep(0.5)  # as long as imports take
 
