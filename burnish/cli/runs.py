@@ -31,7 +31,11 @@ def runs(given: Namespace) -> None:
     elif not names:
         tables = {"runs": _listed(Path(command))}
     else:
-        raise UsageError("runs takes one directory, or compare A B", have=" ".join(given.given))
+        raise UsageError(
+            "runs takes one directory, or compare A B",
+            have=" ".join(given.given),
+            do="see burnish runs --help",
+        )
     if given.json:
         print_text(json.dumps(tables))
         return

@@ -77,6 +77,7 @@ def load_settings(
                 "this is not a configuration",
                 have=f"an object of the type {type(given).__name__}",
                 want="a YAML file, or settings as a mapping",
+                do="give one of the two",
             )
         draft.set_all(_plain(given), _ARGUMENT)
     draft.set_all(_plain(settings), _ARGUMENT)

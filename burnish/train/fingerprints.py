@@ -67,7 +67,11 @@ class Inputs:
         """
         names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
         if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:
-            raise IncompatibleError(f"{where} does not say what it was trained on", want=INPUTS)
+            raise IncompatibleError(
+                f"{where} does not say what it was trained on",
+                want=f"the {INPUTS} that this version of Burnish writes",
+                do=f"begin another run with name=NAME model.path={where}/model",
+            )
         before = Inputs(**recorded)
         if self.vocabulary != before.vocabulary:
             raise IncompatibleError(

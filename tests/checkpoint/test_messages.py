@@ -19,6 +19,8 @@ KINDS = {
     and kind is not errors.StoppedError
 }
 PLACES = [*ROOT.glob("checkpoint/**/*.py"), *ROOT.glob("files/*.py")]
+PLACES += [ROOT / "distributed" / "companion.py", ROOT / "config" / "load.py"]
+PLACES += [ROOT / "train" / "fingerprints.py", ROOT / "cli" / "runs.py"]
 
 
 def mute(code: str) -> list[str]:
