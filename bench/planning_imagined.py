@@ -37,8 +37,9 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.factory import make_engine
 from burnish.engines.optim.optimizer import local
+from burnish.models.flops import ModelFlops
 from burnish.models.meta_init import count_flops
-from burnish.records import Example
+from burnish.records import Batch, Example
 
 NAME = "imagined"
 
@@ -48,9 +49,6 @@ def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
     config = RunConfig.model_validate(case.settings())
     fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
     hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
-    rng = np.random.default_rng(0)
-    lengths = [int(case.together * part) for part in MIXED] * (case.microbatches * case.shares)
-    examples = [Example(rng.integers(3, 2048, n), np.arange(n) > 0) for n in lengths]
     tracker = _Tracker()
     with _accelerator() as device:
         engine = make_engine(
@@ -61,14 +59,21 @@ def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
             device=device,
             lora=config.model.adapter,
         )
-        batch = make_batch(examples, engine.layout, config.microbatch_tokens, count_flops(hf))
-        assert len(batch.microbatches) == case.microbatches
+        batch = share_of(case, count_flops(hf))
         tracker.track_external(*(local(s.tensor) for part in Part for s in engine.shards(part)))
         with tracker:
             engine.forward_backward(batch, sft_loss)
             engine.optim_step(1e-5)
         engine.close()
     return {"update": int(tracker.get_tracker_snapshot("peak")[device]["Total"])}
+
+
+def share_of(case: Case, flops: ModelFlops) -> Batch:
+    """One share of a step's batch, divided alone: its sequences fill all tokens, which balancing many shares may not achieve."""
+    rng, config = np.random.default_rng(0), RunConfig.model_validate(case.settings())
+    lengths = [int(case.together * part) for part in MIXED] * case.microbatches
+    examples = [Example(rng.integers(3, 2048, n), np.arange(n) > 0) for n in lengths]
+    return make_batch(examples, Layout(), config.microbatch_tokens, flops)
 
 
 class _Tracker(MemTracker):  # type: ignore[no-untyped-call]

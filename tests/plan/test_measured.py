@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.planning_cases import CASES
+from bench.planning_imagined import share_of
+from burnish.models.flops import ModelFlops
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.15
@@ -31,6 +33,7 @@ OF_FULL_SIZE = (
     "sft qwen3 bf16, checkpointing full, 8192 tokens, 4 processes, as Qwen3-8B on an accelerator, num_hidden_layers=3, vocab_size=32768, engine.tensor_parallel=4",
 )
 MORE_OF_FULL_SIZE = (
+    "sft qwen3_moe bf16, checkpointing full, 8192 tokens, 64 processes, as Qwen3-30B-A3B on an accelerator, num_hidden_layers=3, vocab_size=32768",
     "sft qwen3_moe bf16, checkpointing none, 2048 tokens, 64 processes, as Qwen3-30B-A3B on an accelerator, num_hidden_layers=3, vocab_size=151936",
 )
 
@@ -43,6 +46,14 @@ def measured_table():
 def test_plans_are_near_measured_runs(row):
     planned = CASES[row["case"]].planned()[row["phase"]]
     assert planned == pytest.approx(row["measured"], rel=TOLERANCE)
+
+
+def test_a_share_of_a_case_is_the_micro_batches_that_it_names():
+    flops = ModelFlops(1000.0, {None: 1})
+    for case in (each for each in CASES.values() if each.size):
+        batch = share_of(case, flops)
+        assert len(batch.microbatches) == case.microbatches
+        assert 0.99 * case.together < batch.total_tokens / case.microbatches <= case.together
 
 
 def test_the_table_covers_what_it_should():
