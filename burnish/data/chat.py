@@ -85,7 +85,7 @@ class ChatEncoder:
         self._limit = limit
         self._longest = 0 if limit is None else max(map(len, tokenizer.get_vocab()))
         self.unwritten = ""
-        """The first message of an assistant that the template leaves out."""
+        """A warning of the first message of an assistant that the template leaves out."""
         _require_read(tokenizer, self._template_kwargs)
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
@@ -300,7 +300,9 @@ class ChatEncoder:
             # Thoughts of past turns may go.
             said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
             if said not in text and json.dumps(said)[1:-1] not in text:
-                self.unwritten = self.unwritten or f"message {turn} of {row.name}"
+                self.unwritten = self.unwritten or (
+                    f"the chat template leaves out what the assistant says in message {turn} of {row.name}, and perhaps in others"
+                )
         return text
 
     def _require_calls(self, messages: Sequence[Message], name: str, text: str) -> None:

@@ -108,9 +108,9 @@ def holds_chats(data: DataConfig, column: str) -> bool:
 
 
 def answer_column(data: DataConfig, rows: Rows) -> str | None:
-    """Return the ground truth column, chosen likewise, or None."""
+    """Return the ground truth column, or None. Without a setting, the first usual one with a value in any row."""
     if data.answer_column is None:
-        return _first(ANSWER_COLUMNS, rows)
+        return next((name for name in ANSWER_COLUMNS if rows.has_values(name)), None)
     if not rows.has(data.answer_column):
         raise rows.missing((data.answer_column,), "data.answer_column")
     return data.answer_column

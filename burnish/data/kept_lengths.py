@@ -65,8 +65,8 @@ def read(key: str) -> Lengths | None:
     if xxhash.xxh3_128_hexdigest(body).encode() != content[:_HEAD]:
         return None
     line, _, tokens = body.partition(b"\n")
-    digest, unwritten = json.loads(line)
-    return np.frombuffer(tokens, np.int64), digest, unwritten
+    digest, warnings = json.loads(line)
+    return np.frombuffer(tokens, np.int64), digest, warnings
 
 
 def write(key: str, lengths: Lengths) -> None:

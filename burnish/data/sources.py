@@ -95,6 +95,16 @@ class Rows:
         """Return whether there is a column; dots go into nested ones of the first rows."""
         return name in self.columns or any(value_at(row, name) is not None for row in self._first)
 
+    def has_values(self, name: str) -> bool:
+        """Return whether a column has a value in any row, or a nested or streamed one in the first rows."""
+        if any(value_at(row, name) is not None for row in self._first):
+            return True
+        if name not in self.columns or self.is_streamed:
+            return False
+        if not self.keys:
+            return bool(self.table.data.column(name).null_count < len(self))
+        return any(json.loads(text).get(name) is not None for text in self.table[_TEXT])
+
     @property
     def _first(self) -> Iterable[Row]:
         return self.span(0, min(LOOKED_AT, len(self)))

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
+    ANSWER_COLUMNS,
     READERS,
     TOOLS_COLUMN,
     Message,
@@ -49,8 +50,8 @@ from burnish.tracking.progress import Bar, Progress
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
-Lengths = tuple[npt.NDArray[np.int64], str, str]
-"""Tokens of each row, 0 without anything to train on; a digest of those that are kept; the first message that the chat template leaves out, or ""."""
+Lengths = tuple[npt.NDArray[np.int64], str, list[str]]
+"""Tokens of each row, 0 without anything to train on; a digest of those that are kept; warnings."""
 
 _SPAN = 512
 """Rows tokenized together."""
@@ -106,6 +107,7 @@ class RowDataset(ItemSequence[Item]):
         self._most = np.inf if limit is None else limit
         self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # no null is Arrow's
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
+        self._unanswered = ""
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
@@ -122,12 +124,9 @@ class RowDataset(ItemSequence[Item]):
             self.digest = self.rows.digest
             return
         total = len(self.rows)
-        lengths, self.digest, unwritten = self._lengths(progress or Progress(enabled=False))
-        if unwritten:
-            logger.warning(
-                "the chat template leaves out what the assistant says in %s, and perhaps in others",
-                unwritten,
-            )
+        lengths, self.digest, warnings = self._lengths(progress or Progress(enabled=False))
+        for warning in filter(None, warnings):
+            logger.warning("%s", warning)
         over = lengths > self._most
         if over.any() and self._data.overlong == "error":
             index = int(np.flatnonzero(over)[0])
@@ -176,12 +175,13 @@ class RowDataset(ItemSequence[Item]):
                         digest.update(b"%d " % len(content) + content)
                 digests[number] = np.frombuffer(digest.digest(), np.int64)
                 bar.advance(len(span) * sharing.world)
-        unwritten = self._encoder.unwritten
+        warnings = [self._encoder.unwritten, self._unanswered]
         if sharing.world > 1:  # others have zeros where one has numbers
             for numbers in (lengths, digests):
                 dist.all_reduce(torch.from_numpy(numbers))
-            unwritten = next(filter(None, gather_objects(unwritten, sharing)), "")
-        return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), unwritten
+            everyones = zip(*gather_objects(warnings, sharing), strict=True)
+            warnings = [next(filter(None, same), "") for same in everyones]
+        return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), warnings
 
     def _report(self, total: int) -> None:
         limit, setting = self.limit, self._setting
@@ -308,8 +308,8 @@ class PromptDataset(RowDataset[Prompt]):
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         encoded = self._encode(indices, rows)
         return [
-            (len(ids), ids.tobytes() + repr(self._answer_of(row)).encode())
-            for (_, _, ids), row in zip(encoded, rows, strict=True)
+            (len(ids), ids.tobytes() + repr(self._answer_of(row, index)).encode())
+            for index, (_, _, ids), row in zip(indices, encoded, rows, strict=True)
         ]
 
     def make(self, indices: Sequence[int]) -> list[Prompt]:
@@ -322,7 +322,7 @@ class PromptDataset(RowDataset[Prompt]):
                 token_ids=ids,
                 text=text,
                 messages=messages,
-                answer=self._answer_of(row),
+                answer=self._answer_of(row, index),
                 source=str(row.get("data_source") or ""),
                 columns=row,
             )
@@ -347,8 +347,15 @@ class PromptDataset(RowDataset[Prompt]):
             encoded.append((text, messages, np.array(ids, dtype=np.int64)))
         return encoded
 
-    def _answer_of(self, row: Row) -> Any:
-        return None if self._answer is None else value_at(row, self._answer)
+    def _answer_of(self, row: Row, index: int) -> Any:
+        answer = None if self._answer is None else value_at(row, self._answer)
+        if answer is None and self._data.answer_column is None and not self._unanswered:
+            others = [name for name in ANSWER_COLUMNS if value_at(row, name) is not None]
+            if others:
+                self._unanswered = f"answers are read from {self._answer}, where {self.rows.where(index)} and perhaps others have none, but {others[0]}; data.answer_column names the column"
+                if self.rows.is_streamed:
+                    logger.warning("%s", self._unanswered)
+        return answer
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
         value, name = prompt_at(row, self._column), self.rows.where(index)

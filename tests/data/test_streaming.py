@@ -164,6 +164,18 @@ def test_rows_of_hdfs_come_as_those_of_a_directory(tmp_path, hdfs_server):
     assert shared[0] != shared[1]
 
 
+def test_answers_in_another_column_are_told_once(tmp_path, caplog):
+    rows = [{"prompt": "a=", "answer": "1"}, *[{"prompt": "b=", "solution": "2"}] * 3]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = Stream([PromptDataset(streamed([str(path)], 400), TOKENIZER, DataConfig())])
+    answers = [stream[index].answer for index in StreamLoader(stream, []).take(4)]
+    assert sorted(answers, key=str) == ["1", None, None, None]
+    assert [each for each in caplog.messages if "data.answer_column" in each] == caplog.messages[
+        -1:
+    ]
+
+
 def test_row_groups_of_parquet_come_once_an_epoch(tmp_path):
     for number in range(3):
         table = pa.table({"prompt": [f"{number}.{row}=" for row in range(40)], "answer": [7] * 40})

@@ -77,6 +77,36 @@ def test_usual_columns_are_found(rows_of, row, text, answer):
     assert (prompt.messages is None) == (text != ASK.format("1+1?"))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_answers_are_read_from_a_column_that_has_some(tmp_path, suffix, caplog):
+    """Far down too; rows with another usual column instead are told."""
+
+    def made(answers, solutions, **settings):
+        path = tmp_path / f"rows.{suffix}"
+        rows = {"answer": answers, "solution": solutions, "prompt": ["1+1="] * len(answers)}
+        if suffix == "parquet":
+            pq.write_table(pa.table(rows), path)
+        else:
+            each = (
+                json.dumps(dict(zip(rows, row, strict=True)))
+                for row in zip(*rows.values(), strict=True)
+            )
+            path.write_text("\n".join(each))
+        caplog.clear()
+        data = prompts(load_rows([str(path)]), string_prompts="user", **settings)
+        told = [each for each in caplog.messages if "data.answer_column" in each]
+        return [prompt.answer for prompt in data], told
+
+    many = [None] * 200
+    assert made([None] * 2, ["1", "2"]) == (["1", "2"], [])
+    assert made(["1", None], [None] * 2) == (["1", None], [])
+    assert made([*many, "1"], [*many, None]) == ([*many, "1"], [])
+    answers, told = made(["1", None, None], [None, "2", "3"])
+    assert (answers, len(told)) == (["1", None, None], 1)
+    assert "row 1 " in told[0]
+    assert made(["1", None], [None, "2"], answer_column="solution") == ([None, "2"], [])
+
+
 def test_chosen_columns_are_used(rows_of):
     rows = rows_of([{"prompt": "no", "ask": "yes", "answer": "no", "meta": {"gold": "7"}}])
     prompt = prompts(rows, prompt_column="ask", answer_column="meta.gold")[0]
