@@ -61,7 +61,25 @@ HARMONY = (
 )
 """gpt-oss's: only the conversation's last turn ends with the token that ends a sequence, and has its thoughts."""
 
+GLM = (
+    "{{ '[gMASK]<sop>' }}{% for m in messages %}"
+    "{{ '<|' + ('observation' if m['role'] == 'tool' else m['role']) + '|>\n' + m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""GLM-4.5's: a turn ends where the next role's token stands."""
+GLM_MARKED = (
+    "{{ '[gMASK]<sop>' }}{% for m in messages %}"
+    "{{ '<|' + ('observation' if m['role'] == 'tool' else m['role']) + '|>\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
 ENDS = {
+    GLM: "<|endoftext|>",
+    GLM_MARKED: "<|endoftext|>",
     HARMONY: "<|return|>",
     LLAMA: "<|eot_id|>",
     GEMMA: "<end_of_turn>",
@@ -71,6 +89,7 @@ ENDS = {
     THOUGHTLESS: "<|im_end|>",
 }
 SPECIAL = (
+    "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>",
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]",
 )  # fmt: skip

@@ -3,6 +3,9 @@
 `{% generation %}` in the chat template marks the mask. Without it, prefix differencing renders the messages up to a turn and
 compares ids. Trained on are the assistant's tokens with the end of turn, without a sequence's first token and what a template
 drops from past turns (thoughts).
+
+GLM's turns end where the next role's token stands, and that token ends completions. So it is trained on. It is added after a last
+turn, as TRL does: without it a model would not learn to stop.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
@@ -78,8 +81,12 @@ class ChatEncoder:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
         limit: int | None = None,
+        eos_token_ids: Collection[int] = (),
     ) -> None:
-        """Raises `UsageError` for a variable that the template does not read; only warns of a switch."""
+        """`eos_token_ids` are those that end the model's completions.
+
+        Raises `UsageError` for a variable that the template does not read; only warns of a switch.
+        """
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._limit = limit
@@ -90,9 +97,15 @@ class ChatEncoder:
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
         # gpt-oss closes turns that others follow with another token.
-        last, past = end_of_turn_id(tokenizer), end_of_turn_id(tokenizer, past=True)
+        last, past = end_of_turn_id(tokenizer), end_of_turn_id(tokenizer, "user")
         self._ends = [token for token in (last, self._eos) if token is not None]
         self._past_ends = [*self._ends, *([] if past is None else [past])]
+        self._openers: dict[str, int] = {}
+        """By the role of the next message, its first token, which ends the assistant's turn."""
+        if last is None:
+            openers = {"user": past, "tool": end_of_turn_id(tokenizer, "tool")}
+            found = {role: token for role, token in openers.items() if token in eos_token_ids}
+            self._openers = {r: t for r, t in found.items() if t is not None and t != self._eos}
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
         self._reads_calls = _reads(tokenizer, "tool_calls")
@@ -183,7 +196,20 @@ class ChatEncoder:
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
             mask[:1] = False
-        return encoded
+        if not self._openers:
+            return encoded
+        return [self._ended(row, *each) for row, each in zip(rows, encoded, strict=True)]
+
+    def _ended(self, row: Conversation, ids: TokenIds, mask: Mask) -> Encoded:
+        """Train on the next role's token after each trained turn; add one after the last."""
+        last = row.messages[-1]
+        ends = [*self._past_ends, *self._openers.values()]
+        if len(row.messages) - 1 in row.turns and mask[-1:].any() and ids[-1] not in ends:
+            token = self._openers.get("tool" if last.get("tool_calls") else "user", self._eos)
+            if token is not None:
+                ids, mask = np.append(ids, token), np.append(mask, False)
+        mask[1:] |= mask[:-1] & ~np.isin(ids[:-1], ends) & np.isin(ids[1:], ends)
+        return ids, mask
 
     def _by_marks(self, rows: Sequence[Conversation]) -> list[Encoded]:
         """Take masks from `{% generation %}`; add an end of turn outside of it."""

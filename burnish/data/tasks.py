@@ -97,6 +97,7 @@ class RowDataset(ItemSequence[Item]):
         limit: int | None,
         setting: str,
         layout: Layout | None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`setting` is what gives the `limit` on tokens."""
         self.rows, self.first_index = rows, 0
@@ -106,7 +107,8 @@ class RowDataset(ItemSequence[Item]):
         self.limit, self._setting = limit, setting
         self._most = np.inf if limit is None else limit
         self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # no null is Arrow's
-        self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit)
+        self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit, eos_token_ids)
+        self._eos = tuple(eos_token_ids)
         self._unanswered = ""
 
     @abstractmethod
@@ -145,7 +147,15 @@ class RowDataset(ItemSequence[Item]):
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
-        named = (rows.digest, len(rows), rows.keys, type(self).__name__, self.limit, data)
+        named = (
+            rows.digest,
+            len(rows),
+            rows.keys,
+            type(self).__name__,
+            self.limit,
+            data,
+            self._eos,
+        )
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key) if key else None
@@ -389,9 +399,11 @@ class ExampleDataset(RowDataset[Example]):
         max_length: int | None = None,
         progress: Progress | None = None,
         layout: Layout | None = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """See `PromptDataset`. Collective."""
-        super().__init__(rows, tokenizer, data, max_length, "data.max_length", layout)
+        """See `PromptDataset`; `eos_token_ids` end the model's completions. Collective."""
+        name = "data.max_length"
+        super().__init__(rows, tokenizer, data, max_length, name, layout, eos_token_ids)
         kind, self._columns = example_format(data, rows)
         if kind != "text":
             self._notice_tools()

@@ -346,7 +346,8 @@ def example_dataset(
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
     rows = _rows(foundation, paths, setting, progress).first(first)
     limit = min(data.max_length or budget, budget)
-    return ExampleDataset(rows, foundation.tokenizer, data, limit, progress, foundation.layout)
+    place = progress, foundation.layout
+    return ExampleDataset(rows, foundation.tokenizer, data, limit, *place, foundation.eos_token_ids)
 
 
 def make_engine(

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
-from chat_templates import GEMMA, HARMONY, LLAMA, MISTRAL, THINKING, THOUGHTLESS, tokenizer_of
+from chat_templates import (
+    GEMMA,
+    GLM,
+    GLM_MARKED,
+    HARMONY,
+    LLAMA,
+    MISTRAL,
+    THINKING,
+    THOUGHTLESS,
+    tokenizer_of,
+)
 
 from burnish.data.chat import ChatEncoder, Conversation
 from burnish.errors import UsageError
@@ -18,12 +31,20 @@ def talk(*contents: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def trained(template: str, messages: list[dict[str, str]], trained_from: int = 0) -> str:
+def trained(
+    template: str,
+    messages: list[dict[str, Any]],
+    trained_from: int = 0,
+    eos: Sequence[str] = (),
+    added: Sequence[str] = (),
+) -> str:
     """The conversation as it is fed to the model, with what is trained on in braces."""
     tokenizer = tokenizer_of(template)
     row = Conversation(messages, "row 0", trained_from)
-    ids, mask = ChatEncoder(tokenizer).conversations([row])[0]
-    assert ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
+    eos_ids = tokenizer.convert_tokens_to_ids(list(eos))
+    ids, mask = ChatEncoder(tokenizer, eos_token_ids=eos_ids).conversations([row])[0]
+    rendered = tokenizer.apply_chat_template(messages)["input_ids"]
+    assert ids.tolist() == [*rendered, *tokenizer.convert_tokens_to_ids(list(added))]
     text, inside = "", False
     for token, now in zip(
         tokenizer.convert_ids_to_tokens(ids.tolist()), mask.tolist(), strict=True
@@ -99,3 +120,39 @@ def test_a_past_turn_ends_with_its_own_token_before_the_next_message(
     assert trained(HARMONY, messages) == (
         f"{past}<|channel|>final<|message|>y<|end|>}}{user}c<|end|>"
     )
+
+
+@pytest.mark.parametrize("template", [GLM, GLM_MARKED])
+def test_the_next_role_s_token_is_trained_on_where_it_ends_completions(template: str) -> None:
+    """Of GLM: a last turn gets the token that a template would write next. Other models' turns stay as they are."""
+    eos = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    asked = [*talk("a", "x", "b", "y"), {"role": "user", "content": "c"}]
+    called = [*asked, {"role": "assistant", "content": "z"} | call]
+    answered = [*called, {"role": "tool", "content": "r"}, *talk("", "w")[1:]]
+    bot, start = "<|assistant|>\n", "[gMASK]<sop><|user|>\na<|assistant|>\n{x<|user|>}\nb"
+    one, two = "<|user|>", "<|observation|>"
+    tool = "z\n<tool_call>f</tool_call><|observation|>"
+    assert trained(template, talk("a", "x", "b", "y"), 0, eos, [one]) == (
+        f"{start}{bot}{{y<|user|>}}"
+    )
+    assert trained(template, asked, 0, eos) == f"{start}{bot}{{y<|user|>}}\nc"
+    assert trained(template, called, 0, eos, [two]) == (
+        f"{start}{bot}{{y<|user|>}}\nc{bot}{{{tool}}}"
+    )
+    assert trained(template, answered, 0, eos, [one]) == (
+        f"{start}{bot}{{y<|user|>}}\nc{bot}{{{tool}}}\nr{bot}{{w<|user|>}}"
+    )
+    context = trained(template, talk("a", "x", "b", "y"), 3, eos, [one])
+    assert context == f"{start.translate({123: None, 125: None})}{bot}{{y<|user|>}}"
+    plain = trained(template, talk("a", "x", "b", "y"), 0, ["<|endoftext|>"])
+    assert plain == f"{start.replace('<|user|>}', '}<|user|>')}{bot}{{y}}"
+    for other, ends in ((LLAMA, ["<|eot_id|>", "<|end_header_id|>"]), (HARMONY, ["<|return|>"])):
+        assert trained(other, asked, 0, ends) == trained(other, asked)
+
+
+def test_the_next_role_s_token_is_no_part_of_turns_of_no_weight() -> None:
+    messages = talk("a", "x", "b", "y")
+    messages[3] |= {"weight": 0}
+    text = trained(GLM, messages, 0, ["<|user|>"])
+    assert text == "[gMASK]<sop><|user|>\na<|assistant|>\n{x<|user|>}\nb<|assistant|>\ny"
