@@ -45,10 +45,18 @@ def test_scaling_defaults_to_the_width():
     assert torch.equal(given[0], default[0])
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias"])
-def test_other_kinds_of_attention_are_refused(option):
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("softcap", 1),
+        ("s_aux", torch.ones(2)),
+        ("block_indices", torch.zeros(1, 2, 5, 1, dtype=torch.int64)),  # MiniMax-M3's chosen keys
+        ("of_tomorrow", 0.5),
+    ],
+)
+def test_other_kinds_of_attention_are_refused(option, value):
     query = torch.randn(1, 2, 5, 16)
-    options = {"packing": PackedLayout.of([5], CPU), option: 1.0}
+    options = {"packing": PackedLayout.of([5], CPU), option: value}
     with pytest.raises(IncompatibleError, match=option):
         attention_forward(Layer(), query, query, query, None, **options)
 

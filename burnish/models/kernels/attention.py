@@ -31,8 +31,8 @@ from burnish.records import to_device
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
 
-_REFUSED = ("softcap", "s_aux", "position_bias")
-# Keyword arguments of variants that are not computed here; `s_aux` holds attention sinks.
+_UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "position_ids"})
+# Another number or tensor among the keyword arguments, as a soft cap, sinks or chosen blocks of keys, changes what is computed.
 
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _varlen_attn = partial(varlen_attn, enable_gqa=True) if _HAS_GQA else varlen_attn
@@ -64,14 +64,19 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Call `options["packing"]`. Not compiled, because it depends on the lengths.
 
-    Raises `IncompatibleError` for a mask, softcap, sinks, position bias, or a bidirectional layer.
+    Raises `IncompatibleError` for a mask, a bidirectional layer, and keywords such as softcap, sinks or chosen keys.
     """
-    refused = [name for name in _REFUSED if options.get(name) is not None]
+    refused = [
+        name
+        for name, value in options.items()
+        if name not in _UNDERSTOOD
+        and (isinstance(value, float | Tensor) or (name == "softcap" and value))
+    ]
     if refused or attention_mask is not None or not getattr(module, "is_causal", True):
         raise IncompatibleError(
             f"{type(module).__name__} needs a kind of attention that Burnish does not compute",
             have=", ".join(refused) or "an attention mask or a bidirectional layer",
-            want="causal attention without softcapping, sinks, position bias or mask",
+            want="causal attention to all keys or a window, without softcapping, sinks, position bias or mask",
             do="train a model of another family",
         )
     packing: Attends | None = options.get("packing")
