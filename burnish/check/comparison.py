@@ -20,6 +20,7 @@ from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, LossFn, Part
+from burnish.engines.torch.parallelize import keep_activations
 from burnish.errors import BurnishError
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import (
@@ -329,6 +330,7 @@ def packed_model(
 def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
     """Run packed micro-batches of `budget` tokens here, forward and backward."""
     model, parts = packed_model(given, device)
+    keep_activations(model, given.engine)
     scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
     outputs: dict[str, Tensor] = {}
     modules: dict[str, dict[str, Tensor]] = {}

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ _PLAIN = {
 }
 """Settings of the engine that a proof does without."""
 
+Checkpointing = Literal["none", "full", "selective"]
 Modules = Mapping[str, Mapping[str, Tensor]]
 """By module, in the order in which modules were done: what it returned, by sequence."""
 
@@ -90,29 +91,32 @@ def prove(
     *,
     generates: bool,
     layout: Layout | None = None,
+    checkpointing: Checkpointing = "none",
 ) -> None:
-    """Compare a small model in this process.
+    """Compare a small model in this process, with `engine.activation_checkpointing` of the run.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """
     kind, layout = hf_config.get_text_config().model_type, layout or Layout()
-    place = _place(hf_config, device, [generates, lora and lora.model_dump(mode="json")])
+    how = [generates, lora and lora.model_dump(mode="json"), checkpointing]
+    place = _place(hf_config, device, how)
     if place.is_file():
         return
     if layout.is_main:
         _log.info("checking a small %s against transformers", kind)
     begun = perf_counter()
     with _computing(kind):
-        given = _material(hf_config, EngineConfig(), lora)
+        engine = EngineConfig(activation_checkpointing=checkpointing)
+        given = _material(hf_config, engine, lora)
         differences = _of_packing(given, device)
         if generates and lora is None:
             differences += _of_generation(given, device)
     if layout.is_main:
         worst = max(each.error for each in differences)
-        how = "packed, alone and generated" if generates else "packed and alone"
+        where = "packed, alone and generated" if generates else "packed and alone"
         seconds = perf_counter() - begun
         _log.info(
-            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
+            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, where, worst, seconds
         )
     _keep(place, layout)
 
@@ -280,11 +284,16 @@ def _generator(given: Material, device: torch.device) -> tuple[BuiltinGenerator,
 
 def _refusal(given: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
     kind = given.hf_config.get_text_config().model_type
+    recomputed = given.engine.activation_checkpointing
+    do = "train a model of another family, or report this with its config.json"
+    if recomputed != "none":
+        how += f" with engine.activation_checkpointing={recomputed}"
+        do = f"set engine.activation_checkpointing=none, or {do}"
     return IncompatibleError(
         f"models of type {kind} are computed wrongly when they are {how}: the first to differ is {module}",
         have=f"{wrong.what}: a relative difference of {wrong.error:.1e}",
         want=f"what transformers computes of each sequence alone, to {_TOLERANCE:.0e} in fp32",
-        do="train a model of another family, or report this with its config.json",
+        do=do,
     )
 
 

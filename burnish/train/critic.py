@@ -41,7 +41,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
     require_embeddings(hf_config, policy.tokenizer)
     engine = settings_beside(hf_config, config.engine)
     config = config.model_copy(update={"engine": engine})
-    prove(hf_config, policy.layout, policy.device)
+    prove(hf_config, policy.layout, policy.device, engine=engine)
     source = value_source(model, hf_config, config.seed)
     foundation = replace(
         policy,

@@ -16,7 +16,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
+from burnish.config.schema import (
+    DataConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
@@ -186,7 +193,14 @@ def lay_foundation(
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
     layout, device = layout or Layout(), device or torch.device("cpu")
-    prove(hf_config, layout, device, lora=config.model.adapter, generates=config.reward.given)
+    prove(
+        hf_config,
+        layout,
+        device,
+        lora=config.model.adapter,
+        generates=config.reward.given,
+        engine=config.engine,
+    )
     if config.algorithm.router_replay != "none":
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "algorithm.router_replay")
@@ -247,10 +261,12 @@ def prove(
     *,
     lora: LoraConfig | None = None,
     generates: bool = False,
+    engine: EngineConfig | None = None,
 ) -> None:
-    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly."""
+    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly, trained by `engine` if one is given."""
     proof = import_module("burnish.check.proof")
-    proof.prove(hf_config, lora, device, generates=generates, layout=layout)
+    kind = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
+    proof.prove(hf_config, lora, device, generates=generates, layout=layout, checkpointing=kind)
 
 
 def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:

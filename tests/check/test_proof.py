@@ -308,7 +308,7 @@ def _nothing_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
 
 
-def prove(config: PretrainedConfig, **how: bool) -> None:
+def prove(config: PretrainedConfig, **how: Any) -> None:
     proof.prove(config, None, CPU, **{"generates": True} | how)
 
 
@@ -417,6 +417,20 @@ def test_families_that_would_be_wrong_are_refused(family: str) -> None:
     with pytest.raises(IncompatibleError) as caught:
         prove(AutoConfig.for_model(family, **fields))
     assert module in str(caught.value)
+
+
+def test_what_recomputation_would_do_twice_is_found(tmp_path: Path) -> None:
+    """A sum in a product's own memory, which selective checkpointing keeps."""
+    added = ("hidden_states = residual + hidden_states\n\n", "hidden_states += residual\n\n")
+    config = copied(200, (added,), tmp_path)
+    prove(config)
+    prove(config, checkpointing="full")
+    with pytest.raises(IncompatibleError, match="activation_checkpointing"):
+        prove(config, checkpointing="selective")
+
+
+def test_what_gemma3n_adds_up_in_place_is_not_kept() -> None:
+    prove(AutoConfig.for_model("gemma3n_text"), generates=False, checkpointing="selective")
 
 
 @pytest.mark.parametrize("family", ["hyperclovax", "gemma4"])

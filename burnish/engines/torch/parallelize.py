@@ -35,7 +35,6 @@ _PRODUCTS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
-        "aten::bmm",
         "aten::_grouped_mm",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -46,7 +45,7 @@ _PRODUCTS = frozenset(
         "transformers::grouped_mm_fallback",
     }
 )
-"""Operators whose results selective checkpointing keeps."""
+"""Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, which would be done twice."""
 
 _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 
