@@ -18,7 +18,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +77,6 @@ _PLAIN = {
 }
 """Settings of the engine that a proof does without."""
 
-Checkpointing = Literal["none", "full", "selective"]
 Modules = Mapping[str, Mapping[str, Tensor]]
 """By module, in the order in which modules were done: what it returned, by sequence."""
 
@@ -86,37 +85,37 @@ _log = logging.getLogger("burnish")
 
 def prove(
     hf_config: PretrainedConfig,
-    lora: LoraConfig | None,
     device: torch.device,
     *,
-    generates: bool,
+    lora: LoraConfig | None = None,
+    generates: bool = False,
+    engine: EngineConfig | None = None,
     layout: Layout | None = None,
-    checkpointing: Checkpointing = "none",
 ) -> None:
-    """Compare a small model in this process, with `engine.activation_checkpointing` of the run.
+    """Compare a small model in this process, with the recomputation of `engine`.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """
     kind, layout = hf_config.get_text_config().model_type, layout or Layout()
-    how = [generates, lora and lora.model_dump(mode="json"), checkpointing]
-    place = _place(hf_config, device, how)
+    kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
+    adapter = lora and lora.model_dump(mode="json")
+    place = _place(hf_config, device, [generates, adapter, kept])
     if place.is_file():
         return
     if layout.is_main:
         _log.info("checking a small %s against transformers", kind)
     begun = perf_counter()
     with _computing(kind):
-        engine = EngineConfig(activation_checkpointing=checkpointing)
-        given = _material(hf_config, engine, lora)
+        given = _material(hf_config, EngineConfig(activation_checkpointing=kept), lora)
         differences = _of_packing(given, device)
         if generates and lora is None:
             differences += _of_generation(given, device)
     if layout.is_main:
         worst = max(each.error for each in differences)
-        where = "packed, alone and generated" if generates else "packed and alone"
+        how = "packed, alone and generated" if generates else "packed and alone"
         seconds = perf_counter() - begun
         _log.info(
-            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, where, worst, seconds
+            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
         )
     _keep(place, layout)
 

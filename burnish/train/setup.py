@@ -16,14 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import (
-    DataConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-)
+from burnish.config.schema import DataConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
@@ -193,14 +186,8 @@ def lay_foundation(
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
     layout, device = layout or Layout(), device or torch.device("cpu")
-    prove(
-        hf_config,
-        layout,
-        device,
-        lora=config.model.adapter,
-        generates=config.reward.given,
-        engine=config.engine,
-    )
+    lora, generates = config.model.adapter, config.reward.given
+    prove(hf_config, layout, device, lora=lora, generates=generates, engine=config.engine)
     if config.algorithm.router_replay != "none":
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "algorithm.router_replay")
@@ -254,19 +241,9 @@ def with_assets(foundation: Foundation) -> Foundation:
     return replace(foundation, assets=files if foundation.layout.is_main else {})
 
 
-def prove(
-    hf_config: PretrainedConfig,
-    layout: Layout,
-    device: torch.device,
-    *,
-    lora: LoraConfig | None = None,
-    generates: bool = False,
-    engine: EngineConfig | None = None,
-) -> None:
-    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly, trained by `engine` if one is given."""
-    proof = import_module("burnish.check.proof")
-    kind = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
-    proof.prove(hf_config, lora, device, generates=generates, layout=layout, checkpointing=kind)
+def prove(hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any) -> None:
+    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly; `how` as in `burnish.check.proof`."""
+    import_module("burnish.check.proof").prove(hf_config, device, layout=layout, **how)
 
 
 def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:

@@ -309,7 +309,7 @@ def _nothing_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove(config: PretrainedConfig, **how: Any) -> None:
-    proof.prove(config, None, CPU, **{"generates": True} | how)
+    proof.prove(config, CPU, **{"generates": True} | how)
 
 
 def loaded(name: str, source: str, directory: Path) -> ModuleType:
@@ -424,13 +424,14 @@ def test_what_recomputation_would_do_twice_is_found(tmp_path: Path) -> None:
     added = ("hidden_states = residual + hidden_states\n\n", "hidden_states += residual\n\n")
     config = copied(200, (added,), tmp_path)
     prove(config)
-    prove(config, checkpointing="full")
+    prove(config, engine=EngineConfig(activation_checkpointing="full"))
     with pytest.raises(IncompatibleError, match="activation_checkpointing"):
-        prove(config, checkpointing="selective")
+        prove(config, engine=EngineConfig(activation_checkpointing="selective"))
 
 
 def test_what_gemma3n_adds_up_in_place_is_not_kept() -> None:
-    prove(AutoConfig.for_model("gemma3n_text"), generates=False, checkpointing="selective")
+    engine = EngineConfig(activation_checkpointing="selective")
+    prove(AutoConfig.for_model("gemma3n_text"), generates=False, engine=engine)
 
 
 @pytest.mark.parametrize("family", ["hyperclovax", "gemma4"])
