@@ -186,8 +186,8 @@ def lay_foundation(
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
     layout, device = layout or Layout(), device or torch.device("cpu")
-    lora, generates = config.model.adapter, config.reward.given
-    prove(hf_config, layout, device, lora=lora, generates=generates, engine=config.engine)
+    how = {"lora": config.model.adapter, "generates": config.reward.given}
+    prove(hf_config, layout, device, engine=config.engine, **how)
     if config.algorithm.router_replay != "none":
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "algorithm.router_replay")
