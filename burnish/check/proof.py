@@ -92,7 +92,7 @@ def prove(
     engine: EngineConfig | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Compare a small model in this process, recomputing as `engine` does.
+    """Compare a small model here, recomputing as `engine` does.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """

@@ -242,7 +242,7 @@ def with_assets(foundation: Foundation) -> Foundation:
 
 
 def prove(hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any) -> None:
-    """Raise `IncompatibleError` for a kind of model that Burnish would compute wrongly. `how` is that of `proof.prove`."""
+    """Call `burnish.check.proof.prove`, which raises `IncompatibleError`."""
     import_module("burnish.check.proof").prove(hf_config, device, layout=layout, **how)
 
 

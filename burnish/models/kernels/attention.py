@@ -64,7 +64,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Call `options["packing"]`. Not compiled, because it depends on the lengths.
 
-    Raises `IncompatibleError` for a mask, a bidirectional layer, and keywords such as softcap, sinks or chosen keys.
+    Raises `IncompatibleError` for masks, bidirectional layers and unknown numbers or tensors.
     """
     refused = [
         name
