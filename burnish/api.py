@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.checkpoint.steps import newest
@@ -46,6 +48,7 @@ Rewards: TypeAlias = Callable[..., Any] | str | Sequence[Any] | Mapping[str, Any
 """One or several functions with TRL's or verl's signature, or the section `reward` as a mapping."""
 
 _log = logging.getLogger("burnish")
+_ONE_RUN = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +131,30 @@ def config_at(place: str) -> tuple[Path | None, Path | None]:
     )
 
 
+@contextmanager
+def _one_run() -> Iterator[None]:
+    """Refuse another run of this process, which may be one of another thread."""
+    torch = sys.modules.get("torch")
+    has_group = torch is not None and torch.distributed.is_initialized()
+    if has_group or not _ONE_RUN.acquire(blocking=False):
+        raise UsageError(
+            "this process runs something already, or has a process group",
+            have="a run under way, or torch.distributed.init_process_group in the program",
+            want="one run at a time, which opens the group itself",
+            do="wait for the other run, or call torch.distributed.destroy_process_group() before",
+        )
+    try:
+        _refuse_within_rewards()
+        yield
+    finally:
+        _ONE_RUN.release()
+
+
+@_one_run()
 def run_command(
     command: Command, config: RunConfig, run_dir: Path | None = None
 ) -> dict[str, float]:
     """Refuse what cannot run, then run it; return the numbers of an evaluation."""
-    _refuse_inside_another_run()
     die_with_agent(os.environ)
     place = place_of(os.environ)
     layout, logs = place.layout, RunDirectory(config.directory).logs
@@ -228,15 +250,7 @@ def _named(function: Any) -> Any:
     return name_of(function) if callable(function) else function
 
 
-def _refuse_inside_another_run() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
-        raise UsageError(
-            "this process has a process group already",
-            have="a run under way, or torch.distributed.init_process_group in the program",
-            want="one run at a time, which opens the group itself",
-            do="wait for the other run, or call torch.distributed.destroy_process_group() before",
-        )
+def _refuse_within_rewards() -> None:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "burnish.rewards.worker":
         raise UsageError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,33 @@ def test_a_program_that_has_a_process_group_keeps_it(place: Path) -> None:
             burnish.sft(SFT, resume="fresh")
         assert dist.is_initialized()
     assert not (place / "runs").exists()
+
+
+def test_a_second_thread_waits_its_turn(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it starts before the first has opened its process group."""
+    entered, leave = Event(), Event()
+
+    def prepare(*_: object) -> None:
+        waits = not entered.is_set()
+        entered.set()
+        if waits:
+            leave.wait(60)
+        raise MissingError("as far as this test goes")
+
+    def run() -> None:
+        with pytest.raises(MissingError):
+            burnish.sft(SFT)
+
+    monkeypatch.setattr(burnish.api, "prepare", prepare)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run)
+        entered.wait(60)
+        for command in (burnish.sft, burnish.rl, burnish.evaluate):
+            with pytest.raises(UsageError, match="one run at a time"):
+                command(SFT)
+        leave.set()
+        first.result()
+    run()
 
 
 def test_a_run_computes_alike_in_any_mode_of_its_program(
