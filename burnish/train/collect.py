@@ -68,6 +68,8 @@ class Collector:
     """Hears how long each rank generates and scores: a `burnish.train.stragglers.Stragglers`; None with one rank."""
     parks: Sequence[Engine] = ()
     """Engines that leave the device while completions are generated (`engine.park`)."""
+    beside: bool = False
+    """Whether the generator is another process on this device, and takes the room."""
     partial: PartialCompletions | None = None
     """Knows how far the generator is, where a save asks."""
 
@@ -77,7 +79,7 @@ class Collector:
         with ExitStack() as stack:
             for engine in self.parks:
                 stack.enter_context(engine.parked())
-            if self.parks and self.generator.central:  # another process takes the room
+            if self.parks and self.beside:
                 empty_cache()
             yield
 

@@ -454,4 +454,5 @@ def make_collector(
     if layout.world > 1 and not generator.central:
         stragglers = import_module("burnish.train.stragglers").Stragglers(warns=layout.is_main)
     common = (layout, check, progress, complaints, judge, stragglers)
-    return Collector(generator, decode, pool.score, *common)
+    beside = foundation.config.rollout.place == "child"
+    return Collector(generator, decode, pool.score, *common, beside=beside)

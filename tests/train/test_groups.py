@@ -19,11 +19,13 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Request, Rollout, TokenOutputs
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import StopReason
 from burnish.rewards.overview import Complaints
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, GroupSampler, compared
 from burnish.train.policy_update import PolicyUpdate
+from burnish.train.setup import make_collector
 
 LIMIT = 8
 """Tokens of the longest completion."""
@@ -93,25 +95,6 @@ def test_unequal_lengths_alone_keep_no_group() -> None:
     chosen, left_out = collected(told, configured(algorithm=algorithm))
     assert rewards(chosen) == {1: [0, 0], 3: [0.5, 0]}
     assert rewards(left_out) == {0: [1, 0], 2: [-0.5, -0.75]}
-
-
-@pytest.mark.parametrize("central", [True, False])
-def test_another_process_gets_the_memory_of_what_is_parked(
-    central: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    did: list[str] = []
-
-    @contextmanager
-    def parked() -> Iterator[None]:
-        did.append("parked")
-        yield
-        did.append("restored")
-
-    monkeypatch.setattr("burnish.train.collect.empty_cache", lambda: did.append("emptied"))
-    generator, engine = SimpleNamespace(central=central), SimpleNamespace(parked=parked)
-    with Collector.parked(SimpleNamespace(parks=[engine], generator=generator)):
-        did.append("generated")
-    assert did == ["parked", *(["emptied"] if central else []), "generated", "restored"]
 
 
 class InParts(Script):
@@ -221,6 +204,34 @@ def test_a_rank_makes_only_the_prompts_that_it_answers() -> None:
     (one, all_of_one), (other, all_of_other) = run_ranks(_made, 2)
     assert (len(one), sorted(one + other)) == (2, [0, 1, 2, 3])
     assert all_of_one == all_of_other == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("place", ["child", "servers"])
+def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr("burnish.train.collect.empty_cache", lambda: did.append("emptied"))
+    generator = SimpleNamespace(central=True)
+    monkeypatch.setattr("burnish.train.setup.make_generator", lambda foundation: generator)
+    config = configured(rollout={"place": place})
+    foundation: Any = SimpleNamespace(config=config, tokenizer=None, layout=Layout())
+    pool: Any = SimpleNamespace(score=None)
+    progress = Progress(enabled=False)
+    collector = make_collector(foundation, pool, lambda: None, progress, RolloutTable.of)
+
+    @contextmanager
+    def parked() -> Iterator[None]:
+        did.append("parked")
+        yield
+        did.append("restored")
+
+    engine: Any = SimpleNamespace(parked=parked)
+    for parks in ((), (engine,)):
+        with replace(collector, parks=parks).parked():
+            did.append("generated")
+    emptied = ["emptied"] * (place == "child")
+    assert did == ["generated", "parked", *emptied, "generated", "restored"]
 
 
 def _sampled(layout: Layout) -> str:
