@@ -233,10 +233,11 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return [self.prompt_kinds[number][1] for number in self.prompts["kind"].tolist()]
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        """[N] the prompt's index in the data, and the sample."""
+    def order(self) -> list[int]:
+        """[N] the rollouts by the prompt's index in the data, then by sample: as they are written."""
         indices = self.prompts["index"][self.groups]
-        return list(zip(indices.tolist(), self.rows["sample"].tolist(), strict=True))
+        order: list[int] = np.lexsort((self.rows["sample"], indices)).tolist()
+        return order
 
     @property
     def rewards(self) -> Column:

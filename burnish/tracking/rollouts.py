@@ -56,13 +56,13 @@ def write_rollouts(
     """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
 
     `advantages` has each rollout's mean over tokens; None for a validation. With `token_texts`, chosen rows have the texts of their
-    tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the order of `by_place`, if `table` has not.
+    tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the table's `order`, if `table` has not.
     """
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(table.owners) if advantages is None else advantages
     given = [advantage for _, advantage in zip(table.owners, known, strict=True)]
-    order = by_place(table.places)
-    longest = chosen(step, table.rewards.tolist(), order)
+    order = table.order
+    longest = chosen(step, table.rewards, order)
     kept = dict[int, Row]()
 
     def others() -> Iterator[bytes]:
@@ -99,17 +99,18 @@ def _encoded(row: Row) -> bytes:
     return json_line(row).encode("utf-8", "backslashreplace")
 
 
-def by_place(places: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the order in which rollouts are written, from the prompt's index and the sample of each."""
-    return sorted(range(len(places)), key=places.__getitem__)
-
-
-def chosen(step: int, rewards: Sequence[float], order: Sequence[int]) -> set[int]:
-    """Return the indices of the rollouts that are kept longest."""
-    ranked = sorted(order, key=lambda i: rank({"reward": rewards[i]}))
-    others = ranked[EXTREMES:-EXTREMES]
-    drawn = random.Random(step if rewards else 0).sample(others, min(RANDOMS, len(others)))
-    return {*ranked[:EXTREMES], *ranked[-EXTREMES:], *drawn}
+def chosen(step: int, rewards: Floats, order: Sequence[int]) -> set[int]:
+    """Return the indices of the rollouts that are kept longest. NaN is the least reward."""
+    ordered = rewards[order]
+    ordered[ordered != ordered] = -math.inf
+    ranked = ordered.argsort(kind="stable")
+    others = range(EXTREMES, len(order) - EXTREMES)
+    drawn = random.Random(step if order else 0).sample(others, min(RANDOMS, len(others)))
+    return {
+        order[place]
+        for each in (slice(EXTREMES), slice(-EXTREMES, None), drawn)
+        for place in ranked[each].tolist()
+    }
 
 
 def rank(row: Row) -> float:

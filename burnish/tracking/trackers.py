@@ -93,8 +93,8 @@ def wanted_rollouts(
     if not (written or (traced and settings.traces.sample_rate)):
         return None
     files = import_module("burnish.tracking.rollouts")
-    order = files.by_place(table.places) if written else ()
-    whole = files.chosen(step, table.rewards.tolist(), order) if written else set()
+    order = table.order if written else ()
+    whole = files.chosen(step, table.rewards, order) if written else set()
     if traced:
         kind, rate = "validation" if validation else "step", settings.traces.sample_rate
         whole |= import_module("burnish.tracking.traces").sampled(

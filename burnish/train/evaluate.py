@@ -38,7 +38,7 @@ from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
-from burnish.tracking.rollouts import by_place, chosen, texts_of_tokens, write_rollouts
+from burnish.tracking.rollouts import chosen, texts_of_tokens, write_rollouts
 from burnish.tracking.rundir import TRAINER, RunDirectory, environment, write_atomically
 from burnish.tracking.stats import Mean, Stats
 from burnish.tracking.trackers import JsonlTracker
@@ -225,8 +225,8 @@ def _keep(
 ) -> None:
     """Write `evaluations/N` below `root`, like a run. Collective."""
     layout, table = foundation.layout, RolloutTable.of(groups)
-    order = by_place(table.places)
-    come = arriving(table, order, chosen(step, table.rewards.tolist(), order), layout)
+    order = table.order
+    come = arriving(table, order, chosen(step, table.rewards, order), layout)
     settings, texts = foundation.config, None
     if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
         texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)

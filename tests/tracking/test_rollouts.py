@@ -1,5 +1,6 @@
 import gzip
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from burnish.tracking.rollouts import (
     EXTREMES,
     RANDOMS,
     blocks,
+    chosen,
     discard_rollouts_after,
+    rank,
     read_rollouts,
     rollout_files,
     rollouts_path,
@@ -51,6 +54,24 @@ def test_a_row_has_everything(tmp_path: Path) -> None:
             "source": "sums",
         }
     ]
+
+
+def test_order_and_choice_are_those_of_sorted_pairs() -> None:
+    """With rewards that occur often, infinite ones, and NaN, which is the least."""
+    rng = np.random.default_rng(0)
+    places = [(i, sample) for i in (7, -1, 2**40, 3) for sample in range(20)]
+    rng.shuffle(places)
+    rewards = rng.choice([0.0, 1.0, 0.5, math.nan, math.inf, -math.inf], len(places)).tolist()
+    made = [made_rollout(*place, reward=each) for place, each in zip(places, rewards, strict=True)]
+    for count in (0, 1, 9, 80):
+        table = table_of(made[:count])
+        order = sorted(range(count), key=lambda i: tuple(places[i]))
+        assert table.order == order
+        ranked = sorted(order, key=lambda i: rank({"reward": rewards[i]}))
+        others = ranked[EXTREMES:-EXTREMES]
+        drawn = random.Random(5 if count else 0).sample(others, min(RANDOMS, len(others)))
+        want = {*ranked[:EXTREMES], *ranked[-EXTREMES:], *drawn}
+        assert chosen(5, table.rewards, table.order) == want
 
 
 def test_the_order_they_were_made_in_does_not_matter(tmp_path: Path) -> None:
