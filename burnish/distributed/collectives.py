@@ -237,4 +237,5 @@ def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:
             f"{what} is not the same on all ranks",
             have=f"{ranks} from rank 0",
             want="the same on every rank",
+            do="give all processes the same command, environment and files",
         )

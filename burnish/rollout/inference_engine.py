@@ -188,6 +188,7 @@ def whole_tensors(
                 f"the weights do not fit the generator's model: {name}",
                 have=f"shape {shape}" + (", after all of it" if name in wanted else ""),
                 want=f"shape {left[name].shape}" if name in left else "each tensor of the model",
+                do="set rollout.engine=builtin",
             )
         if name not in begun:
             begun[name] = torch.empty(shape, dtype=left[name].dtype), math.prod(shape)
@@ -204,6 +205,7 @@ def whole_tensors(
             f"the weights for the generator lack {next(iter(left))}",
             have=f"{len(wanted) - len(left)} of {len(wanted)} tensors",
             want=few(list(left)),
+            do="set rollout.engine=builtin",
         )
 
 

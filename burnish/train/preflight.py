@@ -106,7 +106,8 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{place} is not JSON", have=error, do="correct the file") from error
     if not isinstance(fields, dict):
-        raise UsageError(f"{place} is not a JSON object", have=type(fields).__name__)
+        have = type(fields).__name__
+        raise UsageError(f"{place} is not a JSON object", have=have, do="correct the file")
     return fields
 
 

@@ -298,7 +298,8 @@ class Answers:
     def _within(self, path: Path) -> Path:
         """Return the path of a file or directory, if it is one and no link leads out. Raises `UsageError`."""
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UsageError(f"{path} is no file", have="a pipe or a device")
+            have, do = "a pipe or a device", "move it out of the run's directory"
+            raise UsageError(f"{path} is no file", have=have, do=do)
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(self.root):
             problem, do = f"{path} leads out of {self.root}", "view a directory that holds both"

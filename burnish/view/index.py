@@ -481,7 +481,8 @@ def _parsed(cursor: str | None) -> _Place | None:
         number, value = cursor.split(",")
         return _fitting(number), float(value), None
     except (ValueError, OverflowError) as error:
-        raise UsageError("cursor: no page ends there", have=cursor[:80]) from error
+        do = "begin at the first page"
+        raise UsageError("cursor: no page ends there", have=cursor[:80], do=do) from error
 
 
 def _facts(line: bytes, place: int, where: str) -> _Facts:
@@ -490,7 +491,8 @@ def _facts(line: bytes, place: int, where: str) -> _Facts:
         prompt, sample = _fitting(row["prompt_index"]), _fitting(row.get("sample") or 0)
         length, reward = _fitting(row.get("length") or 0), float(row["reward"])
     except (TypeError, ValueError, OverflowError) as error:
-        raise CorruptError(f"{where} has a rollout whose numbers are none", have=error) from error
+        problem = f"{where} has a rollout whose numbers are none"
+        raise CorruptError(problem, have=error, do="move the file away") from error
     source = plain(str(row.get("source") or ""))
     return prompt, sample, place, _NAN if math.isnan(reward) else reward, length, source
 

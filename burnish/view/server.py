@@ -53,7 +53,8 @@ def make_app(answers: Answers, token: str | None = None) -> Starlette:
             return _error(404 if isinstance(error, MissingError) else 400, error)
         except OSError as error:
             problem = f"{error.filename} cannot be read"
-            return _error(404, BurnishError(problem, have=error.strerror))
+            do = "see that it is there and may be read"
+            return _error(404, BurnishError(problem, have=error.strerror, do=do))
         except Exception as error:  # noqa: BLE001 - it is one answer that fails, and the server goes on
             _log.error("%s cannot be answered", request.url.path, exc_info=error)
             problem = f"this cannot be answered: {type(error).__name__}"

@@ -1,11 +1,9 @@
-"""Every error of checkpoints and files says what to do: looked for in the code, for not each can be met in a test."""
+"""Every error that a person can meet says what to do: looked for in the code, for not each can be met in a test."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
-
-import pytest
 
 import burnish
 from burnish import errors
@@ -18,9 +16,23 @@ KINDS = {
     and issubclass(kind, errors.BurnishError)
     and kind is not errors.StoppedError
 }
-PLACES = [*ROOT.glob("checkpoint/**/*.py"), *ROOT.glob("files/*.py")]
-PLACES += [ROOT / "distributed" / "companion.py", ROOT / "config" / "load.py"]
-PLACES += [ROOT / "train" / "fingerprints.py", ROOT / "cli" / "runs.py"]
+OTHERS = (
+    "boxes/pieces.py",
+    "boxes/plan.py",
+    "cli/plan.py",  # adds it to any
+    "data/balance.py",
+    "data/batching.py",
+    "distributed/collectives.py",
+    "models/loading.py",
+    "models/names.py",
+    "rollout/base.py",
+    "rollout/builtin/forward.py",
+    "rollout/sglang/sglang_generator.py",
+    "rollout/vllm/vllm_generator.py",
+    "view/server.py",
+)
+"""With errors of code that calls them wrongly, or after which there is nothing to do."""
+PLACES = {path.relative_to(ROOT).as_posix(): path for path in ROOT.glob("**/*.py")}
 
 
 def mute(code: str) -> list[str]:
@@ -41,6 +53,6 @@ def test_an_error_without_is_found():
     assert mute(code) == ["CorruptError('bad')", "UsageError('y', do=None)"]
 
 
-@pytest.mark.parametrize("path", PLACES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_error_says_what_to_do(path):
-    assert mute(path.read_text()) == []
+def test_every_error_says_what_to_do():
+    found = {name: errors for name, path in PLACES.items() if (errors := mute(path.read_text()))}
+    assert found.keys() <= set(OTHERS), found

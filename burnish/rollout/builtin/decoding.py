@@ -194,6 +194,7 @@ class Decoding:
                 "some layers of the model keep no keys and values, so it cannot be decoded here",
                 have=f"{len(cache.layers)} attention layers",
                 want=f"attention in all of the model's {self._model.layers} layers",
+                do="set rollout.engine=vllm and rollout.place=child",
             )
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()

@@ -33,7 +33,8 @@ class StopRule:
                 do="give the generator a decode function, or use stop_token_ids",
             )
         if "" in sampling.stop_strings:
-            raise UsageError("a stop string is empty", have=list(sampling.stop_strings))
+            have = list(sampling.stop_strings)
+            raise UsageError("a stop string is empty", have=have, do="remove it")
         self._ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
         self._max_tokens = sampling.max_tokens
         self._strings, self._decode = sampling.stop_strings, decode or str

@@ -25,7 +25,7 @@ from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS, LoraConfig
 from burnish.distributed.device import free_memory, total_memory
 from burnish.distributed.environment import environ_of_child
-from burnish.errors import BurnishError, IncompatibleError, refusing
+from burnish.errors import BurnishError, IncompatibleError, install, refusing
 from burnish.families import layers_with_experts
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import tied_names
@@ -213,6 +213,7 @@ class VllmGenerator(EngineGenerator):
                 f"vLLM got no values for {left[0]}",
                 have=f"{len(left)} of its parameters without values",
                 want="values for every parameter",
+                do="set rollout.engine=builtin",
             )
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
@@ -355,7 +356,9 @@ def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None
     )
     if asked.returncode:
         raise IncompatibleError(
-            "vLLM cannot be used here", have="\n".join(asked.stderr.split("\n")[-6:])
+            "vLLM cannot be used here",
+            have="\n".join(asked.stderr.split("\n")[-6:]),
+            do=f"{install('vllm')}, or set rollout.engine=builtin",
         )
     version, *known = asked.stdout.splitlines()[-1].split()
     _require_class(with_architectures(hf_config), version, known)
