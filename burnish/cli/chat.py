@@ -6,11 +6,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from burnish.api import config_at
 from burnish.checkpoint.load import CheckpointSource
 from burnish.cli.output import print_text
 from burnish.config.load import load_config
@@ -21,7 +21,6 @@ from burnish.distributed.processes import launch
 from burnish.records import Request
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
-from burnish.tracking.rundir import RunDirectory
 from burnish.train.collect import sampling
 from burnish.train.evaluate import newest_model
 from burnish.train.intact import Intact
@@ -36,14 +35,13 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 def chat(given: Namespace) -> None:
     """Answer each line of standard input with a model, or the newest of a run; `/reset` begins anew."""
     place, step = given.config, None
-    file = RunDirectory(Path(place or "")).config
-    if place and file.is_file():
-        config = load_config(file, given.overrides)
-        model, step = newest_model(file.parent, config.model)
-    else:
-        named = [f"model.path={place}"] if place else []
-        config = load_config(None, [*named, *given.overrides])
+    file, run = config_at(place) if place else (None, None)
+    named = [f"model.path={place}"] if place and file is None else []
+    config = load_config(file, [*named, *given.overrides])
+    if run is None:
         model = at_newest_steps(config.model_dump()).model
+    else:
+        model, step = newest_model(run, config.model)
     data = DataConfig(chat_template_kwargs=config.data.chat_template_kwargs)
     settings = config.model_copy(update={"model": model, "data": data, "reward": RewardConfig()})
 

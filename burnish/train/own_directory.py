@@ -25,7 +25,7 @@ def recorded_config(run_dir: Path) -> Path:
         raise MissingError(
             f"{run_dir} is not a run's directory",
             have=f"a directory without {path.name}",
-            want="a directory that burnish sft or rl wrote, or a configuration file",
+            want="a directory that burnish sft or rl wrote, that of a model, or a configuration file",
             do="give runs/NAME",
         )
     return path

@@ -37,13 +37,16 @@ def test_a_conversation(
     model = run / "checkpoints/step-00000002/model"
     wanted = answers(model, ["1+1=", "and 2?"], ["3+3="])
     monkeypatch.chdir(work)
-    for place in (run, model):
+    for place in (run, model, model.parent, run / "checkpoints" / "latest"):
         monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\nand 2?\n/reset\n3+3=\n"))
         greedy = ["rollout.temperature=0", "rollout.max_response_length=3", "engine.precision=fp32"]
         assert main(["chat", str(place.relative_to(work)), *greedy]) == 0
         assert capsys.readouterr().out == wanted
 
 
-def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_model(tmp_path: Path) -> None:
     assert main(["chat", "nowhere"]) == 5
+    assert main(["chat", str(tmp_path)]) == 5
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["chat", str(tmp_path)]) == 2
     assert main(["chat"]) == 2
