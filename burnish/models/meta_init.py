@@ -221,7 +221,7 @@ def initialized(
             raise IncompatibleError(
                 f"{type(owner).__name__} does not say how {name}.{key} is initialized",
                 want="a model whose _init_weights fills it",
-                do="correct the model's own code; for a parameter, set model.path to a directory with weights",
+                do="train a model of another family, or correct the model's own code; for a parameter, set model.path to a directory with weights",
             )
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -374,34 +375,58 @@ RIGHT: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.1},
     "gemma3_text": {"attn_logit_softcapping": 50.0},  # which its code does not use
     "gemma4": {"text_config": {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 10}},
-    "deepseek_v3": {},
-    "glm4_moe_lite": {},
-    "minicpm3": {},
-    "afmoe": {},
     "cohere": {"use_qk_norm": True},
     "hunyuan_v1_moe": {
         "head_dim": 128, "num_experts": 8,
         "moe_topk": [2] * 32, "moe_intermediate_size": [3072] * 32,
     },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "granitemoehybrid": {"layer_types": ["attention"] * 32, "position_embedding_type": "rope"},
+} | {
+    family: {}
+    for family in (
+        "afmoe", "apertus", "arcee", "axk1", "biogpt", "bitnet", "cohere2", "cohere2_moe", "cwm",
+        "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma",
+        "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "gpt2", "gpt_neox", "granitemoe", "granitemoeshared",
+        "helium", "hy_v3", "jais2", "jetmoe", "laguna", "longcat_flash", "mellum", "minicpm3",
+        "minimax_m2", "ministral3", "nanochat", "olmo", "olmo3", "olmoe", "opt", "persimmon",
+        "phi3", "qwen2_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "youtu",
+    )
 }  # fmt: skip
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "zaya": ({}, "model.layers.0.self_attn.qkv_proj"),
     "mamba": ({}, "backbone.layers.0.mixer"),
     "qwen3_next": ({}, "model.layers.0.linear_attn"),
     "phimoe": ({}, "model.layers.0.mlp"),
-    "llama4_text": ({}, ""),
-    "gpt_oss": ({}, ""),
-    "gemma2": ({}, ""),
     # Blocks of 128 keys are chosen, so no sequence of a proof is long enough to see it.
     "minimax_m3_vl_text": ({"layer_types": ["minimax_m3_sparse"] * 60}, ""),
-    "deepseek_v32": ({}, ""),
-    "falcon": ({}, ""),
-    "gemma3": ({}, ""),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 16}, "model.layers.0.conv"),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"] * 16}, "model.layers.0.conv"),
     "nemotron": ({"num_key_value_heads": 8}, ""),
-    "diffllama": ({}, ""),
-    "bert": ({}, ""),
-}
+} | {
+    family: ({}, "")
+    for family in (
+        "axk2", "bamba", "bert", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "diffllama",
+        "doge", "falcon", "falcon_h1", "falcon_mamba", "gemma2", "gemma3", "gemma3n",
+        "glm_moe_dsa", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hrm_text",
+        "hy_v4", "inkling_text", "jamba", "llama4", "llama4_text", "mamba2", "mimo_v2_flash",
+        "minimax", "mllama", "modernbert-decoder", "mpt", "nemotron_h", "olmo_hybrid", "openai-gpt",
+        "phi", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma",
+        "rwkv", "stablelm", "vaultgemma", "xglm", "xlstm", "zamba2",
+    )
+}  # fmt: skip
 """What is refused, and the module that is named, if one is."""
+
+
+def test_the_page_of_models_names_what_is_compared() -> None:
+    page = Path(__file__).parents[2] / "docs/reference/models.md"
+    _, trained, refused = page.read_text().split("\n## ")
+    names = [re.findall(r"`([\w-]+)`", each) for each in (trained, refused)]
+    assert [sorted(each) for each in names] == [sorted(RIGHT | FAMILIES), sorted(WRONG)]
 
 
 @pytest.mark.parametrize("family", by_day(RIGHT, ("granite", "gemma4", "deepseek_v3", "minicpm3")))

@@ -231,11 +231,13 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
         described = peft_config(config, kinds_of(targets))
         peft.inject_adapter_in_model(described, model, ADAPTER_NAME)
     if {weight for weight, factor in plain_names(model).values() if factor} != set(targets):
+        of_experts = ("gate_proj", "up_proj", "down_proj")
+        others = [kind for kind in kinds_of(targets) if kind not in of_experts]
         raise IncompatibleError(
             "PEFT takes the names of some linear layers for experts, which are fused in this model",
             have=", ".join(kinds_of(targets)),
             want="names of linear layers that no expert has, and of experts' parameters",
-            do="set model.lora.targets=[q_proj, k_proj, v_proj, o_proj], with experts.gate_up_proj and experts.down_proj for the experts",
+            do=f"set model.lora.targets=[{', '.join(others)}], with experts.gate_up_proj and experts.down_proj for the experts",
         )
 
 
