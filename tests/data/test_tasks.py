@@ -2,20 +2,23 @@ import json
 import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import HYBRID, tokenizer_of
+from chat_templates import GLM, HYBRID, tokenizer_of
 from ranks import RankFailed, run_ranks
 from tokenizers_for_tests import CHATML_MARKED, char_tokenizer
 
-from burnish.config.schema import DataConfig
+from burnish.config.schema import DataConfig, RunConfig
 from burnish.data import tasks
 from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, UsageError
+from burnish.train.setup import example_dataset
 
 TOKENIZER = char_tokenizer()
 ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -626,6 +629,23 @@ def test_lengths_that_cannot_be_kept_are_counted_every_time(rows_of, tmp_path, m
     monkeypatch.setattr("burnish.data.tasks.WORTH_KEEPING", 1)
     assert len(examples(rows_of([{"text": "a"}]))) == 1
     assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_supervised_runs_know_what_ends_the_model_s_completions(rows_of, monkeypatch):
+    """GLM's next role's token is added after a last turn, and counts."""
+    tokenizer = tokenizer_of(GLM)
+    [end] = tokenizer.convert_tokens_to_ids(["<|user|>"])
+    rows = rows_of([{"messages": [user("a"), bot("b")]}])
+    monkeypatch.setattr("burnish.train.setup._rows", lambda *_: rows)
+    lengths = []
+    for eos in ((), (end,)):
+        foundation = SimpleNamespace(
+            config=RunConfig(), tokenizer=tokenizer, layout=Layout(), eos_token_ids=eos
+        )
+        data = example_dataset(foundation, [], "data.train")
+        lengths += data.lengths.tolist()
+        assert (data[0].token_ids[-1] == end) == bool(eos)
+    assert lengths[1] == lengths[0] + 1
 
 
 def test_long_examples_are_dropped_and_counted(rows_of, caplog):
