@@ -1,12 +1,13 @@
 """Learning from older completions: reward curves of the demo's task at `rollout.ahead` 0, 1 and 4, in one picture.
 
-    python -m bench.staleness [--runs DIRECTORY] [--picture FILE] [--seeds 0 1 2] [--prompts N] [--steps N]
+    python -m bench.staleness [--runs DIRECTORY] [--picture FILE] [--seeds 0 1 2] [SETTING=VALUE ...]
 
-Runs `examples/demo/rl.yaml` with `algorithm.mismatch_cap: 2` from the model that the demo's first stage leaves (`make demo`). Each run
-that is complete in DIRECTORY is kept, so the command may be started again. The picture shows the mean of the seeds, smoothed over
-10 steps, and from the lowest to the highest of them. Printed is the share of steps at which the mean at `ahead` 1 lies between the
-lowest and the highest seed of `ahead` 0, wider on either side by two standard errors of one smoothed reward. The delay is the
-number of steps by which the curve has to be moved so that most of it lies there. Takes long, so `make bench` leaves it out.
+Runs `examples/demo/rl.yaml` with `algorithm.mismatch_cap: 2` and the given settings, from the model that the demo's first stage
+leaves (`make demo`). The picture of the docs has `steps=400 batch.prompts=64 optim.lr=1e-4`. Each run that is complete in DIRECTORY
+is kept, so the command may be started again. The picture shows the mean of the seeds, smoothed over 10 steps, and from the lowest to
+the highest of them. Printed is the share of steps at which a mean lies between the lowest and the highest seed of `ahead` 0, wider
+on either side by two standard errors of one smoothed reward. The delay is the number of steps by which the curve has to be moved so
+that most of it lies there. Takes long, so `make bench` leaves it out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.learning import CONFIG, STEPS, Curve, share_within, smoothed
+from bench.learning import CONFIG, Curve, share_within, smoothed
 from bench.machine import command_line
 from bench.peers import ROOT
 from burnish.config.load import load_config
@@ -37,7 +38,7 @@ def curve(runs: Path, ahead: int, seed: int, steps: int, settings: list[str]) ->
     found = rewards(runs / name)
     if len(found) < steps:
         command = [sys.executable, "-m", "burnish", "rl", CONFIG, f"name={name}", f"seed={seed}"]
-        command += [f"steps={steps}", f"output_dir={runs}", f"rollout.ahead={ahead}"]
+        command += [f"output_dir={runs}", f"rollout.ahead={ahead}"]
         command += ["algorithm.mismatch_cap=2", "data.validation=[]", "evaluation.every=0"]
         command += ["checkpoint.save_every=0", "tracking.report=false", "tracking.trackers=[]"]
         subprocess.run([*command, *settings], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -101,25 +102,24 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench" / "staleness")
     parser.add_argument("--picture", type=Path, default=ROOT / "runs" / "bench" / "staleness.svg")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--model", help="instead of the demo's", default=None)
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     given = parser.parse_args()
-    settings = [f"batch.prompts={given.prompts}"]
-    settings += [f"model.path={given.model}"] if given.model else []
+    config = load_config(ROOT / CONFIG, given.settings)
+    steps = config.steps
+    assert steps is not None  # of the demo
     curves: dict[int, list[Curve]] = {ahead: [] for ahead in AHEAD}
     for seed in given.seeds:
         for ahead, group in curves.items():
-            group.append(curve(given.runs.resolve(), ahead, seed, given.steps, settings))
+            group.append(curve(given.runs.resolve(), ahead, seed, steps, given.settings))
     given.picture.parent.mkdir(parents=True, exist_ok=True)
     given.picture.write_text(picture(curves))
-    rollouts = given.prompts * load_config(ROOT / CONFIG).rollout.n
+    rollouts = config.batch.prompts * config.rollout.n
     for ahead in AHEAD:
         shares = [
             share_within(
                 [each[delay:] for each in curves[ahead]], early(curves[0], delay), rollouts
             )
-            for delay in range(min(given.steps, MOST_DELAY + 1))
+            for delay in range(min(steps, MOST_DELAY + 1))
         ]
         delay = int(np.argmax(shares))
         last = np.mean([each[-10:].mean() for each in curves[ahead]])
