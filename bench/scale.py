@@ -54,7 +54,7 @@ from burnish.boxes.table import BoxTable, Ints
 from burnish.checkpoint.layout import MAIN, Disks, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
-from burnish.data.balance import share_evenly
+from burnish.data.balance import by_share, inverse, share_evenly
 from burnish.data.loader import Loader
 from burnish.distributed import failure_watch, processes
 from burnish.distributed.collectives import any_rank, by_number, deliver
@@ -447,7 +447,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
 
     def collect(*_: object) -> RolloutTable:
         owners = share_evenly(asked, ranks)
-        found = table.take(np.argsort(np.argsort(owners, kind="stable")))
+        found = table.take(inverse(by_share(owners, ranks)))
         complaints.hear(found)
         stragglers.hear(took)
         return found
@@ -459,7 +459,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
     drawn = clock("choosing", lambda: sampler.sample(0))
     table = RolloutTable.of(drawn.groups)
     outlines, _ = update.outlines(table, np.arange(ranks * SAMPLES), "sampled_logprobs")
-    lengths = outlines["length"]
+    lengths = outlines[0]
     shares = batching._assign(outlines, ranks, config.microbatch_tokens, flops)
     table = held_by(table, shares.ranks)
     drawn = replace(drawn, groups=table)

@@ -152,7 +152,9 @@ def _centred(values: Array) -> Array:
     """Subtract each row's mean; exactly 0 where all are equal, despite rounding."""
     if values.size == 0:
         return values
-    return np.where(_alike(values), 0.0, values - values.mean(axis=-1, keepdims=True))
+    centred: Array = values - values.mean(axis=-1, keepdims=True)
+    np.copyto(centred, 0.0, where=_alike(values))
+    return centred
 
 
 def standardised(values: Array) -> Array:
@@ -160,4 +162,5 @@ def standardised(values: Array) -> Array:
     centred = _centred(values)
     if not centred.any():
         return centred
-    return centred / (values.std(axis=-1, ddof=1, keepdims=True) + EPSILON)
+    squares = np.square(centred).sum(axis=-1, keepdims=True)
+    return centred / (np.sqrt(squares / (values.shape[-1] - 1)) + EPSILON)

@@ -90,8 +90,8 @@ class ScoredRollouts:
         order = np.argsort(self.groups, kind="stable")
         starts = np.flatnonzero(np.diff(self.groups[order], prepend=np.iinfo(np.int64).min))
         sizes = np.diff(starts, append=len(order))
-        size_of = np.repeat(sizes, sizes)
-        return [order[size_of == size].reshape(-1, size) for size in np.unique(sizes)]
+        some = ((size, starts[sizes == size]) for size in np.unique(sizes).tolist())
+        return [order[first[:, None] + np.arange(size)] for size, first in some]
 
 
 Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"]

@@ -21,11 +21,12 @@ from burnish.distributed.collectives import Parcel, deliver
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
-from burnish.records import OUTLINE, Batch, Example, MicroBatch
+from burnish.records import Batch, Example, Mask, MicroBatch
 from burnish.records.samples import digest_of
 
-Outlines = tuple[npt.NDArray[Any], Mapping[str, tuple[int, ...]]]
-"""[N] `OUTLINE` of examples, and the per-token arrays that all of them have, with the shape of a token's entry."""
+Outlines = tuple[Integers, Mapping[str, tuple[int, ...]]]
+"""Of examples, [4, N]: tokens, the first that is trained on (0: none), how many are, and a name of those before.
+And the per-token arrays that all of them have, with the shape of a token's entry."""
 _OPTIONAL: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "old_logprobs": np.float32,
@@ -39,6 +40,8 @@ _OPTIONAL: Mapping[str, type[np.generic]] = {
 _FILLER_TOKENS = 2
 _UNITS_PER_RANK = 8
 """Examples with one prompt are parted where together they would be more than this share of a rank's tokens."""
+_MOST_TOGETHER = 128
+"""Neighbours that stay together at most: every example at a multiple of this begins anew."""
 
 
 def make_batch(
@@ -66,9 +69,9 @@ def make_batch(
     given = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
     own = outlines_of(given)
     table, columns = outlines or own
-    if not len(table):
+    if not table.size:
         raise UsageError("a batch of no examples", want="at least one example")
-    lengths, trained = table["length"], table["trained"]
+    lengths, _, trained, _ = table
     _check_lengths(lengths, tokens_per_device)
     shares = _assign(table, layout.data_size, tokens_per_device, flops)
     mine = shares.microbatches(layout.data_rank)
@@ -118,7 +121,7 @@ def outlines_of(examples: Mapping[int, Example]) -> Outlines:
         name = np.frombuffer(digest_of(example.token_ids[:start]), np.int64)[0]
         rows.append((length, start, trained, name))
         known[number] = {column: array.shape[1:] for column, array in arrays.items()}
-    return np.array(rows, OUTLINE), _common(known)
+    return np.array(rows, np.int64).reshape(-1, 4).T.copy(), _common(known)
 
 
 def _brought(
@@ -165,31 +168,33 @@ def _unpacked(
         yield number, Example(**dict(zip(parts, arrays, strict=True)))
 
 
-def _assign(outlines: npt.NDArray[Any], ranks: int, budget: int, flops: ModelFlops) -> Shares:
+def _assign(outlines: Integers, ranks: int, budget: int, flops: ModelFlops) -> Shares:
     """Assign examples to ranks. One that follows others with its prompt costs only its own tokens."""
-    lengths = outlines["length"]
+    lengths, starts, _, names = outlines
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
-    groups = _groups(outlines, min(fair, budget))
-    follows = np.diff(groups, prepend=-1) == 0
+    follows = _follows(starts, names, lengths, min(fair, budget))
     costs = flops.each(lengths)
-    costs -= flops.per_token * np.where(follows, outlines["start"], 0)
-    return share_out(lengths, costs, ranks, budget, groups=groups)
+    costs -= flops.per_token * (follows * starts)
+    return share_out(lengths, costs, ranks, budget, groups=(~follows).cumsum() - 1)
 
 
-def _groups(outlines: npt.NDArray[Any], limit: int) -> Integers:
-    """Number runs of neighbours with one prompt, of at most `limit` tokens."""
-    count, starts = len(outlines), outlines["start"]
-    names = outlines["beginning"]
-    apart = np.flatnonzero((starts[1:] != starts[:-1]) | (names[1:] != names[:-1])) + 1
-    ends = np.concatenate(([0], outlines["length"].cumsum()))
-    begins, first = np.zeros(count, np.int64), np.concatenate(([0], apart))
-    last = np.concatenate((apart, [count]))
-    while len(first):
-        begins[first] = 1
-        longest = np.searchsorted(ends, ends[first] + limit, side="right") - 1
-        first = np.maximum(longest, first + 1)
-        first, last = first[first < last], last[first < last]
-    return begins.cumsum() - 1
+def _follows(starts: Integers, names: Integers, lengths: Integers, limit: int) -> Mask:
+    """Find runs of neighbours with one prompt, of at most `limit` tokens."""
+    follows = np.zeros(len(lengths), np.bool_)
+    follows[1:] = (starts[1:] == starts[:-1]) & (names[1:] == names[:-1])
+    follows[::_MOST_TOGETHER] = False
+    each = np.flatnonzero(~follows)
+    last, tokens = np.append(each[1:], len(lengths)), np.zeros_like(each)
+    while len(each):  # one example of every prompt
+        own = lengths[each]
+        tokens += own
+        over = tokens > limit
+        follows[each] &= ~over
+        tokens -= over * (tokens - own)
+        each = each + 1
+        if not (more := each < last).all():
+            each, last, tokens = each[more], last[more], tokens[more]
+    return follows
 
 
 def _check_lengths(lengths: Integers, budget: int) -> None:

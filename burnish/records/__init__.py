@@ -2,7 +2,6 @@
 
 from burnish.records.batches import Batch, MicroBatch, TokenOutputs, to_device
 from burnish.records.samples import (
-    OUTLINE,
     Completion,
     Example,
     Experts,
@@ -17,7 +16,6 @@ from burnish.records.samples import (
 )
 
 __all__ = [
-    "OUTLINE",
     "Batch",
     "Completion",
     "Example",

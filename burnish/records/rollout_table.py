@@ -262,12 +262,13 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
         """[N] int64, what `value` returns of each rollout's kind."""
         values = np.array([value(each) for each in self.kinds], np.int64)
-        return values[self.rows["kind"]]
+        if len({*values.tolist()}) == 1:
+            return np.full(len(self.owners), values[0])
+        return values.take(self.rows["kind"])  # faster than an index
 
     def count(self, test: Callable[[RolloutKind], bool]) -> int:
         """Count the rollouts of such kinds."""
-        counts = np.bincount(self.rows["kind"], minlength=len(self.kinds)).tolist()
-        return sum(n for kind, n in zip(self.kinds, counts, strict=True) if test(kind))
+        return int(self.by_kind(test).sum())
 
     @property
     def failed(self) -> Column:
@@ -357,4 +358,4 @@ def _merge(
     known = dict[Any, int]()
     new = [known.setdefault(each, len(known)) for some in kinds for each in some]
     starts = np.cumsum([0, *map(len, kinds)])[:-1].astype(np.int32)
-    return np.array(new, np.int32)[numbers + np.repeat(starts, counts)], [*known]
+    return np.array(new, np.int32).take(numbers + np.repeat(starts, counts)), [*known]

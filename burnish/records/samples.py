@@ -200,10 +200,6 @@ class Example:
     """RL: the experts that each token goes to; those that its routers choose where None."""
 
 
-OUTLINE = np.dtype([("length", "i8"), ("start", "i8"), ("trained", "i8"), ("beginning", "i8")])
-"""What every rank knows of an example: its tokens, the first that is trained on (0: none), how many are, and a name of those before."""
-
-
 def digest_of(token_ids: TokenIds) -> bytes:
     """Return 16 bytes that name these tokens."""
     return xxhash.xxh3_128_digest(np.ascontiguousarray(token_ids, dtype=np.int64).data)

@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 from burnish.algorithms.dapo import has_variance, overlong_penalty, select_groups
 from burnish.boxes.shards import Publication
 from burnish.config.schema import RolloutConfig, RunConfig, SamplingConfig
-from burnish.data.balance import share_evenly
+from burnish.data.balance import by_share, inverse, share_evenly
 from burnish.data.loader import Loader, State
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.device import empty_cache
@@ -128,7 +128,7 @@ class Collector:
         if stopped is not None:
             raise StopRequested(stopped)
         everything = RolloutTable.gathered([told], own_table)
-        table = everything.take(np.argsort(np.argsort(ranks, kind="stable")))
+        table = everything.take(inverse(by_share(ranks, self.layout.data_size)))
         self.complaints.hear(table)
         if self.stragglers is not None:
             self.stragglers.hear(took)
@@ -395,8 +395,8 @@ class RolloutQueue:
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
         kept, left_out = batch.tables
-        made = np.flatnonzero(kept.lengths)
-        ages = self._age(batch.step, kept.by_kind(lambda kind: kind.weights_version)[made])
+        made = np.flatnonzero(kept.lengths > 0)
+        ages = kept.by_kind(lambda kind: self._age(batch.step, kind.weights_version))[made]
         lags = ages.astype(np.float64)
         for place in np.flatnonzero(kept.by_kind(lambda kind: len(kind.later_versions))[made]):
             versions = kept.rollout(made[place]).completion.versions

@@ -27,7 +27,7 @@ from burnish.distributed.collectives import gather_objects, gather_rows
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
-from burnish.records import OUTLINE, Batch, Example, Experts, Floats, Rollout, TokenOutputs
+from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
 from burnish.records.rollout_table import Column, Groups, RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
@@ -73,15 +73,12 @@ class PolicyUpdate:
 
         Rollouts without a trained token, and mini-batches of nothing else, are left out.
         """
-        table, batches = RolloutTable.of(groups), []
+        table = RolloutTable.of(groups)
         trained = np.flatnonzero(self._trained(table))
-        parts = np.array_split(np.arange(len(table)), self.config.batch.minibatches)
-        for part in filter(len, parts):
-            start, end = np.searchsorted(table.groups[trained], [part[0], part[-1] + 1])
-            numbers = trained[start:end]
-            if len(numbers):
-                batches.append(self._batch(table, numbers, self._kept))
-        return batches
+        parts = np.array_split(table.sizes, self.config.batch.minibatches)
+        ends = np.searchsorted(trained, np.cumsum([part.sum() for part in parts]))
+        some = filter(len, np.split(trained, ends[:-1]))
+        return [self._batch(table, numbers, self._kept) for numbers in some]
 
     def assign_credit(
         self, groups: Groups, batches: Sequence[Batch], kl_coef: float | None = None
@@ -93,9 +90,10 @@ class PolicyUpdate:
         table, algorithm = RolloutTable.of(groups), self.config.algorithm
         kind, kl, scored = algorithm.advantage, algorithm.kl, list(batches)
         in_reward = kl.coef > 0 and kl.place == "reward"
-        untrained = np.flatnonzero((table.lengths > 0) & ~self._trained(table))
-        if len(untrained) and (in_reward or kind in BY_TOKEN):
-            scored.append(self._batch(table, untrained))
+        if in_reward or kind in BY_TOKEN:
+            untrained = np.flatnonzero((table.lengths > 0) & ~self._trained(table))
+            if len(untrained):
+                scored.append(self._batch(table, untrained))
         rewards, penalties, measured = table.rewards, dict[int, Floats](), 0.0
         if in_reward:
             weight = kl.coef if kl_coef is None else kl_coef
@@ -115,7 +113,7 @@ class PolicyUpdate:
                 rows[n] = np.full(lengths[n], numbers[n]) if by_token is None else by_token[n]
             columns["advantages"] = rows
         filled = [batch.with_columns(columns) for batch in scored[: len(batches)]]
-        return Credit(filled, np.where(table.lengths, numbers, 0), columns, stats, measured)
+        return Credit(filled, np.where(table.lengths > 0, numbers, 0), columns, stats, measured)
 
     def _trained(self, table: RolloutTable) -> Column:
         trained: Column = table.lengths > 0
@@ -138,7 +136,7 @@ class PolicyUpdate:
 
         scored = ScoredRollouts(
             rewards,
-            table.groups.astype(np.int64),
+            table.groups,
             table.lengths,
             None if penalties is None else of_all,
             parts={name: table.part(name)[0] for name in self.config.reward.part_names},
@@ -322,11 +320,10 @@ class PolicyUpdate:
 
     def outlines(self, table: RolloutTable, numbers: Column, column: str | None) -> Outlines:
         """Return what all ranks know of the `_example`s of some rollouts."""
-        found = np.zeros(len(numbers), OUTLINE)
-        found["start"], found["trained"] = table.prompt_lengths[numbers], table.lengths[numbers]
-        found["length"] = found["start"] + found["trained"]
+        found, prompts = np.empty((4, len(numbers)), np.int64), table.groups[numbers]
         names = np.frombuffer(table.prompts["digest"].tobytes(), np.int64)[::2]
-        found["beginning"] = names[table.groups[numbers]]
+        found[1], found[2] = table.prompts["length"][prompts], table.rows["length"][numbers]
+        found[0], found[3] = found[1] + found[2], names[prompts]
         columns: dict[str, tuple[int, ...]] = {column: ()} if column else {}
         if self._replayed:
             columns["experts"] = _experts_of_a_token(table, numbers)

@@ -30,7 +30,7 @@ from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops, has_value_head
-from burnish.records import OUTLINE, Example, RewardCall, Rollout, TokenIds
+from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.records.rollout_table import Column, RolloutTable
 from burnish.train.collect import Judge
 from burnish.train.setup import Foundation, prove
@@ -55,18 +55,18 @@ class RewardModel:
         own = table.of_rank(layout.rank)
         texts = [table.rollout(i) for i in own]
         mine = dict(zip(own, _examples(_read(self.encoder, texts), texts), strict=True))
-        outlines = np.zeros(len(table.owners), OUTLINE)
+        outlines = np.zeros((4, len(table.owners)), np.int64)
         for numbers, theirs in gather_objects((own, outlines_of(mine)[0]), layout):
-            outlines[numbers] = theirs
-        found, is_read = np.zeros(len(outlines)), outlines["length"] <= self.positions
+            outlines[:, numbers] = theirs
+        found, is_read = np.zeros(len(table.owners)), outlines[0] <= self.positions
         short = np.flatnonzero(is_read)
         if not len(short):
             return found, is_read
-        outlines = outlines[short]
+        outlines = outlines[:, short]
         batch = make_batch(
             {place: mine[i] for place, i in enumerate(short.tolist()) if i in mine},
             layout,
-            max(tokens_per_device, int(outlines["length"].max())),
+            max(tokens_per_device, int(outlines[0].max())),
             self.flops,
             outlines=(outlines, {}),
             owners=table.owners[short],

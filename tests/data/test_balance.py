@@ -204,6 +204,7 @@ def test_small_rounds_at_both_ends(lengths, ranks):
 )
 def test_groups_stay_whole(sequences, ranks):
     groups, lengths = (np.array(column) for column in zip(*sequences, strict=True))
+    groups = np.unique(groups, return_inverse=True)[1]
     budget = max(int(lengths[groups == g].sum()) for g in set(groups.tolist())) + 20
     found = share_out(lengths, lengths.astype(float), ranks, budget, groups=groups)
     shares = of_all(found, ranks)
@@ -272,9 +273,11 @@ def test_a_division_stays_within_its_limit(things, count):
     """Whatever costs and sizes have to do with each other, also after exchanges."""
     costs, sizes = np.array(sorted(things, reverse=True)).T
     limit = int(sizes.sum()) // count + 15
-    bins = divide(costs, sizes, limit, count)
-    if bins is None:
+    found = divide(costs, sizes, limit, count)
+    if found is None:
         return
+    bins = found.bins[:-1]
+    assert np.bincount(bins, weights=costs, minlength=count).tolist() == found.loads.tolist()
     assert set(bins.tolist()) <= set(range(count))
     assert np.bincount(bins, weights=sizes).max() <= limit
 

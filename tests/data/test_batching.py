@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.data import batching
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -218,3 +219,20 @@ def test_unusable_examples_are_named(examples, message):
     for rank in (0, 1):
         with pytest.raises(UsageError, match=message):
             make_batch(examples, Layout(rank, 2), 10, FLOPS)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=300),
+    st.integers(1, 40),
+)
+def test_neighbours_with_one_prompt_stay_together_up_to_a_limit(examples, limit):
+    names, lengths = np.array(examples).T
+    wanted, tokens = [], 0
+    for place, (name, length) in enumerate(examples):
+        tokens += length
+        stays = place % 128 > 0 and name == examples[place - 1][0] and tokens <= limit
+        tokens = tokens if stays else length
+        wanted.append(stays)
+    found = batching._follows(np.zeros_like(names), names, lengths, limit)
+    assert found.tolist() == wanted
