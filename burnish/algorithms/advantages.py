@@ -152,9 +152,7 @@ def _centred(values: Array) -> Array:
     """Subtract each row's mean; exactly 0 where all are equal, despite rounding."""
     if values.size == 0:
         return values
-    centred: Array = values - values.mean(axis=-1, keepdims=True)
-    np.copyto(centred, 0.0, where=_alike(values))
-    return centred
+    return np.where(_alike(values), 0.0, values - values.mean(axis=-1, keepdims=True))
 
 
 def standardised(values: Array) -> Array:

@@ -93,10 +93,9 @@ def share_evenly(costs: Costs, ranks: int) -> Integers:
     return share_out(np.ones_like(costs, np.int64), costs, ranks, max(len(costs), 1)).ranks
 
 
-def by_share(shares: Integers, count: int) -> Integers:
+def by_share(shares: Integers, count: int) -> Integers:  # numpy sorts 16 bits by radix
     """Order things by their share."""
-    narrow = np.uint16 if count < 1 << 16 else np.int64  # numpy sorts 16 bits by radix
-    return np.argsort(shares.astype(narrow), kind="stable")
+    return np.argsort(shares.astype(np.uint16 if count < 1 << 16 else np.int64), kind="stable")
 
 
 def inverse(order: Integers) -> Integers:
@@ -288,10 +287,9 @@ class _Division:
         self, held: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
     ) -> tuple[Integers, Integers, Integers]:
         """Return [P] the places of each pair's items whose exchange moves about the `wanted` cost, and its error."""
-        width, pair = len(held), (high, low)
-        bits = width.bit_length()  # of a number: first the error, then the place
+        width, bits = len(held), len(held).bit_length()  # of a number: the error, then the place
         # The longer axis must be contiguous, which is many times as fast.
-        mine, theirs = (held[:, b] if width > len(b) else held.take(b, axis=1) for b in pair)
+        mine, theirs = (held[:, b] if width > len(b) else held.take(b, 1) for b in (high, low))
         give, take = (self._costs[mine] - wanted) << bits, self._costs[theirs] << bits
         room, spare = self._limit - self._fills[low], self._limit - self._fills[high]
         is_tight = min(room.min(), spare.min()) < self._longest
