@@ -176,9 +176,7 @@ def _dealt(bins: Integers, loads: Integers, ranks: int) -> Shares:
         each[idlest] = each.copy()
         totals += loads[each]
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
-    places = np.empty(len(loads), dtype=np.int64)
-    places[ordered.ravel()] = np.arange(len(loads))
-    round_of, rank_of = np.divmod(places, ranks)
+    round_of, rank_of = np.divmod(inverse(ordered.ravel()), ranks)
     imbalance = ranks * float(loads[rounds].max(axis=1).sum() / max(loads.sum(), 1))
     return Shares(rank_of[bins], round_of[bins], len(ordered), imbalance)
 
@@ -278,9 +276,8 @@ class _Division:
         held[given[best], high], held[taken[best], low] = got, lost
         self.bins[got], self.bins[lost] = high, low
         for sums, values in ((loads, self._costs), (self._fills, self._sizes)):
-            gain = values[got] - values[lost]
-            sums[high] += gain
-            sums[low] -= gain
+            sums[high] += values[got] - values[lost]
+            sums[low] += values[lost] - values[got]
         return len(half), len(best) > 0
 
     def _best(
