@@ -384,12 +384,14 @@ def owners_by_disk(
     return found
 
 
-def groups_of(owner: Ints, size: Ints, travels: Bools, group_bytes: int) -> tuple[Ints, Ints]:
+def groups_of(
+    owner: Ints, size: Ints, place: Ints, travels: Bools, group_bytes: int
+) -> tuple[Ints, Ints]:
     """Divide owners' spans into groups of about `group_bytes`; return each span's group and index there.
 
-    Spans with bytes of other ranks (`travels`) come first.
+    Spans with bytes of other ranks (`travels`) come first, then those of the lowest `place`.
     """
-    order = np.lexsort((~travels, owner))
+    order = np.lexsort((place, ~travels, owner))
     owner, size = owner[order], size[order]
     begin = np.cumsum(size) - size
     number = (begin - begin[np.searchsorted(owner, owner)]) // group_bytes
@@ -521,8 +523,12 @@ class Outline:
         travels = np.zeros(len(owner), bool)
         travels[parts.span[moves.want[moves.source != moves.target]]] = True
         most = max(_SPAN_BYTES, self.block_bytes)
+        # All sets at the same pace: one is converted while others are written.
+        sets = [file.tensor_set for file in self.files]
+        in_set = np.array([at - sets.index(each) for at, each in enumerate(sets)], np.int64)
+        place = in_set[spans.file] * MAX_FILE_BYTES + spans.start
         group, index = groups_of(
-            owner, spans.stop - spans.start, travels, max(most, _GROUP_BYTES - most)
+            owner, spans.stop - spans.start, place, travels, max(most, _GROUP_BYTES - most)
         )
         groups, ranks = int(group.max(initial=-1)) + 1, list(ranks)
         group_of_move = group[parts.span[moves.want]]

@@ -74,7 +74,7 @@ Fence = Callable[[], None]
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
-_SYNC_BYTES = 64 << 20
+_SYNC_BYTES = 16 << 20
 # A file is synced whenever so much of it has been written, and at its end.
 _DIRECT_BYTES = 64 << 10
 # Smaller pieces of tensors are copied: a system call costs more.
@@ -139,6 +139,8 @@ class StoredShard(NamedTuple):
     """The stored tensor; its name is its key."""
     convert: Callable[[Tensor, Tensor], None] = copy
     """Writes elements (first) as they are stored (second)."""
+    checked: bool = False
+    """Whether to look for elements that are not finite."""
 
 
 class BlockWriter:
@@ -162,9 +164,15 @@ class BlockWriter:
         self._exchange = Exchange(layout, device, arena)
         self._last = {span.file: span for spans in plan.share.spans for span in spans}
         self._unsynced = dict.fromkeys(self._last, 0)
+        self._is_finite = True
 
-    def write(self, files: OpenFiles[LocalFile], syncs: Syncs, what: str) -> list[BlockHashes]:
-        """Write all blocks, begin their syncs, and return every rank's hashes. Collective, errors included."""
+    def write(
+        self, files: OpenFiles[LocalFile], syncs: Syncs, what: str
+    ) -> list[tuple[BlockHashes, bool]]:
+        """Write all blocks and begin their syncs; return every rank's hashes, and whether its checked elements are finite.
+
+        Collective, errors included.
+        """
         begun: list[Future[BlockHashes]] = []
         with ThreadPoolExecutor(1, "burnish-write") as writing:
             for number, moves in enumerate(self.plan.share.moves):
@@ -173,7 +181,7 @@ class BlockWriter:
                 begun.append(writing.submit(self._write_spans, spans, files, syncs))
             with agree(self._layout), naming_failures(what):
                 hashes = {at: digest for one in begun for at, digest in one.result().items()}
-        return gather_objects(hashes, self._layout)
+        return gather_objects((hashes, self._is_finite), self._layout)
 
     def _write_spans(
         self,
@@ -204,13 +212,21 @@ class BlockWriter:
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
             start += aligned(span.stop - span.start)
-            header = self.plan.outline.files[span.file].header_within(span.start, span.stop)
-            spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
+            file = self.plan.outline.files[span.file]
+            if span.start < file.header_bytes:
+                header = file.header_within(span.start, span.stop)
+                spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
+        extremes: list[Tensor] = []
         direct: list[dict[int, Tensor]] = [{} for _ in share]
 
-        def read(move: Move, into: Tensor) -> None:
+        def elements_of(move: Move) -> Tensor:
             stored = self._shards[move.have]
-            stored.convert(stored.shard.part(move.box), into)
+            elements = stored.shard.part(move.box)
+            extremes.extend(_extremes(elements) if stored.checked else ())
+            return elements
+
+        def read(move: Move, into: Tensor) -> None:
+            self._shards[move.have].convert(elements_of(move), into)
 
         def into(move: Move) -> Tensor:
             place = self.plan.share.places[move.want]
@@ -220,15 +236,16 @@ class BlockWriter:
 
         with torch.no_grad():
             for move in moves.own:
-                stored, target = self._shards[move.have], into(move)
-                elements = stored.shard.part(move.box)
-                if stored.convert is copy and _is_direct(elements, target):
+                elements, target = elements_of(move), into(move)
+                if self._shards[move.have].convert is copy and _is_direct(elements, target):
                     slot = self.plan.share.places[move.want].slot
                     direct[slot][target.data_ptr() - spans[slot].data_ptr()] = elements
                 else:
-                    stored.convert(elements, target)
+                    self._shards[move.have].convert(elements, target)
             for wave in moves.waves:
                 self._exchange.run(wave, read, lambda move, got: copy(got, into(move)))
+            if extremes:
+                self._is_finite &= bool(torch.stack(extremes).isfinite().all())
         return [
             (span, list(_pieces(there, parts)))
             for span, there, parts in zip(share, spans, direct, strict=True)
@@ -306,10 +323,8 @@ class Saver:
         with agree(layout):
             shards = list(_stored(contents))
             pieces = PieceTable.of((each.spec, each.shard.box) for each in shards)
-            models = contents.models.values()
-            finite = not contents.check_finite or all(all_finite(m.weights) for m in models)
-        healthy, device = contents.healthy and finite, accelerator_of(contents.shards)
-        mine = (step, uuid.uuid4().hex, healthy, device, self.digest(pieces))
+        device = accelerator_of(contents.shards)
+        mine = (step, uuid.uuid4().hex, contents.healthy, device, self.digest(pieces))
         steps, uuids, are_healthy, devices, plans = zip(*gather_objects(mine, layout), strict=True)
         if len({*steps}) > 1:
             raise BurnishError(
@@ -369,13 +384,14 @@ class Saver:
                     below = self._lay_out(inflight, empty.step, outline, small)
             for path, data in small.items():
                 syncs.begin(partial(_fill, files, path, data))
-            hashes = writer.write(files, syncs, what)
+            hashes, are_finite = zip(*writer.write(files, syncs, what), strict=True)
             sealed: dict[str, bytes] = {}
             with agree(layout):
                 if layout.is_main:
                     records = _records(outline, _together(outline, hashes), small)
                     manifest = replace(empty, files=records)
-                    sealed = _sealed(manifest, seal, healthy=contents.healthy)
+                    healthy = contents.healthy and all(are_finite)
+                    sealed = _sealed(manifest, seal, healthy=healthy)
             if self.disks.are_several:
                 sealed = from_main(sealed, layout)
             with agree(layout), naming_failures(what):
@@ -465,10 +481,12 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
             (name, shape, _), dtype = shard.spec, shard.tensor.dtype
             key, rest = f"{prefix}{MODEL}/{name}", f"{prefix}{RESIDUAL}/{name}"
             if contents.split and dtype == torch.float32 and name not in model.whole:
-                yield StoredShard(shard, TensorSpec(key, shape, torch.bfloat16), rounded)
+                spec = TensorSpec(key, shape, torch.bfloat16)
+                yield StoredShard(shard, spec, rounded, contents.check_finite)
                 yield StoredShard(shard, TensorSpec(rest, shape, torch.int16), residual)
             else:
-                yield StoredShard(shard, TensorSpec(key, shape, dtype))
+                spec = TensorSpec(key, shape, dtype)
+                yield StoredShard(shard, spec, checked=contents.check_finite)
         for shard in model.training:
             slot, _, name = shard.spec.name.partition("/")
             if not name or slot in taken or not slot.isidentifier():
@@ -493,17 +511,11 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
     return small
 
 
-def all_finite(shards: Sequence[Shard]) -> bool:
-    """Return whether no floating-point tensor above 8 bits holds a NaN or infinity."""
-    tensors = [shard.tensor.detach() for shard in shards if shard.tensor.numel()]
-    extremes = [
-        extreme.float()
-        for tensor in tensors
-        if tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        for (part,) in in_chunks(tensor)
-        for extreme in torch.aminmax(part)
-    ]
-    return not extremes or bool(torch.stack(extremes).isfinite().all())
+def _extremes(elements: Tensor) -> list[Tensor]:
+    """Return scalars that are finite if all elements are; none for a dtype that holds only finite ones."""
+    if not elements.is_floating_point() or elements.dtype.itemsize == 1:
+        return []
+    return [each.float() for (part,) in in_chunks(elements) for each in torch.aminmax(part)]
 
 
 def check_new(root: Path, step: int, storage: LocalStorage) -> None:

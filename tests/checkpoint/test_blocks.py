@@ -130,19 +130,22 @@ def test_spans_are_blocks_of_one_owner_that_follow_each_other(ranks, most, cut):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(0, 5), st.booleans()),
+        max_size=40,
+    ),
     st.integers(9, 30),
 )
-def test_spans_that_travel_come_in_the_first_groups(rows, group_bytes):
-    owner, size = (np.array([row[i] for row in rows], np.int64) for i in range(2))
-    travels = np.array([row[2] for row in rows], bool)
-    group, index = groups_of(owner, size, travels, group_bytes)
+def test_spans_that_travel_come_in_the_first_groups_then_those_of_low_places(rows, group_bytes):
+    owner, size, place = (np.array([row[i] for row in rows], np.int64) for i in range(3))
+    travels = np.array([row[3] for row in rows], bool)
+    group, index = groups_of(owner, size, place, travels, group_bytes)
     for rank in range(3):
         mine = sorted(
             (int(group[i]), int(index[i]), i) for i in np.flatnonzero(owner == rank).tolist()
         )
         order = [i for _, _, i in mine]
-        assert order == sorted(order, key=lambda i: (not travels[i], i))
+        assert order == sorted(order, key=lambda i: (not travels[i], place[i], i))
         for number, some in itertools.groupby(mine, key=lambda each: each[0]):
             members = list(some)
             assert [i for _, i, _ in members] == list(range(len(members)))

@@ -154,6 +154,23 @@ def test_only_numbers_that_can_be_infinite_are_looked_at(tmp_path, value):
     assert open_step(path, LocalStorage()).healthy == (value == 1)
 
 
+def save_with_an_infinity(layout, root):
+    """In a row of each rank in turn, then in none."""
+    for number in range(layout.world + 1):
+        weight = torch.ones(3 * layout.world, 5)
+        weight[3 * number :][:1] = torch.inf
+        with Checkpoints(Path(root) / str(number), layout) as checkpoints:
+            weights = shards_of({"w": weight}, layout)
+            checkpoints.save(1, contents_of({}, {}, layout, weights=weights, check_finite=True))
+
+
+def test_an_infinity_on_any_rank_makes_the_step_unhealthy(tmp_path):
+    run_ranks(save_with_an_infinity, 3, str(tmp_path))
+    paths = [tmp_path / str(number) / "step-00000001" for number in range(4)]
+    found = [open_step(path, LocalStorage()).healthy for path in paths]
+    assert found == [False, False, False, True]
+
+
 def test_what_lies_where(tmp_path):
     path = save_once(tmp_path, 12)
     assert path.name == "step-00000012"

@@ -21,7 +21,6 @@ from burnish.checkpoint.save import (
     Contents,
     ModelContents,
     Saver,
-    all_finite,
     check_new,
 )
 from burnish.checkpoint.steps import INFLIGHT
@@ -131,6 +130,6 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
     return Contents(
         models={MAIN: ModelContents(weights, [], assets)},
         state={"step": step, IMPORTED: origin, "training": "absent"},
-        healthy=all_finite(weights),
+        check_finite=True,
         split=split,
     )
