@@ -86,6 +86,8 @@ LAYERS = 80
 FLAGS, GATHERS, DELIVERIES = 3, 1, 1
 """Traced in a run of two ranks: whether a rank was told to stop, twice, once with whether a save is late, and whether statistics are alike;
 the numbers of rollouts; and their tokens."""
+REPEATED = 7
+"""How often Python of a step is timed; the median counts."""
 SAMPLES = 16
 """Rollouts that a rank makes in a step."""
 CONFIG = {
@@ -435,10 +437,12 @@ def exchange(pipe: Connection, ranks: int) -> None:
     before = used_memory(CPU)
 
     def clock(name: str, make: Callable[[], T]) -> T:
-        make()  # the first step imports modules
-        begun = process_time()
-        made = make()
-        seconds[name] = process_time() - begun
+        made, taken = make(), []  # the first step imports modules
+        for _ in range(REPEATED):
+            begun = process_time()
+            made = make()
+            taken.append(process_time() - begun)
+        seconds[name] = median(taken)
         return made
 
     table, took = clock("hearing of all", lambda: hear(levels, group_sizes(ranks)))

@@ -41,7 +41,7 @@ _FILLER_TOKENS = 2
 _UNITS_PER_RANK = 8
 """Examples with one prompt are parted where together they would be more than this share of a rank's tokens."""
 _MOST_TOGETHER = 128
-"""Neighbours that stay together at most: every example at a multiple of this begins anew."""
+"""Neighbours that stay together at most."""
 
 
 def make_batch(
@@ -182,7 +182,9 @@ def _follows(starts: Integers, names: Integers, lengths: Integers, limit: int) -
     """Find runs of neighbours with one prompt, of at most `limit` tokens."""
     follows = np.zeros(len(lengths), np.bool_)
     follows[1:] = (starts[1:] == starts[:-1]) & (names[1:] == names[:-1])
-    follows[::_MOST_TOGETHER] = False
+    places = np.arange(len(lengths))
+    places -= np.maximum.accumulate(places * ~follows)
+    follows &= places % _MOST_TOGETHER > 0
     each = np.flatnonzero(~follows)
     last, tokens = np.append(each[1:], len(lengths)), np.zeros_like(each)
     while len(each):  # one example of every prompt

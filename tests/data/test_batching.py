@@ -1,6 +1,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -226,12 +227,15 @@ def test_unusable_examples_are_named(examples, message):
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=300),
     st.integers(1, 40),
 )
+@hypothesis.example([(0, 1)] * 300, 1000)
+@hypothesis.example([(0, 1)] * 5 + [(1, 1)] * 130, 1000)
 def test_neighbours_with_one_prompt_stay_together_up_to_a_limit(examples, limit):
     names, lengths = np.array(examples).T
-    wanted, tokens = [], 0
+    wanted, tokens, run = [], 0, 0
     for place, (name, length) in enumerate(examples):
         tokens += length
-        stays = place % 128 > 0 and name == examples[place - 1][0] and tokens <= limit
+        run = run + 1 if place and name == examples[place - 1][0] else 0
+        stays = run % 128 > 0 and tokens <= limit
         tokens = tokens if stays else length
         wanted.append(stays)
     found = batching._follows(np.zeros_like(names), names, lengths, limit)
