@@ -134,16 +134,11 @@ def config_at(place: str) -> tuple[Path | None, Path | None]:
 @contextmanager
 def _one_run() -> Iterator[None]:
     """Refuse another run of this process, which may be one of another thread."""
-    torch = sys.modules.get("torch")
-    has_group = torch is not None and torch.distributed.is_initialized()
-    if has_group or not _ONE_RUN.acquire(blocking=False):
-        raise UsageError(
-            "this process runs something already, or has a process group",
-            have="a run under way, or torch.distributed.init_process_group in the program",
-            want="one run at a time, which opens the group itself",
-            do="wait for the other run, or call torch.distributed.destroy_process_group() before",
-        )
+    if not _ONE_RUN.acquire(blocking=False):
+        problem, do = "this process has a run under way", "wait until that run has ended"
+        raise UsageError(problem, want="one run at a time", do=do)
     try:
+        _refuse_process_group()
         _refuse_within_rewards()
         yield
     finally:
@@ -248,6 +243,17 @@ def _named(function: Any) -> Any:
     if isinstance(function, partial) and not function.args:
         return {"function": name_of(function.func), "kwargs": function.keywords}
     return name_of(function) if callable(function) else function
+
+
+def _refuse_process_group() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        raise UsageError(
+            "this process has a process group already",
+            have="torch.distributed.init_process_group in the program",
+            want="no group: a run opens its own",
+            do="call torch.distributed.destroy_process_group() before",
+        )
 
 
 def _refuse_within_rewards() -> None:

@@ -64,8 +64,8 @@ def share_out(
 ) -> Shares:
     """Assign every sequence to a rank and a micro-batch.
 
-    No micro-batch exceeds `budget` tokens. Sequences with the same number in `groups` [N] stay in
-    one. Cheap rounds come first and last, so a pipeline fills and empties quickly.
+    No micro-batch exceeds `budget` tokens. Sequences with the same number in `groups` [N], without
+    gaps from 0 on, stay in one. Cheap rounds come first and last, so a pipeline fills quickly.
 
     Raises `UsageError` for a cost that is not positive, or a sequence or group over the budget.
     """
@@ -93,8 +93,9 @@ def share_evenly(costs: Costs, ranks: int) -> Integers:
     return share_out(np.ones_like(costs, np.int64), costs, ranks, max(len(costs), 1)).ranks
 
 
-def by_share(shares: Integers, count: int) -> Integers:  # numpy sorts 16 bits by radix
-    """Order things by their share."""
+def by_share(shares: Integers, count: int) -> Integers:
+    """Order things stably by shares below `count`."""
+    # numpy sorts 16 bits by radix.
     return np.argsort(shares.astype(np.uint16 if count < 1 << 16 else np.int64), kind="stable")
 
 
@@ -252,6 +253,7 @@ class _Division:
         bins = self.bins[:-1]
         held = by_share(bins, self._count)
         sizes = np.bincount(bins, minlength=self._count)
+        # 2^17: a cost and a place fit into 63 bits.
         most = min(int(sizes.max()), 4 * len(held) // self._count + 8, 1 << 17)
         places = np.arange(most + 1)[:, None]
         found = np.where(places < np.minimum(sizes, most), sizes.cumsum() - sizes + places, -1)
@@ -284,7 +286,8 @@ class _Division:
         self, held: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
     ) -> tuple[Integers, Integers, Integers]:
         """Return [P] the places of each pair's items whose exchange moves about the `wanted` cost, and its error."""
-        width, bits = len(held), len(held).bit_length()  # of a number: the error, then the place
+        width, bits = len(held), len(held).bit_length()
+        # `found` holds an error and, in its last bits, a place: one minimum finds both.
         # The longer axis must be contiguous, which is many times as fast.
         mine, theirs = (held[:, b] if width > len(b) else held.take(b, 1) for b in (high, low))
         give, take = (self._costs[mine] - wanted) << bits, self._costs[theirs] << bits

@@ -147,15 +147,8 @@ class RowDataset(ItemSequence[Item]):
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
-        named = (
-            rows.digest,
-            len(rows),
-            rows.keys,
-            type(self).__name__,
-            self.limit,
-            data,
-            self._eos,
-        )
+        kind, ends = type(self).__name__, self._eos
+        named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends)
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key) if key else None

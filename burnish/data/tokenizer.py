@@ -56,12 +56,12 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
     return tuple(sorted(int(token) for token in found if token is not None))
 
 
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, before: str = "") -> int | None:
-    """Return the special token that the chat template writes after the assistant's last message, or one `before` a role's."""
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, next_role: str = "") -> int | None:
+    """Return the special token that the chat template writes after the assistant's last message, or before `next_role`'s."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
-    messages += [{"role": before, "content": "hello"}] if before else []
+    messages += [{"role": next_role, "content": "hello"}] if next_role else []
     try:
         text = str(render(tokenizer, messages, tokenize=False))
     except jinja2.TemplateError:  # it wants other messages

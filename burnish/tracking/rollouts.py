@@ -106,7 +106,7 @@ def chosen(step: int, rewards: Floats, order: Sequence[int]) -> set[int]:
     ordered[ordered != ordered] = -math.inf
     ranked = ordered.argsort(kind="stable")
     others = range(EXTREMES, len(order) - EXTREMES)
-    drawn = random.Random(step if order else 0).sample(others, min(RANDOMS, len(others)))
+    drawn = random.Random(step).sample(others, min(RANDOMS, len(others)))
     return {
         order[place]
         for each in (slice(EXTREMES), slice(-EXTREMES, None), drawn)

@@ -58,17 +58,17 @@ class RewardModel:
         outlines = np.zeros((4, len(table.owners)), np.int64)
         for numbers, theirs in gather_objects((own, outlines_of(mine)[0]), layout):
             outlines[:, numbers] = theirs
-        found, is_read = np.zeros(len(table.owners)), outlines[0] <= self.positions
+        lengths = outlines[0]
+        found, is_read = np.zeros(len(lengths)), lengths <= self.positions
         short = np.flatnonzero(is_read)
         if not len(short):
             return found, is_read
-        outlines = outlines[:, short]
         batch = make_batch(
             {place: mine[i] for place, i in enumerate(short.tolist()) if i in mine},
             layout,
-            max(tokens_per_device, int(outlines[0].max())),
+            max(tokens_per_device, int(lengths[short].max())),
             self.flops,
-            outlines=(outlines, {}),
+            outlines=(outlines[:, short], {}),
             owners=table.owners[short],
         )
         said = [output.values.cpu().double().numpy() for output in self.engine.forward(batch)]

@@ -186,8 +186,8 @@ def lay_foundation(
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
     layout, device = layout or Layout(), device or torch.device("cpu")
-    how = {"lora": config.model.adapter, "generates": config.reward.given}
-    prove(hf_config, layout, device, engine=config.engine, **how)
+    tuned, generates = config.model.adapter, config.reward.given
+    prove(hf_config, layout, device, lora=tuned, generates=generates, engine=config.engine)
     if config.algorithm.router_replay != "none":
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "algorithm.router_replay")
@@ -339,8 +339,9 @@ def example_dataset(
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
     rows = _rows(foundation, paths, setting, progress).first(first)
     limit = min(data.max_length or budget, budget)
-    place = progress, foundation.layout
-    return ExampleDataset(rows, foundation.tokenizer, data, limit, *place, foundation.eos_token_ids)
+    tokenizer, layout = foundation.tokenizer, foundation.layout
+    ends = foundation.eos_token_ids
+    return ExampleDataset(rows, tokenizer, data, limit, progress, layout, ends)
 
 
 def make_engine(

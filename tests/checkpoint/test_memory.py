@@ -120,7 +120,7 @@ def settled(arena):
 def test_saving_and_loading_take_a_few_blocks(tmp_path, world):
     for saving, loading in run_ranks(save_and_load, world, str(tmp_path)):
         assert 4 * MIB < saving <= SAVING
-        assert MIB < loading <= LOADING  # some of it the save had freed
+        assert MIB < loading <= LOADING  # more than nothing: it is measured
 
 
 @pytest.mark.nightly

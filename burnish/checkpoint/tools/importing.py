@@ -17,12 +17,7 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader, locate
 from burnish.checkpoint.layout import MAIN, Disks
 from burnish.checkpoint.manifest import IMPORTED
-from burnish.checkpoint.save import (
-    Contents,
-    ModelContents,
-    Saver,
-    check_new,
-)
+from burnish.checkpoint.save import Contents, ModelContents, Saver, check_new
 from burnish.checkpoint.steps import INFLIGHT
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.distributed.layout import Layout

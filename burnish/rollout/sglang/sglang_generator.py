@@ -148,7 +148,8 @@ class SglangGenerator(EngineGenerator):
                 self._engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
                 self._asleep = False
             if not self._engine.flush_cache().success:
-                raise BurnishError("SGLang keeps keys and values of the previous weights")
+                problem = "SGLang keeps keys and values of the previous weights"
+                raise BurnishError(problem, do="set rollout.engine=builtin")
             self._version = version
         finally:
             resume = self._messages.ContinueGenerationReqInput(torch_empty_cache=False)
@@ -216,6 +217,7 @@ class SglangGenerator(EngineGenerator):
                     "SGLang ended a completion that is not complete",
                     have=finish,
                     want="the longest length, or a token that ends it",
+                    do="set rollout.engine=builtin",
                 )
             spans = told.get("weight_versions") or [{"version": told["weight_version"], "start": 0}]
             starts = [(int(span["version"]), int(span["start"])) for span in spans]

@@ -189,7 +189,8 @@ class VllmGenerator(EngineGenerator):
             self._load(self._weights.load_adapter, factors, self._described)
         self._asleep = False
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise BurnishError("vLLM keeps keys and values of the previous weights in its cache")
+            problem = "vLLM keeps keys and values of the previous weights in its cache"
+            raise BurnishError(problem, do="set rollout.engine=builtin")
         self._version = version
 
     def _make_cache(self) -> None:
