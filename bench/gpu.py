@@ -68,8 +68,8 @@ SFT = {
 GRPO = GrpoWork("0.6b", 16, 8, 128, 256, 32, 8192)
 TINY_SFT = SftWork("5m", 32, 64)
 TINY_GRPO = GrpoWork("5m", 2, 4, 6, 8, 8, 128)
-_DEVICES = "1xH100-80G"
 # What a plan is made for; bytes do not depend on which accelerator it is.
+_DEVICES = "1xH100-80G"
 
 
 @dataclass(frozen=True)

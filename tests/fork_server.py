@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-_ADDRESS = "BURNISH_TESTS_FORK_SERVER"
 # The variable by which the workers of a test run find the server of its controller.
+_ADDRESS = "BURNISH_TESTS_FORK_SERVER"
 
 PRELOAD = (
     "datasets.io.json",

@@ -81,6 +81,7 @@ _NASTY: list[Callable[[random.Random], Any]] = [
     lambda rng: [1 << 62] * rng.randrange(200),
 ]
 
+# What no JSON writer writes.
 _RAW = [
     "NaN",
     "-Infinity",
@@ -94,7 +95,6 @@ _RAW = [
     '"\\ud800"',
     "[" * 2000 + "]" * 2000,
 ]
-# What no JSON writer writes.
 
 
 def mutated(rng: random.Random, value: Any) -> Any:

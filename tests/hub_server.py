@@ -17,8 +17,8 @@ from huggingface_hub import constants
 
 Files = dict[str, bytes]
 TOKEN = "hf_good"
-_LARGE = (".safetensors", ".parquet")
 # Files that are stored by LFS, behind a redirect.
+_LARGE = (".safetensors", ".parquet")
 
 
 class HubServer(ThreadingHTTPServer):

@@ -23,8 +23,8 @@ from burnish.distributed.processes import process_group
 
 PATIENCE_SECONDS = 500.0
 """How long processes may take where nothing else is said: less than pytest gives a test, so that their stacks are seen."""
-_STRAGGLER_SECONDS = 15.0
 # How long the others may still take after one process has failed.
+_STRAGGLER_SECONDS = 15.0
 
 
 class RankFailed(AssertionError):

@@ -186,3 +186,10 @@ def test_only_the_table_of_families_names_model_types() -> None:
         if isinstance(node, ast.Constant) and node.value in types
     ]
     assert found == []
+
+
+def test_comments_stand_above_the_code_that_they_explain() -> None:
+    below = re.compile(r"^[^\s#].*\n(?:#.*\n)+(?=\n|\Z)", re.MULTILINE)
+    files = (file for part in ("burnish", "bench", "tests") for file in (ROOT / part).rglob("*.py"))
+    found = {file: below.findall(file.read_text()) for file in files}
+    assert {file: each for file, each in found.items() if each} == {}

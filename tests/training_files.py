@@ -241,8 +241,8 @@ def rollouts(run: Path, step: int, kind: Kind = "step") -> list[dict[str, Any]]:
     return [row for path in files for row in read_rollouts(path)]
 
 
-_OWN = ("COMMIT", "manifest.json", "state.json")
 # Files that hold an id of the checkpoint, or what was not logged when it was saved.
+_OWN = ("COMMIT", "manifest.json", "state.json")
 
 
 def outcome(run: Path) -> dict[str, Any]:

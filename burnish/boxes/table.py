@@ -14,8 +14,8 @@ from burnish.boxes.box import Box
 
 Ints = NDArray[np.int64]
 
+# Rows that are looked up at one time. Candidates take much more memory than results.
 _ROWS_AT_ONCE = 1 << 16
-# Rows of a table that are looked up at one time: what is compared takes much more memory than what is found.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,9 +33,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _BUFFER_BYTES = 1 << 20
+# Elements that stay in a processor's cache between two operations, and few enough that torch uses one thread. With two
+# threads on a busy machine each operation would wait for a processor.
 _CHUNK = 1 << 15
-# Elements that a processor's cache holds between two operations, and for which torch wakes no other thread: a thread that
-# has to wait for a processor in each operation takes many times as long.
 
 F = TypeVar("F", bound=ReadableFile)
 

@@ -22,10 +22,10 @@ from burnish.errors import bytes_text, few
 _BYTES = {"cpu": 8 << 20}
 _BYTES_OF_ACCELERATORS = 256 << 20
 _ROUNDS = 5
-_ODD = 1.5
-# A rank this many times slower than the median is named.
+# A rank so many times slower than the median is named.
+_ODD_FACTOR = 1.5
+# Seconds that clocks may differ.
 _MOST_SKEW = 0.5
-# Seconds between clocks.
 
 
 def measure(layout: Layout, device: torch.device) -> list[Finding]:
@@ -109,7 +109,7 @@ def _compared(part: str, found: str, seconds: Sequence[float], hosts: Sequence[s
     odd = [
         f"rank {rank} on {hosts[rank]} takes {each / usual:.1f} times as long"
         for rank, each in enumerate(seconds)
-        if each > _ODD * usual
+        if each > _ODD_FACTOR * usual
     ]
     return Finding(
         part,

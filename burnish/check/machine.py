@@ -39,12 +39,12 @@ _PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 _LEAST_DESCRIPTORS, _LEAST_SHARED_MEMORY = 16384, 1 << 30
 _PROBE_BYTES, _LEAST_DISK_SPEED = 64 << 20, 100e6
 _LONGEST_SYNC_SECONDS = 0.1
+# Seconds that other machines have to answer.
 _SECONDS = 5.0
-# How long other machines have to answer.
+# Share of a device's memory that others may use without a warning.
 _BUSY_SHARE = 0.05
-# Of a device's memory that others may use without a warning.
+# TIME_ERROR in ntp_adjtime(3).
 _UNSYNCHRONIZED = 5
-# TIME_ERROR of ntp_adjtime(3).
 _TIMEX_BYTES = 512
 _NODES = {"cuda": "/dev/nvidia0", "cuda (ROCm)": "/dev/kfd", "npu": "/dev/davinci0"}
 

@@ -59,12 +59,12 @@ from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.rundir import write_atomically
 from burnish.tracking.stats import Stats
 
+# The small model's vocabulary; tokens of a prompt, of a completion, of a micro-batch; the seed of weights and tokens.
 _VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5
-# Tokens that there are, of a prompt, of a completion, and of a micro-batch; and the seed of weights and tokens.
 _TEMPERATURE, _TOLERANCE = 0.8, 1e-4
 _BEHIND = "the output layer, or the backward pass"
+# Most parameters of a model that counts as small.
 _MOST_PARAMETERS = 50_000_000
-# Of a model that is still small.
 _PLAIN = {
     "precision": "fp32",
     "max_grad_norm": 1e30,

@@ -34,8 +34,8 @@ from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import allocate
 
+# Seconds between two exchanges of ranks that wait.
 _LOOK_SECONDS = 0.05
-# Between two questions of waiting ranks to each other.
 
 _log = logging.getLogger(__name__)
 

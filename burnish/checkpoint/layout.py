@@ -54,13 +54,13 @@ MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
 MOST_BLOCKS = 1 << 19
 """More blocks than these are made larger: the manifest, which all ranks read, has a hash for each."""
+# Most bytes of a span, and of the spans assembled at one time while as many are written. A span has at least one block.
 _SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
-# Most bytes of a span, and of the spans put together at one time; as many are being written meanwhile. One block at least.
 _WAVE_BYTES = 16 << 20
+# At least so many ranks share the planning of a save, if there are so many.
 _PLANNERS = 128
-# At least as many ranks divide the plan of a save among them, where there are so many.
+# Ranks cut tensors by rows. With small blocks, few blocks hold rows of two ranks.
 _BLOCKS_PER_TENSOR, _BLOCKS_TO_ALIGN = 64, 32
-# Ranks cut tensors by rows. Of small blocks, few hold the rows of two ranks.
 _FILE = re.compile(
     r"((?:[a-z][a-z0-9_]*/)?)(?:(model)|training)/(.+?)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
 )

@@ -33,8 +33,8 @@ from burnish.errors import IncompatibleError, MissingError, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
 
+# Bytes of blocks kept after reading, because more of them may be wanted. Each reader keeps at least two blocks.
 _HELD_BYTES = 2 << 20
-# Of blocks that were read and may hold more that is wanted; two blocks at least for each reader.
 _READERS = 2  # threads, of a process that has as many cores
 _ROWS = 12
 

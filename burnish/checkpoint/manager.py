@@ -43,15 +43,15 @@ from burnish.tracking.rundir import RunDirectory
 if TYPE_CHECKING:
     from burnish.checkpoint.background import BackgroundSaver, Finished
 
+# Levels that the run may have made: its directory, the one of all runs, and that one's parent.
 _OWN_LEVELS = 3
-# The run's directory, that of all runs, and the one that holds it: the run may have made the former.
+# Seconds to wait for a save in flight when a run ends with an error.
 _PATIENCE_SECONDS = 30.0
-# For a save in flight when a run ends with an error.
 
+# Seconds before each look.
 _PAUSES = (0.0, 0.1, 0.3, 1.0)
-# In seconds, before each look.
+# An NFS client may remember for 60 seconds that a file was missing.
 _PAUSES_BETWEEN_MACHINES = (*_PAUSES, 3.0, 10.0, 20.0, 40.0)
-# An NFS client may take what it once found missing to be so for 60 seconds.
 
 _log = logging.getLogger(__name__)
 

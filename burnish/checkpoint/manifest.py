@@ -39,10 +39,10 @@ MAX_FILES = 1 << 16
 ANOTHER_STEP = "use another step, or a copy of this one, and check the disk"
 """Advice for a step whose bytes are not those that were written."""
 
+# Hexadecimal digits of a block's hash.
 _HASH = 32
-# Letters of a block's hash.
+# Bytes of a block in the manifest: its hash in a line, indented and quoted.
 _LINE = 40
-# Bytes of a manifest for each block: a line with its hash, indented and quoted.
 _NUMBER, _TEXT = rb"(0|[1-9][0-9]{0,18})", rb'("(?:[ !#-\[\]-~]|\\.){,4096}+")'
 _HEAD = re.compile(rb'\{\n "files": \{')
 _FILE = re.compile(

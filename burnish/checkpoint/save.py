@@ -74,10 +74,10 @@ Fence = Callable[[], None]
 BlockHashes = dict[tuple[int, int], str]
 """By index of the file and index of the block in it."""
 
+# A file is synced after so many bytes, and at its end.
 _SYNC_BYTES = 16 << 20
-# A file is synced whenever so much of it has been written, and at its end.
+# Smaller pieces of tensors are copied, because a system call costs more.
 _DIRECT_BYTES = 64 << 10
-# Smaller pieces of tensors are copied: a system call costs more.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

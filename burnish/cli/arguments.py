@@ -63,6 +63,7 @@ _MOST_OPTIONS = 5
 DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
 
+# Each command's function in `burnish.cli` ("" for a group), its arguments, and its description.
 _COMMANDS = {
     "init": (
         "init:init",
@@ -190,7 +191,6 @@ _COMMANDS = {
         "Remove the steps that the run's configuration does not keep, and remains of killed saves.",
     ),
 }
-# Every command: the function of `burnish.cli` that runs it ("" for a group), its arguments, what it does.
 
 
 def _place(text: str) -> PurePath:
@@ -219,6 +219,7 @@ def _flag(help_: str) -> dict[str, Any]:
 
 
 _STEP = "RUN or RUN/checkpoints/step-N, here or as a URL"
+# Destination and description of each positional argument, by its name in the help.
 _POSITIONAL = {
     "CONFIG": (
         "config",
@@ -291,8 +292,7 @@ _POSITIONAL = {
         ),
     ),
 }
-# Destination and meaning of each positional argument, by what the help calls it.
-# An option that means something else to one command has a second entry, under "COMMAND --option".
+# An option with another meaning in one command has a second entry, "COMMAND --option".
 _OPTIONS = {
     "--dry-run": _flag("do the setup without weights, print what the run would do, and stop"),
     "--json": _flag("print one JSON object"),

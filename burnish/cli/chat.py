@@ -28,8 +28,8 @@ from burnish.train.localize import local_inputs
 from burnish.train.pins import at_newest_steps
 from burnish.train.setup import Foundation, builtin_generator, lay_foundation, load_frozen, prove
 
-_HALF = "\N{REPLACEMENT CHARACTER}"
-# Ends a text whose last character has not all its tokens yet.
+# A text ends with it while tokens of its last character are missing.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def chat(given: Namespace) -> None:
@@ -81,7 +81,7 @@ def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
         def show(token_ids: Sequence[int], *, ended: bool = False) -> None:
             nonlocal shown
             answer = str(tokenizer.decode(token_ids, skip_special_tokens=True))
-            if ended or (answer.startswith(shown) and not answer.endswith(_HALF)):
+            if ended or (answer.startswith(shown) and not answer.endswith(_INCOMPLETE)):
                 print_text(answer.removeprefix(shown), end="\n" if ended else "")
                 shown = answer
 

@@ -59,8 +59,8 @@ Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
 P = TypeVar("P", bound=PurePath)
 
+# Values of the parser that are no arguments of a command.
 _OF_PARSER = ("command", "subcommand", "function", "json")
-# What the parser says beside a command's own arguments.
 
 
 @dataclass(frozen=True, slots=True)

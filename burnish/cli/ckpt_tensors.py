@@ -29,8 +29,8 @@ from burnish.train.localize import local_directory
 
 FILE_BYTES = 5_000_000_000
 """Size of a file of weights."""
-_SHOWN = 5
-# Tensors that differ most, without --tensors.
+# Number of tensors shown without --tensors, those that differ most.
+_SHOWN_TENSORS = 5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,10 +50,10 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome
         say(f"{name}  relative L2 {total.relative_l2:.3g}; tensors {counts}")
     differing = [each for each in found if each.verdict != "equal"]
     differing.sort(key=lambda e: -e.distance.relative_l2 if e.distance else -math.inf)
-    for each in differing if tensors else differing[:_SHOWN]:
+    for each in differing if tensors else differing[:_SHOWN_TENSORS]:
         say(f"  {each.key}  {_words(each)}")
-    if not tensors and len(differing) > _SHOWN:
-        say(f"  and {len(differing) - _SHOWN} more, which --tensors shows")
+    if not tensors and len(differing) > _SHOWN_TENSORS:
+        say(f"  and {len(differing) - _SHOWN_TENSORS} more, which --tensors shows")
     all_verdicts = Counter(each.verdict for each in found)
     report = {"a": str(first.path), "b": str(second.path), "same": not differing}
     plain = [each.as_json() for each in found]

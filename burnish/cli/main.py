@@ -31,8 +31,8 @@ _OF_PLACES = (
 )
 """Errors of the operating system that are about a file that the user named."""
 _LONGEST_NAME = 200
-_TALKATIVE = ("torchao", "torch.utils._pytree")
-# Loggers that warn of what nobody asked for: transformers imports torchao wherever it is installed.
+# Loggers with warnings that do not concern a run. Transformers imports torchao wherever it is installed.
+_NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _set_up_logging() -> None:
     handler.setFormatter(form)
     logging.basicConfig(handlers=[handler])
     logging.getLogger("burnish").setLevel(level.upper())
-    for name in _TALKATIVE:
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

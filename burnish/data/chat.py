@@ -33,8 +33,8 @@ Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""
 
 _CONTEXT = 30
+# A text that tokenizers do not merge with the text after it.
 _ANCHOR = "\n"
-# Text that another follows without being merged with it.
 _CONTENTS = ("0", "x")
 """Two contents of a message that have no beginning in common."""
 _MARKING = {

@@ -21,10 +21,10 @@ from typing import Any, TextIO
 from burnish.distributed.environment import STOPPING, die_with, environ_of_child
 from burnish.errors import BurnishError
 
+# Seconds that a killed process may take to end. The system lets it finish what it does on a disk.
 _KILL_SECONDS = 10.0
-# How long one that was killed may take to go: the system lets it finish what it has begun on a disk.
+# Lines of its log that an error shows.
 _LAST_LINES = 20
-# Of its log, in an error.
 
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 _WITHOUT_FP64 = frozenset({"mps", "npu"})
 
 _STATUS = Path("/proc/self/status")
-_MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 # mallopt(3): M_MMAP_MAX 0, M_TRIM_THRESHOLD off, M_TOP_PAD 256 MiB.
+_MALLOC_SETTINGS = ((-4, 0), (-1, -1), (-2, 256 << 20))
 
 
 def uncompiled(function: Function) -> Function:

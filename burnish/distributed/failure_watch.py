@@ -49,19 +49,19 @@ from burnish.distributed.stall import (
 from burnish.errors import BurnishError, StoppedError
 from burnish.tracking import logs
 
+# Seconds for a rank that hears of a failure to leave. Then its process is ended.
 _GRACE_SECONDS = 5.0
-# A rank that hears of a failure has this long to leave; then its process is ended.
+# The same if no rank moves, so that none can leave by itself.
 _HELD_UP_SECONDS = 1.0
-# The same where no rank moves, so that none can leave by itself.
+# Seconds for a rank with a broken collective to hear which rank failed.
 _VERDICT_SECONDS = 2.0
-# A rank with a broken collective waits this long to hear whose fault it was.
 _CONNECT_SECONDS, _AGAIN_SECONDS = 60.0, 0.5
+# Seconds of silence before the other machine is asked, seconds between questions, and number of questions.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# Seconds of silence before the other machine is asked, seconds between questions, questions.
+# Ranks that may connect at one time; seconds before the relay tries again when descriptors have run out.
 _BACKLOG, _FULL_SECONDS = 4096, 1.0
-# Ranks that may knock at one time; how long the relay waits before it tries again to open a file.
-_LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
 # Characters of a message, and of each line of a log in it.
+_LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from burnish.families import ModelSizes
 if TYPE_CHECKING:  # this module does without torch
     from torch.distributed import ProcessGroup
 
-_ROW_BYTES = 16
 # Grouped matrix products of experts take rows of a multiple of so many bytes.
+_ROW_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)

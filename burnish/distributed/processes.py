@@ -42,19 +42,19 @@ _BACKENDS = {
     "npu": "cpu:gloo,npu:hccl",
 }
 
+# Messages of gloo and NCCL about a time-out.
 _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
-# How gloo and NCCL say it.
-_LEAVE = timedelta(seconds=5)
-# How long rank 0, where it serves the store, waits at the end for ranks that may still be using it.
-_UNSAID = 20.0
-# Seconds that rank 0 waits for others before it says so.
+# How long rank 0 waits at the end, if it serves the store, for ranks that may still use it.
+_END_WAIT = timedelta(seconds=5)
+# Seconds that rank 0 waits for others before it reports that it waits.
+_SILENT_SECONDS = 20.0
 _COUNT, _ALL = "count", "all"
-_LOOK = timedelta(seconds=30)
 # How long a rank waits for the names of the absent.
+_NAMES_WAIT = timedelta(seconds=30)
+# Up to so many ranks are all connected to each other. More ranks send small messages within groups of so many.
 _MESH, _GROUP = 256, 8
-# Ranks that are all connected to each other; above, ranks of each group that small messages go round in.
-_OWN_FILES = 512
 # Descriptors that a rank needs beside its connections.
+_OWN_FILES = 512
 
 
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
@@ -208,7 +208,7 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
     with suppress(RuntimeError):  # a rank that leaves much later than rank 0 finds the store closed
         _arrive(store, layout, "left")
         if layout.rank == 0 and not place.agent_store:
-            store.wait([f"left/{_ALL}"], _LEAVE)
+            store.wait([f"left/{_ALL}"], _END_WAIT)
 
 
 def raise_descriptors(connections: int) -> None:
@@ -251,7 +251,7 @@ def is_first(text: str) -> bool:
     place = place_of(os.environ)
     if place.agent_store:
         with suppress(RuntimeError, OSError):
-            store = TCPStore(place.host, place.port, place.layout.world, False, _LEAVE, False)
+            store = TCPStore(place.host, place.port, place.layout.world, False, _END_WAIT, False)
             digest = hashlib.sha256(text.encode()).hexdigest()
             return bool(store.add(f"burnish/{place.attempt}/said/{digest}", 1) == 1)
     return True
@@ -268,7 +268,7 @@ def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: st
     _arrive(store, layout, point)
     everybody, end = [f"{point}/{_ALL}"], time.monotonic() + timeout.total_seconds()
     with _named_absence(store, layout, timeout, point):
-        said = min(end, time.monotonic() + _UNSAID)
+        said = min(end, time.monotonic() + _SILENT_SECONDS)
         while layout.is_main and not store.check(everybody):  # a wait that fails makes torch warn
             time.sleep(0.02)
             if time.monotonic() > said:
@@ -297,7 +297,7 @@ def _absent(store: Store, world: int, point: str) -> str:
         if store.add(f"{point}/asked", 1) == 1:
             absent = [rank for rank in range(world) if not store.check([f"{point}/{rank}"])]
             store.set(f"{point}/absent", few([str(rank) for rank in absent]))
-        store.wait([f"{point}/absent"], _LOOK)
+        store.wait([f"{point}/absent"], _NAMES_WAIT)
         return f"nothing from rank {store.get(f'{point}/absent').decode()}"
     except RuntimeError:
         return "the meeting point has closed: rank 0 or the launcher is gone"

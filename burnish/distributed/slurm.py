@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from burnish.distributed.environment import Place, layout_of, number_of
 from burnish.errors import UsageError
 
-_PORTS = range(15000, 30000)
 # Linux hands out ports from 32768 up by itself.
+_PORTS = range(15000, 30000)
 
 
 def place_of_step(environ: Mapping[str, str]) -> Place:

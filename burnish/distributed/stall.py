@@ -32,10 +32,10 @@ import torch
 from burnish.distributed.device import current_device, total_memory, used_memory
 from burnish.tracking import logs
 
+# Modules whose frames do not show what a rank was doing. Neither do Python's own.
 _MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
-# Modules whose frames do not tell what a rank was doing. Nor do Python's own.
+# Stacks that are remembered. A loop that only waits repeats few.
 _REMEMBERED = 16
-# Stacks that a loop which only waits may go through.
 _TICK_SECONDS, _LONGEST_PAUSE, _LONGEST_ANSWER = 5.0, 60.0, 30.0
 _WRITING_SECONDS = 2.0
 _SHARE_OF_TIMEOUT = 0.9
@@ -43,8 +43,8 @@ _MOST_GROUPS, _MOST_RECORDED = 64, 3
 _COLLECTIVE = re.compile(
     r"_?(all_|reduce|broadcast|barrier|monitored_barrier|gather|scatter|send|recv)"
 )
+# Torch's functions that return the flight records of NCCL and of other backends.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-# NCCL's, and that of the other backends.
 _WRAPPERS = "torch.distributed.c10d_logger"
 
 Answer = dict[str, Any]

@@ -34,7 +34,7 @@ _READ_SECONDS = 30
 _MAX_ATTEMPTS = 2
 _UNFINISHED = ".part"
 _VERSIONS = ("ETag", "etag", "generation", "created")
-# Give up soon on a name node that does not answer: `Remote` retries. Several attempts, for a standby.
+# Give up soon on a name node that does not answer, because `Remote` retries. Several attempts let a standby answer.
 _HDFS_CONFIG = {
     "dfs.client.failover.max.attempts": "4",
     "dfs.client.failover.sleep.base.millis": "50",

@@ -13,8 +13,8 @@ from pathlib import Path, PurePath
 from burnish.errors import BurnishError, few
 from burnish.files.storage import Bytes, Closing, LocalFile, LocalStorage, Source
 
+# Syncs at one time. File systems join them.
 _SYNCS = 8
-# Syncs at one time, which file systems do together.
 
 
 def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:

@@ -37,13 +37,13 @@ DTYPE_BITS: Mapping[str, int] = {
 """Bits per element of every dtype the format knows."""
 
 _MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 16
+# Most marks of each tensor in a header: a pair of braces, two lists, ten quotation marks.
 _MOST_MARKS = {
     b"{": MAX_TENSORS + 2,
     b"[": 2 * MAX_TENSORS,
     b",": (_MAX_DIMS + 4) * MAX_TENSORS,
     b'"': 12 * MAX_TENSORS,
 }
-# A tensor has one pair of braces, two lists, and ten quotation marks.
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -237,8 +237,8 @@ ADAPTER_PREFIX = "base_model.model."
 _SINGLE = f"model{SUFFIX}"
 _PART = re.compile(rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 _INDEX_LIMIT = 64 << 20
+# Samples of each file, evenly spaced, and the bytes of a sample.
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-# Of each file, evenly over it.
 
 
 def weight_files(directory: Path) -> list[Path]:

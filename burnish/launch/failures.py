@@ -15,8 +15,8 @@ from burnish.tracking import logs
 
 _ALIKE = 3
 _NAME, _LONGEST_LINE = "failures.jsonl", 300
+# Parts of an error's text that differ from rank to rank.
 _OTHERS = re.compile(r"^rank \d+ \(.*?\) (?=failed|died)| while rank \d+ was in .*")
-# Parts of a failure's text that differ from rank to rank.
 
 
 def forget_failures(directory: Path) -> None:

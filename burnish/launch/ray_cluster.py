@@ -23,14 +23,14 @@ from burnish.errors import UsageError
 from burnish.launch.local import LAST_LINES, RankProcess, free_port
 from burnish.launch.supervisor import REFUSALS
 
+# Ray's names of accelerators for training.
 _DEVICES = ("GPU", "NPU")
-# What Ray calls accelerators that train.
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
+# Ranks get these variables of the driver. Others come from the nodes or from Ray's runtime environment.
 _PASSED = ("BURNISH_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_NCCL_")
-# The driver's variables that ranks get. Others come from the nodes, or by Ray's runtime environment.
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The status of a rank whose actor is gone, as if the system had killed it.
 _LOST = -signal.SIGKILL
-# The status of a rank whose actor is gone: the system has killed it.
 _ANSWER_SECONDS, _ALL_LINES, _PAUSE_SECONDS = 1.0, 1 << 14, 0.05
 _SERVERS_SECONDS, _MOST_STARTS = 1.0, 10
 

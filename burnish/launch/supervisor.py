@@ -17,10 +17,10 @@ from burnish.distributed.environment import AFTER_SAVE, STOPPING, handling
 from burnish.errors import BurnishError, MissingError, UsageError, count_text
 
 _LOOK_SECONDS = 0.5
+# Seconds that ranks may go on after one has failed. They hear of it within seconds, unless they have not met yet.
 _GRACE_SECONDS = 20.0
-# How long ranks may go on after one of them failed. They hear of it within seconds, unless they had not met yet.
+# Seconds for fewer processes to find their places.
 _SMALLER_SECONDS = 30.0
-# How long a smaller number of processes may take to find its place.
 REFUSALS = range(UsageError.exit_code, MissingError.exit_code + 1)
 """Exit codes of what starting again does not change: settings, data or checkpoints that cannot be used."""
 

@@ -39,8 +39,8 @@ from burnish.models.meta_init import (
 from burnish.models.names import regions, tensor_specs, tied_names
 from burnish.records.seeds import derive_seed
 
+# Dtypes of weights and buffers. All others are quantized.
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-# Weights and buffers are read from these; all others are quantized.
 
 _log = logging.getLogger(__name__)
 

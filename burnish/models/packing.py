@@ -26,8 +26,8 @@ from burnish.records import to_device
 Indices = npt.NDArray[np.int64]
 """Row numbers on the host, shape [N]."""
 
+# The tree is used if it saves one token in so many. Otherwise, taking rows costs more than it saves.
 _WORTHWHILE = 8
-# The tree is used where it saves one token in this many; below, taking rows costs more than it saves.
 
 
 def on_device(values: Indices, device: torch.device) -> Tensor:

@@ -36,8 +36,8 @@ from burnish.models.packing import on_device
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch
 
-_LEAST = 1e-30
-# Of a sum of probabilities to divide by: experts of no probability get no weight, and a finite gradient.
+# Least sum of probabilities to divide by. Experts of probability 0 get no weight and a finite gradient.
+_LEAST_SUM = 1e-30
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
@@ -168,7 +168,7 @@ class _Router:
         weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
         if not self._normalizes:
             return weights
-        return weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST)
+        return weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SUM)
 
 
 def index_dtype(experts: int) -> torch.dtype:

@@ -37,15 +37,15 @@ PER_MACHINE = 8
 NETWORK = 50e9
 """Bytes per second from one device to other machines."""
 _CPU = Accelerator(flops=1e12, memory_gib=16, bandwidth=30e9, link=5e9)
+# Share of an accelerator's memory. Driver, communication and fragmentation take the rest.
 _USABLE = 0.94
-# Of an accelerator's memory. Driver, communication and fragmentation take the rest.
 _SPEC = re.compile(r"(\d+)x([A-Za-z].*?)(?:-(\d+(?:\.\d+)?)G(?:i?B)?)?", re.IGNORECASE)
 _EFFICIENCY = 0.4
 _BANDWIDTH = 0.6
 _LINKS = 0.7
 _DISK = 2e9
+# Share of the forward pass that the backward pass computes again.
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
-# Forward passes that the backward pass computes again.
 ASSUMPTIONS = (
     "every sequence as long as it may be: without data.max_length a whole batch.tokens_per_device, "
     f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion's; no two sequences share a prompt",

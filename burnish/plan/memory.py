@@ -33,17 +33,17 @@ _BF16 = 2
 _PUBLISH_WAVE = 64 * _MIB
 _MUON_WAVE = 64 * _MIB
 _OPTIMIZER_WAVE = 256 * _MIB
-_SUMMED_ROWS = 2048
 # Rows of the output layer whose gradient is added up at one time.
-_CPU_LOGITS = 2 * _MIB
+_SUMMED_ROWS = 2048
 # Bytes of logits that a CPU converts to fp32 at one time.
-_MERGED = 1 << 20
+_CPU_LOGITS = 2 * _MIB
 # Elements of a weight that an adapter is merged into at one time.
+_MERGED = 1 << 20
 _PREFILL_TOKENS = 8192
+# Bytes of a checkpoint's block, and of the blocks assembled at one time.
 _BLOCK, _GROUP = 4 * _MIB, 16 * _MIB
-# Bytes of a checkpoint's block, and of the blocks that are filled at one time.
+# Bytes of an element in a step's files: weight, residual, two moments.
 _SAVED = (2, 2, 4, 4)
-# Bytes of an element in a step's files: weight, its rest to fp32, two moments.
 
 
 class Needs:

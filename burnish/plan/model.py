@@ -26,8 +26,8 @@ FP32 = 4
 ASSUMED_PROMPT = 512
 """Tokens of a prompt, if `data.max_prompt_length` is not given."""
 _BF16 = 2
+# Suffixes of linear layers whose columns tensor parallelism divides.
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
-# Ends of the names of linear layers whose columns tensor parallelism divides.
 
 
 def product_bytes(engine: EngineConfig) -> int:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# A sign right behind a digit, a letter or a closing bracket is an operator: 10-3 ends in 3.
+# A sign directly after a digit, a letter or a closing bracket is an operator: 10-3 ends in 3.
 _NUMBER = re.compile(
     rf"(?:(?<![\w)\]}}.])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?(?:/(?:{_DIGITS}))?",
     re.ASCII,

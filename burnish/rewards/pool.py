@@ -49,8 +49,8 @@ START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 BORNE_TIMEOUTS = 8
 """How many calls of one function may miss their deadline or end their process in a row, beside one per worker, before it is given up."""
+# Seconds after a deadline until a worker that is silent about async calls counts as blocked.
 _LATE_SECONDS = 5.0
-# How long after a deadline a worker may stay silent about async calls, before its event loop is taken to be blocked.
 _CLOSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 

@@ -32,12 +32,12 @@ from burnish.rollout.base import Sampling, Underway, Watch
 
 log = logging.getLogger("burnish")
 
+# Seconds between looks for a signal while servers generate.
 _POLL_SECONDS = 0.1
-# Between looks for a signal while servers generate.
+# Seconds that a signal may take to reach this process after it has ended all servers.
 _GRACE_SECONDS = 2.0
-# How long a signal that has ended all servers may be on its way to this process.
+# Seconds for a server to tell how far it is.
 _TOLD_SECONDS = 10.0
-# How long a server may take to tell how far it is.
 _WRONG = (OSError, HTTPException, *messages.NONSENSE)
 
 T = TypeVar("T")

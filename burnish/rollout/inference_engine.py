@@ -30,10 +30,10 @@ from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
 from burnish.rollout.builtin.stopping import Decode
 from burnish.rollout.running import LocalGenerator, Running
 
+# Bytes of weights that an engine gets at a time.
 _WAVE_BYTES = 64 << 20
-# Of weights that are handed to an engine at a time.
+# Engines join these even if a model's `packed_modules_mapping` does not say so.
 _JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-# What engines join even where a model's `packed_modules_mapping` does not say so.
 
 
 def draw_settings(sampling: Sampling) -> list[float]:

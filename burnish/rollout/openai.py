@@ -33,10 +33,10 @@ KEY = "OPENAI_API_KEY"
 AT_ONCE = 32
 """Requests under way if `rollout.slots` is auto."""
 _RETRIES = 6
+# Seconds between attempts. They double each time, unless the endpoint names a time.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
-# Seconds; they double from one attempt to the next, or are what the endpoint asks for.
+# After these statuses, as after 500 and above, another attempt may succeed.
 _BUSY = frozenset({408, 409, 425, 429})
-# Statuses beside those of 500 and more after which another attempt may succeed.
 
 
 class _Passing(Exception):

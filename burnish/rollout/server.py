@@ -35,8 +35,8 @@ from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
 
+# Seconds between two looks at a call, and between two messages to its client.
 _POLL_SECONDS, _BEAT_SECONDS = 0.2, 1.0
-# A client hears of a call under way at least so often, unless the generator hangs.
 
 log = logging.getLogger("burnish")
 

@@ -22,12 +22,12 @@ from burnish.tracking.spans import Spans
 _BYTES, _FILES = 10_000_000, 4
 _LAST_LINES, _LAST_BYTES = 8, 1 << 14
 _CRASH, _CRASH_LINES = "Fatal Python error", 12  # how stacks of faulthandler begin
+# Escapes of control characters, which would move a terminal's cursor or begin a line.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
-# Control characters, which would move a terminal's cursor or begin a line of their own.
 
 log = logging.getLogger("burnish")
+# Its handler is this process's latest log, for errors that are reported after the run.
 _ended = logging.getLogger("burnish.ended")
-# Keeps this process's latest log as its handler, for an error that is known once the run has left it.
 
 
 class RankLog(RotatingFileHandler):

@@ -26,8 +26,8 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 _DRAWS_A_SECOND = 5
+# Seconds between a phase's lines without a terminal, and before the first line of the first phase of a name.
 _LINE_SECONDS, _FIRST_SECONDS = 30.0, 2.0
-# Between lines of a phase where there is no terminal, and before the first line of the first phase of a name.
 _SPEED_SECONDS = 3600.0  # the time left is judged by the speed over this time
 
 

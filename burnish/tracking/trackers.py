@@ -36,8 +36,8 @@ _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, and m
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of one told to stop
 _BURST_SECONDS = 10.0  # until a tracker in the background takes what waits for it
 _OF_STEPS = ("log", "log_rollouts", "log_traces")
+# Most calls of each method that wait for a tracker.
 _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
-# Calls of each method that may wait for a tracker.
 _CHARACTERS = 2000  # of a warning
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False)
 

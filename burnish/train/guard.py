@@ -18,10 +18,10 @@ from burnish.rollout.base import Generator
 from burnish.train.collect import sampling
 from burnish.train.policy_update import PolicyUpdate
 
+# Fewest prompts, and most tokens of a completion.
 _PROMPTS, _TOKENS = 4, 16
-# At least so many prompts, and most tokens of a completion.
-_HONEST = {"fp32": 0.01, "bf16": 0.2}
-# In nats. Rounding explains less, in mixtures too, where it sends a token to another expert now and then.
+# Nats. Rounding causes less, even in mixtures, where it sometimes sends a token to another expert.
+_ROUNDING_NATS = {"fp32": 0.01, "bf16": 0.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Guard:
         if limit is None or (version != self.first and version % rollout.check_every):
             return
         if limit == "auto":
-            limit = _HONEST[config.engine.precision]
+            limit = _ROUNDING_NATS[config.engine.precision]
         drawn = self._drawn()
         tokens = int(drawn.lengths.sum())
         mean = float(self.update.disagreement(drawn).sum()) / max(tokens, 1)

@@ -14,8 +14,8 @@ from burnish.distributed.layout import Layout
 from burnish.records import Floats, Rollout
 from burnish.records.rollout_table import RolloutTable
 
+# Tokens of the rollouts that rank 0 gets at a time.
 _ROUND_TOKENS = 1 << 20
-# Of the rollouts that rank 0 gets at a time.
 
 
 def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:

@@ -46,7 +46,7 @@ SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 """What generates with packages of their own, by package."""
 
-# A service that is down, or a host that does not exist, should show before somebody looks elsewhere.
+# A user should see soon that a service is down or a host does not exist.
 _PATIENCE = RetryPolicy(seconds=20)
 
 

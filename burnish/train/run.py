@@ -54,10 +54,10 @@ from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
 from burnish.train.trainer_state import Position, Updates, counts, state_of, take_up
 
+# Seconds that a run waits for its mirror after it was told to stop. The step is on its disk already.
 _GRACE_SECONDS = 10.0
-# How long a run that was told to stop waits for its mirror: what counts then is the step on its disk.
+# Seconds between checkpoints with save_every: auto.
 _SAVE_SECONDS = 1800.0
-# Time between checkpoints with save_every auto.
 
 log = logging.getLogger("burnish")
 

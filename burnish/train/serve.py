@@ -42,8 +42,9 @@ from burnish.tracking.rundir import RunDirectory, write_atomically
 from burnish.train.setup import Foundation, lay_foundation, local_generator
 from burnish.train.signals import StopRequested, catch_signals
 
+# Seconds for generators to start, less than other ranks wait by default, and to describe themselves.
 _START_SECONDS, _PROBE_SECONDS = 500.0, 5.0
-# How long generators may take to start, less than other ranks wait by default; and to answer what they are.
+# Variables of launchers that a process beside a rank must not get.
 _LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -54,7 +55,6 @@ _LAUNCHERS = (
     "TORCHELASTIC",
     "SLURM_",
 )
-# A process beside a rank is no rank.
 
 log = logging.getLogger("burnish")
 

@@ -46,11 +46,11 @@ from burnish.train.collect import Collector, Judge
 
 _MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
+# Module and class of each inference engine's generator.
 _ENGINES = {
     "vllm": ("burnish.rollout.vllm.vllm_generator", "VllmGenerator"),
     "sglang": ("burnish.rollout.sglang.sglang_generator", "SglangGenerator"),
 }
-# Modules and classes of generators around an inference engine.
 
 Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
 

@@ -12,8 +12,8 @@ from burnish.tracking.stats import Max, Stats
 
 log = logging.getLogger("burnish")
 
+# A straggler takes so many times as long as the median rank, so many seconds longer, in so many steps in a row.
 _FACTOR, _SECONDS, _STEPS = 1.5, 1.0, 3
-# A straggler takes so many times as long as the median rank, and so much longer, in so many steps in a row.
 
 
 class Stragglers:

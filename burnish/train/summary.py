@@ -31,8 +31,8 @@ from burnish.train.own_directory import committed_steps
 from burnish.train.preflight import data_sizes, is_asked_here, model_fields
 
 _BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
+# Seconds for counting the rows of a data set.
 _COUNTING_SECONDS = 0.3
-# For the rows of a data set.
 _CHUNK = 1 << 20
 _Row = tuple[str, str]
 

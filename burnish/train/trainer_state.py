@@ -82,8 +82,8 @@ class Position:
 
 
 _POSITION = TypeAdapter(Position)
+# Fields that older checkpoints lack.
 _WRITTEN_LATER = {"roles", "measured_later", "kl_coef", "ahead"}
-# Fields that older steps lack.
 
 
 def weights_version(steps: int, warmup_steps: int) -> int:

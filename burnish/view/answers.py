@@ -39,14 +39,14 @@ Answer = dict[str, Any]
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
+# Fewest seconds between two searches for runs, bytes of each run's metrics that a list reads, and runs whose metrics are kept.
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
-# Least time between two searches for runs, how much of its metrics a list reads of each, and how many runs' are held whole.
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
-_NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "9p", "afs"}
 # File systems on which SQLite's shared memory does not work between machines.
+_NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "9p", "afs"}
 
 
 class Query(RolloutFilter):

@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
 """Orders of rollouts: "place" is newest first, "step" is the reverse."""
+# A rollout's prompt, sample, place, reward, length and source.
 _Facts = tuple[int, int, int, float, int, str]
-# Prompt, sample, place, reward, length and source of a rollout.
+# A rollout's number, its value in the sorted column, and its place. None if there was no time to index the rest.
 _Place = tuple[int, float, int | None]
-# Number of a rollout, its value in the column that is sorted by, and place; None where there was no time to index what follows.
 
 FORMAT = 2
 _SEQUENCE_BITS, _STEP_BITS, _LINE_BITS, _BLOCK_BITS = 22, 39, 22, 40
@@ -43,11 +43,11 @@ LAST_STEP = (1 << _STEP_BITS) - 1
 """The last step that an index can have."""
 _LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # number
 _NAN = math.nextafter(-math.inf, 0.0)  # in place of NaN, which SQLite cannot hold
+# Seconds for a page to index, for a search to read, and to count rows.
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.1, 1.0, 0.15
-# How long a page may index, a search may read, and rows may be counted.
 _SORTED_AT_ONCE, _BLOCKS_HELD, _BUSY_SECONDS = 50_000, 16, 30.0
+# Fewest seconds between two looks at the directory, their largest share of all time, and the age of a reliable directory time.
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
-# Least time between two looks at the directory, most of the time that they may take, and the age of a directory whose time is sure.
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;

@@ -25,8 +25,8 @@ from burnish.view.answers import Answer, Answers, Query
 
 PAGE = Path(__file__).parent / "page"
 _OF_RUNS = ("runs", "metrics", "timeline", "checkpoints", "log", "config", "environment")
+# Methods of `Answers` with a path of their own.
 _OF_ROLLOUTS = ("rollouts", "rollout", "facets")
-# Methods of `Answers` that have a path.
 _LIVE_SECONDS = 1.0
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?")
 _FRESH = {"Cache-Control": "no-cache"}

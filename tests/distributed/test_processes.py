@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def test_rank_0_says_for_whom_it_waits(monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_UNSAID", 0.1)
+    monkeypatch.setattr(processes, "_SILENT_SECONDS", 0.1)
     store = HashStore()
     store.set("met/1", "here")
     store.add("met/count", 1)
@@ -45,7 +45,7 @@ def test_rank_0_says_for_whom_it_waits(monkeypatch, caplog):
         processes._await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=1), "met")
     assert "2 of 3" in caplog.text
     assert "rank 2" in str(caught.value)
-    monkeypatch.setattr(processes, "_UNSAID", 1e6)
+    monkeypatch.setattr(processes, "_SILENT_SECONDS", 1e6)
     with pytest.raises(BurnishError):
         processes._await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=0.2), "again")
     processes._await_everybody(store, Layout(2, 3, 2, 3), timedelta(seconds=1), "met")

@@ -13,6 +13,7 @@ def prepared(tmp_path_factory):
     return directory
 
 
+# `make faults` runs all others.
 SAMPLE = [
     (0, "in the middle of a file"),
     (1, "all sent, before it says so"),
@@ -21,7 +22,6 @@ SAMPLE = [
     (0, "COMMIT not read back"),
     (1, "all sealed, before its portion goes"),
 ]
-# The others: make faults.
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ number = itertools.count()
 HASTY = RetryPolicy(tries=200, seconds=90, first_pause=0.05, longest_pause=1.0, silence=10)
 
 
+# `make faults` runs all others.
 SAMPLE = [
     ("upload, mid-object", "kill"),
     pytest.param("upload, data without COMMIT", "kill", marks=pytest.mark.nightly),
@@ -33,7 +34,6 @@ SAMPLE = [
     pytest.param("upload, data without COMMIT", "ENOSPC", marks=pytest.mark.nightly),
     ("upload, mid-object", "hang"),
 ]
-# The others: make faults.
 
 
 @pytest.mark.parametrize(("moment", "fault"), SAMPLE)

@@ -41,8 +41,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM has its own
 ]
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 # vLLM's attention on CPUs wants heads of 32 and more.
+SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 
 
 def made(family: str = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -17,8 +17,8 @@ from checkpoints_for_tests import committed
 from served_runs import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
 from training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
 
-STEPS, MEET_SECONDS = 6, 120
 # How long a rank waits for one that is killed before they meet: no launcher ends it here.
+STEPS, MEET_SECONDS = 6, 120
 SLOW = """\
 import time
 

@@ -66,12 +66,12 @@ SYNC, NUDGE = "sync", "nudge"
 LOOK_SECONDS = 1.0
 """Between two looks at what the other disks have done."""
 
+# Directories whose files are removed from the mirror when the run removes them.
 _THINNED = ("rollouts", "traces")
-# Directories whose files go from the mirror when they go from the run's directory.
 KEPT = (*_THINNED, "tensorboard", "logs", "profiles", "trackers")
 """Directories of the run's own that are copied. Of several disks only the first one's are."""
-_LISTED = 0
-# The time of a file that was there before this process.
+# Stands for the time of a file that was there before this process.
+_THERE_BEFORE = 0
 _CHANGING = (
     "config.yaml",
     "git.diff",
@@ -82,8 +82,8 @@ _CHANGING = (
 )
 _FILES_AT_ONCE = 4
 _TRIES = 3
+# Most messages of progress in one sync. All must fit into the pipe, because nobody may be reading.
 _REPORTS = 100
-# Most messages of progress in one sync: they have to fit into the pipe, for nobody may be reading.
 
 _log = logging.getLogger(__name__)
 
@@ -477,7 +477,7 @@ class Sync:
         directory, remote = self._mirror.directory, self._mirror.remote
         if not self._is_listed:
             found = (file for kept in KEPT for file in remote.files(kept))
-            self._outputs |= {file.name: (file.size, _LISTED) for file in found}
+            self._outputs |= {file.name: (file.size, _THERE_BEFORE) for file in found}
             self._is_listed = True
         kept = [path for each in KEPT for path in sorted((directory / each).rglob("[!.]*"))]
         here = set[str]()
@@ -489,7 +489,7 @@ class Sync:
                 here.add(name)
                 state = path.stat()
                 mark = (state.st_size, state.st_mtime_ns)
-                if self._outputs.get(name) not in (mark, (state.st_size, _LISTED)):
+                if self._outputs.get(name) not in (mark, (state.st_size, _THERE_BEFORE)):
                     _put_copy(remote, name, path)
                 self._outputs[name] = mark
         for each in _THINNED:

@@ -46,10 +46,10 @@ from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirecto
 _CONFIG_LIMIT, _METRICS_LIMIT, _FILE_LIMIT = 16 << 20, 4 << 30, 4 << 30
 _FILES_AT_ONCE = 8
 _PROCESS = "burnish.checkpoint.destinations.mirror"
+# Seconds between two looks at the mirror at the end of a run.
 _LOOK_SECONDS = 0.2
-# Between two looks at the mirror at the end of a run.
+# Seconds before a failed sync is tried again.
 _PAUSE_SECONDS = 5.0
-# Before what failed there is tried again.
 
 _log = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 
 _CARD = "README.md"
 
+# Elements. malloc keeps temporaries of this size. Larger ones cost ten times as much in page faults.
 _CHUNK = 1 << 14
-# Elements. malloc keeps temporaries of this size; larger ones cost ten times as much, in page faults.
 
 
 class StepModel(Closing):

@@ -36,8 +36,9 @@ _SET_SECCOMP, _FILTER = 22, 2
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF's instructions
 _REFUSE, _ALLOW = 0x00050000 | errno.EPERM, 0x7FFF0000
 _X32 = 1 << 30  # system calls of the x32 ABI, which have other numbers
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # in <linux/audit.h>
-# The numbers of the refused system calls on each of these machines. aarch64 lacks the older forms.
+# AUDIT_ARCH of each machine, from <linux/audit.h>.
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# The numbers of refused system calls on these machines. aarch64 lacks the older forms.
 _REFUSED: dict[str, tuple[int, int | None]] = {
     "socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425), "ptrace": (101, 117),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "process_vm_writev": (311, 271),

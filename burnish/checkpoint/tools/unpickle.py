@@ -26,6 +26,7 @@ from burnish.files.safetensors import build_header
 _CHUNK = 1 << 22  # elements
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 _DCP = "torch.distributed.checkpoint"
+# Classes and functions that DCP's metadata is made of, by module.
 _ALLOWED = {
     f"{_DCP}.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
@@ -40,7 +41,6 @@ _ALLOWED = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "Path"},
 }  # fmt: skip
-# Classes and functions that DCP's metadata is made of, by module.
 
 Piece = tuple[str, list[int], list[int], Tensor]
 """A part of a tensor: name in the state dict, global shape, offsets, elements."""

@@ -45,8 +45,8 @@ from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# A matrix of all experts of the rank. With TransformerEngine each expert has its own, by number.
 _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
-# A matrix of all experts that the rank has, or with TransformerEngine of the one with this number among them.
 
 
 class MegatronOptimizer:

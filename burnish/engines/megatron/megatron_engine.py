@@ -289,8 +289,8 @@ def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]
     return [of(own) for own in waiting]
 
 
+# Megatron's divisor of gradients. Losses are divided already, so it gets none.
 _NO_TOKENS = 0
-# Megatron divides by the tokens of a step where it is asked to; here losses are divided already.
 
 
 def _loss_of(batch: _Planned, found: TokenOutputs, loss: LossOf) -> Tensor:

@@ -60,6 +60,7 @@ from burnish.models.scorer import ScoringPlan
 from burnish.models.value_head import head_has_bias, state_values
 from burnish.records import TokenOutputs
 
+# Megatron's settings for each `engine.activation_checkpointing`.
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -69,7 +70,6 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
-# What `engine.activation_checkpointing` is to Megatron.
 
 
 class PackedGPT(GPTModel):

@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from burnish.distributed.host_memory import Arena, storage_bytes
 from burnish.engines.torch.parallelize import Run
 
-_SMALL = 1024
-# Bytes that are not worth a copy.
+# Tensors of fewer bytes stay on the device.
+_SMALL_BYTES = 1024
 
 
 class _Stored:
@@ -164,7 +164,7 @@ class ActivationOffload:
             plain
             and tensor.device.type == self._device.type
             and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage().nbytes() >= _SMALL
+            and tensor.untyped_storage().nbytes() >= _SMALL_BYTES
         )
 
     def _copy_out(self, each: Iterable[_Stored]) -> torch.Event | None:

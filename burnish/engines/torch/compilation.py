@@ -18,8 +18,8 @@ from burnish.distributed.device import uncompiled
 from burnish.errors import refusing
 
 _GROUPED = "grouped_mm"
+# Transformers knows the computation of experts under this name.
 _UNCOMPILED = "burnish_uncompiled"
-# The names under which transformers knows how experts are computed.
 
 ALL_EXPERTS_FUNCTIONS.register(_UNCOMPILED, uncompiled(ALL_EXPERTS_FUNCTIONS[_GROUPED]))
 

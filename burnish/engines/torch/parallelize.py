@@ -45,8 +45,7 @@ _PRODUCTS = frozenset(
         "transformers::grouped_mm_fallback",
     }
 )
-"""Operators whose results selective checkpointing keeps."""
-# Not aten::bmm: Gemma 3n adds to its results in place, which would be done twice.
+"""Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, which would be done twice."""
 
 _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 

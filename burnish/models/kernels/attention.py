@@ -31,12 +31,12 @@ from burnish.records import to_device
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
 
+# Any other number or tensor among the keyword arguments, such as a soft cap, sinks or chosen blocks of keys, is refused.
 _UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "position_ids"})
-# Another number or tensor among the keyword arguments, as a soft cap, sinks or chosen blocks of keys, changes what is computed.
 
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# torch 2.11 takes fewer key heads than query heads without the keyword.
 _varlen_attn = partial(varlen_attn, enable_gqa=True) if _HAS_GQA else varlen_attn
-# torch 2.11 takes fewer key heads than query heads without being told.
 
 
 Heads = tuple[Tensor, Tensor, Tensor]

@@ -22,12 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.distributed.device import has_matrix_units
 
+# Scores at a time, 4 MiB in fp32. More do not stay in the caches, fewer cost too many calls.
 _SCORES = 1 << 20
-# Scores at a time: 4 MiB in fp32. More leave the caches, fewer are all overhead.
+# Most scores for the queries of one key head.
 _MOST_SCORES = 1 << 22
-# The limit for the queries of one key head.
+# A span has an eighth of all queries, within these limits. Fewer make slow products, more compute larger unused triangles.
 _FEWEST_QUERIES, _MOST_QUERIES = 64, 512
-# A span has an eighth of all queries, within these. Fewer make slow products, more compute larger unused triangles.
 
 
 @torch.library.custom_op("burnish::causal_attention", mutates_args=())

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from burnish.families import family_of
 from burnish.models.kernels.attention import attention_forward
 
+# Elements of a block on a CPU, 1 MiB in fp32.
 _CPU_BLOCK_ELEMENTS = 1 << 18
-# Elements of a block on a CPU: 1 MiB in fp32.
 
 
 def fuse(model: PreTrainedModel) -> None:

@@ -45,8 +45,8 @@ from burnish.models.names import Region, model_shards, regions
 from burnish.models.parts import Cut, cut_regions
 from burnish.records.seeds import derive_seed
 
+# Elements of a weight that are merged in fp32 at a time.
 _BLOCK_ELEMENTS = 1 << 20
-# Of a merged weight at a time in fp32.
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from burnish.files.strict_json import parse_json
 
 ADAPTER_NAME = "default"
 """The name that PEFT gives an adapter without one."""
+# PEFT's key for the model's path or its name on a hub.
 _BASE_PATH = "base_model_name_or_path"
-# The key of PEFT's configuration with the model's path, or its name on a hub.
+# Name of the module with the parameters of a layer's experts.
 _EXPERTS = "experts"
-# The module that has the parameters of a layer's experts.
 
 _log = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from burnish.rollout.running import Running
 
 _PREFILL_TOKENS = 8192
 """Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
+# Copies of the logits that sampling holds, about.
 _LOGIT_COPIES = 5
-# Sampling holds about so many copies of the logits.
 _KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,

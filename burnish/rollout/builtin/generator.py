@@ -23,8 +23,8 @@ from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.running import LocalGenerator
 
+# Share for the cache. Prompts that are read and fragmentation take the rest.
 _SHARE_OF_FREE_MEMORY = 0.8
-# The rest is for prompts that are read and for what the allocator loses.
 
 
 class BuiltinGenerator(LocalGenerator[SlotSequence]):

@@ -20,10 +20,10 @@ from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
 from burnish.rollout.inference_engine import draw_groups, draw_settings
 
+# The key of its arguments in `custom_params`.
 _ARGUMENT = "burnish"
-# Its name in `custom_params`.
+# Log-probs are scaled; the second stands for a log-prob of 0. SGLang may replace -inf by -1e30, far below all others.
 _SCALE, _LEAST = 2.0**80, 2.0**-70
-# The second stands for a log-prob of 0. SGLang may replace -inf by -1e30, far below all others.
 TOP = 3
 """How many of the largest log-probs `read` needs."""
 

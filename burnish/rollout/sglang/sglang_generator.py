@@ -42,12 +42,12 @@ from burnish.rollout.inference_engine import (
 
 _OLDEST = (0, 5, 23)
 _READ_BACK = "burnish.rollout.sglang.read_back.write_parameters"
-_RESERVED = 2
-# SGLang ends a sequence so many tokens before its `context_length`.
+# SGLang ends a sequence so many tokens before `context_length`.
+_RESERVED_TOKENS = 2
+# Share of its memory that SGLang takes for weights and cache. Activations and graphs take more.
 _STATIC_SHARE = 0.8
-# What SGLang may take of an accelerator's memory that it may have, for weights and cache; activations and graphs take more.
+# Tokens of a completion that SGLang sends together if no stop string can end it.
 _CHUNK = 16
-# Tokens of a completion that SGLang sends together where no text can end it.
 
 
 class SglangGenerator(EngineGenerator):
@@ -72,7 +72,7 @@ class SglangGenerator(EngineGenerator):
         super().__init__(hf_config, device, dtype, eos_token_ids, decode, max_length)
         self._tensor_parallel = tensor_parallel
         self._vocabulary: int = hf_config.get_text_config().vocab_size
-        longest = self._max_positions and self._max_positions + _RESERVED
+        longest = self._max_positions and self._max_positions + _RESERVED_TOKENS
         # SGLang's limit counts two tokens that no sequence gets, so it is above the model's.
         os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
         sglang = import_engine("SGLang", _OLDEST)

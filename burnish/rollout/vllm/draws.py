@@ -22,10 +22,10 @@ from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
 from burnish.rollout.inference_engine import draw_groups, draw_settings
 
+# The key of its arguments in `SamplingParams.extra_args`.
 _ARGUMENT = "burnish"
-# Its name in `SamplingParams.extra_args`.
+# Stands for a log-prob of 0, because the drawn token's logit must be above its neighbour's.
 _LEAST = 1e-37
-# Stands for a log-prob of 0: the drawn token's logit has to be above its neighbour's.
 
 
 def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:

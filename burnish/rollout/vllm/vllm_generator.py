@@ -44,6 +44,7 @@ from burnish.rollout.inference_engine import (
 )
 
 _OLDEST = (0, 28)
+# Defaults of the environment. vLLM reads the first two later, Triton the last, and vLLM the others when it is imported.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -52,13 +53,12 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles for nothing: draws are made before it
     "TRITON_F32_DEFAULT": "ieee",  # or products of attention and experts in fp32 keep 10 bits
 }
-# What the caller's environment leaves open. vLLM reads the first two later, Triton the last, the others when it is imported.
+# Share of a CPU's free memory for keys and values, and of an accelerator's for all of vLLM.
 _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
-# What keys and values may take of a CPU's free memory, and vLLM of an accelerator's that it may have.
+# Ranks of adapters that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# What vLLM takes for the rank of an adapter.
+# Tokens of a block of keys and values, the fewest that vLLM's kernels allow. Completions share whole blocks of their prompt.
 _CPU_BLOCK = 32
-# Tokens of a block of keys and values, the fewest that vLLM's kernels allow: completions share their prompt's whole blocks.
 
 
 class VllmGenerator(EngineGenerator):

@@ -30,12 +30,12 @@ from burnish.files.safetensors import ADAPTER_PREFIX
 from burnish.rollout.inference_engine import joined_layer
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+# Families' names of an expert's second and third matrix. vLLM joins the first, gate_proj or w1, and the second.
 _SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
-# What families call two of an expert's three matrices. vLLM joins the first, gate_proj or w1, and the second.
 ADAPTER = LoRARequest("burnish", 1, "memory")
 """What requests name; vLLM reads no file for an adapter that it has."""
+# Rows of the identity matrix that are multiplied at a time.
 _ROWS = 256
-# Rows of the identity that are multiplied at a time.
 
 
 def begin_load(worker: Any) -> frozenset[str]:
