@@ -22,19 +22,19 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Its index in an array of the whole shape."""
+        """Index of the box in an array of the tensor's shape."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """Move the box by elements per dim."""
+        """Move the box by an offset per dim."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def relative_to(self, other: Box) -> Box:
-        """Return this box in coordinates of another."""
+        """Return this box in the coordinates of another."""
         return self.shift(tuple(-o for o in other.offsets))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether it lies inside a tensor."""
+        """Return whether the box lies inside a tensor."""
         return len(self.sizes) == len(shape) == len(self.offsets) and all(
             o >= 0 and s >= 0 and o + s <= d
             for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
@@ -47,7 +47,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both, or None."""
+    """Return the box of common elements, or None."""
     starts, sizes = [], []
     for ao, asz, bo, bsz in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         start = max(ao, bo)
@@ -79,7 +79,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return flat elements as contiguous boxes, in order; at most 2 per dim. Raises `ValueError` outside the tensor."""
+    """Split a flat range into contiguous boxes, in order, at most 2 per dim. Raises `ValueError` outside the tensor."""
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} outside a tensor of shape {shape}")
     if start == stop:
@@ -112,7 +112,7 @@ def flat_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
         raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
     if box.elements == 0:
         return
-    cut = len(shape) - 1  # the innermost dim whose run is broken off: all dims behind it are whole
+    cut = len(shape) - 1  # becomes the innermost dim that the box does not span, or 0
     while cut > 0 and box.sizes[cut] == shape[cut]:
         cut -= 1
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

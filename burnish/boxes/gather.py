@@ -23,17 +23,17 @@ from burnish.distributed.layout import Layout
 
 
 class _Part(NamedTuple):
-    """Elements that go out at once: as many of each of `ranks`, whose rows follow each other."""
+    """A box that one wave sends. Each of `ranks` sends equally many of its rows, in rank order."""
 
     spec: TensorSpec
     box: Box
-    """The first rank's elements."""
+    """The elements that the first rank sends."""
     ranks: range
-    """Empty where every rank has them all."""
+    """The senders; empty if every rank holds all the elements already."""
     piece: int
-    """This rank's piece that has its elements; -1 if it has none of them."""
+    """Index of this rank's piece that holds the elements which it sends; -1 if it sends none."""
     start: int
-    """Where a rank's message has them, in bytes."""
+    """Offset of the elements in each sender's message, in bytes."""
 
     @property
     def bytes(self) -> int:
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class Gather:
-    """Give every rank all of the wanted tensors: planned once, run any number of times."""
+    """Give every rank all wanted tensors: planned once, run any number of times."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Gather:
     ) -> None:
         """Plan from this rank's pieces. Collective; `want` is the same on all ranks.
 
-        Raises `MissingError`, and `IncompatibleError` for another shape.
+        Raises `MissingError` for elements without a holder, `IncompatibleError` for another shape.
         """
         have = list(have)
         self._have, self._layout = pieces_of(have), layout
@@ -75,7 +75,7 @@ class Gather:
         size = layout.local_world if self._machines else 1
         order = np.arange(layout.world).reshape(-1, size).T.ravel()
         self._rows = torch.from_numpy(np.argsort(order))
-        """By rank: its row in the messages. Those with one place on all machines follow each other."""
+        """By rank, its row in the buffer of messages. Ranks with the same index on their machines have adjacent rows."""
         by_name: dict[str, list[int]] = {}
         for number, (spec, _) in enumerate(self._have):
             by_name.setdefault(spec.name, []).append(number)
@@ -86,10 +86,10 @@ class Gather:
         self._waves = waves_of(tables, want, alike, own, layout.rank, wave_bytes)
 
     def run(self, have: Iterable[Shard]) -> Iterator[Shard]:
-        """Yield pieces of the wanted tensors, one tensor after the other, in the wanted dtype. Collective; all ranks must take
-        all.
+        """Yield pieces of the wanted tensors, one tensor after the other, in the wanted dtype. Collective; every rank must
+        exhaust the iterator.
 
-        A piece may be a view, and is valid until the next. Raises `ValueError` for other shards than the plan's.
+        A piece may be a view; it is valid until the next one. Raises `ValueError` for unplanned shards.
         """
         have = list(have)
         if pieces_of(have) != self._have:
@@ -116,7 +116,7 @@ class Gather:
             return room
         if longest * world <= 2 * int(sizes.sum()):
             self._gather(room, own)
-        else:  # few ranks have anything, as the stages of a pipeline
+        else:  # few ranks send anything, like pipeline stages: broadcasts move fewer bytes
             for sender in np.flatnonzero(sizes).tolist():
                 self._broadcast(room[int(self._rows[sender]), : sizes[sender]], sender)
         return room
@@ -158,7 +158,7 @@ def waves_of(
 ) -> list[tuple[list[_Part], Ints]]:
     """Return the parts of each wave and the bytes of each rank's message.
 
-    `alike` has for each wanted tensor the first that is cut as it is. `own` has this rank's pieces of it, `tables` all ranks'.
+    `alike` has per wanted tensor the first tensor cut alike, `own` this rank's pieces. `tables` has all ranks' pieces of the first ones.
     """
     tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
     asked = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
@@ -185,9 +185,9 @@ def waves_of(
 def _runs(
     moves: Moves, everywhere: Ints, rank: int, rows: int, wave_bytes: int
 ) -> list[list[_Part]]:
-    """Return the parts of each wanted row, with `piece` as a row of this rank's table.
+    """Return the parts of each wanted row; `piece` is a row of this rank's table.
 
-    Neighbours whose equal pieces lie one below the other, as FSDP cuts them, send one part.
+    Neighbouring ranks whose equal pieces are stacked by rows, as FSDP cuts them, share one part.
     """
     if not everywhere.all():
         moves, everywhere = cut(moves, everywhere, wave_bytes)
@@ -227,7 +227,7 @@ def _placed(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
 
 
 def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
-    """Return which moves go on where the one before ends."""
+    """Mark moves that continue the move before: next rank, next rows."""
     found, boxes = np.zeros(len(moves), bool), moves.boxes
     row = boxes.offsets.copy()
     row[:, 0] -= boxes.sizes[:, 0]
@@ -241,7 +241,7 @@ def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
 
 
 def assembled(pieces: Iterable[Shard]) -> Iterator[Shard]:
-    """Join the pieces of each tensor, which follow each other. One piece is not copied."""
+    """Join consecutive pieces of each tensor. A whole tensor is not copied."""
     for spec, group in groupby(pieces, lambda piece: piece.spec):
         tensor: Tensor | None = None
         for piece in group:

@@ -1,4 +1,4 @@
-"""Tables of the pieces that ranks hold, small enough to exchange among a thousand ranks."""
+"""Tables of ranks' pieces, small enough to exchange among a thousand ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError
 
 Piece = tuple[TensorSpec, Box]
-"""A shard without its memory: its tensor, in the dtype of the memory, and which part of it."""
+"""A shard without its memory: the tensor's spec, with the memory's dtype, and the box."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,15 +26,15 @@ class PieceTable:
     """The pieces of one rank."""
 
     tensors: tuple[TensorSpec, ...]
-    """What they are pieces of, each once, in the order of first mention."""
+    """The tensors that the pieces belong to, each once, in order of first use."""
     boxes: BoxTable
     """One row per piece; `tensor` is an index into `tensors`."""
     index: Ints
-    """Its place among its rank's pieces, by row."""
+    """By row, the piece's index in the rank's list of pieces."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> PieceTable:
-        """Return a table with a row for each."""
+        """Return a table with a row per piece."""
         numbers: dict[TensorSpec, int] = {}
         rows = [(numbers.setdefault(tensor, len(numbers)), box) for tensor, box in pieces]
         dims = max([1, *(len(tensor.shape) for tensor in numbers)])
@@ -53,7 +53,7 @@ Tensors = tuple[TensorSpec, ...]
 
 
 def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
-    """Return every rank's tensors. Collective. Sends names only if they differ."""
+    """Return every rank's tensors. Collective. Sends names only if ranks differ."""
     digests = gather_objects(_digest(mine.tensors), layout)
     told = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
@@ -66,7 +66,7 @@ def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
 def alike_tensors(
     mine: Sequence[Sequence[Piece]], want: Sequence[TensorSpec], layout: Layout
 ) -> list[int]:
-    """Return for each wanted tensor the first that every rank cuts as it is. Collective."""
+    """Return for each wanted tensor the first one that all ranks cut alike. Collective."""
     own = [repr((layout.rank, [(of.shape, of.dtype, box) for of, box in some])) for some in mine]
     digests = np.array([xxhash.xxh3_64_intdigest(each.encode()) for each in own], np.uint64)
     sums = total(torch.from_numpy(digests.view(np.int64)), layout).tolist()
@@ -89,9 +89,9 @@ def gather_some(
     layout: Layout,
     dims: int,
 ) -> list[PieceTable]:
-    """Return every rank's pieces of the tensors that are `wanted` here. Collective.
+    """Return every rank's pieces of the tensors `wanted` on this rank. Collective.
 
-    The ranks of the first `dims` of the grid exchange everything, others what is wanted.
+    Ranks along the first `dims` of the grid exchange all pieces, along others only wanted ones.
     """
     inner, outer = layout.groups[:dims], layout.groups[dims:]
     near = gather_within((mine.boxes, mine.index), inner)
@@ -99,7 +99,7 @@ def gather_some(
     values = list[tuple[BoxTable, Ints]]()
     for named, (boxes, index) in zip(tensors[first : first + len(near)], near, strict=True):
         rows = np.array([tensor.name in wanted for tensor in named], bool)[boxes.tensor]
-        rows &= boxes.sizes.all(axis=1)  # others hold all of it
+        rows &= boxes.sizes.all(axis=1)  # leave out empty boxes
         values.append((boxes.take(rows), index[rows]))
     values = [each for part in gather_within(values, outer) for each in part]
     return [PieceTable(named, *each) for named, each in zip(tensors, values, strict=True)]
@@ -107,23 +107,23 @@ def gather_some(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces(Columns):
-    """The pieces of all ranks that hold any elements."""
+    """All ranks' pieces that are not empty."""
 
     boxes: BoxTable
-    """One row per piece; `tensor` is a number of the `TensorIndex`."""
+    """One row per piece; `tensor` is an index into the names of a `TensorIndex`."""
     rank: Ints
-    """Whose it is."""
+    """The rank that holds the piece."""
     index: Ints
-    """Its place among its rank's pieces."""
+    """The piece's index in that rank's list of pieces."""
     dtype: Ints
-    """A number of the `TensorIndex`'s dtypes."""
+    """Index into the dtypes of the `TensorIndex`."""
 
     def __len__(self) -> int:
         return len(self.rank)
 
 
 class TensorIndex:
-    """Number tensors by name, and every dtype met; `shapes` are global."""
+    """Number tensor names and dtypes by first use; `shapes` are global."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -151,7 +151,7 @@ class TensorIndex:
         return [_merged(tables, numbers, self.dims) for tables in sides]
 
     def add(self, tensors: Sequence[TensorSpec], where: str) -> tuple[Ints, Ints]:
-        """Return the numbers of tensors and of their dtypes. Raises `IncompatibleError` for another shape, of `where`."""
+        """Return the numbers of tensors and of their dtypes. Raises `IncompatibleError`, naming `where`, for another shape."""
         numbers, kinds = [], []
         for name, shape, dtype in tensors:
             number = self._numbers.setdefault(name, len(self.names))
@@ -185,7 +185,7 @@ def _merged(
     numbers: dict[Tensors, tuple[Ints, Ints]],
     dims: int,
 ) -> Pieces:
-    """Merge tables by rank, at once for ranks in a row that name the same tensors."""
+    """Merge tables by rank; handle consecutive ranks with the same tensors at once."""
     found, rank = list[Pieces](), 0
     for named, alike in groupby(tables, lambda table: (table.tensors, table.boxes.dims)):
         run = list(alike)

@@ -20,7 +20,7 @@ WAVE_BYTES = 64 << 20
 ALIGN = 16
 """Every part of a message starts at a multiple of this, so that it can be viewed as any dtype."""
 
-_LONGEST_PARTS = 4  # a wave has room for at least so many parts
+_PARTS_PER_WAVE = 4  # at least, because longer moves are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Move:
     """One box that goes from one rank's piece to another's."""
 
     source: int
-    """Rank that has it, in its piece number `have`."""
+    """The rank that sends the box, from its piece number `have`."""
     have: int
     target: int
-    """Rank that wants it, in its piece number `want`."""
+    """The rank that receives the box, into its piece number `want`."""
     want: int
     box: Box
     """In global coordinates."""
     dtype: torch.dtype
-    """The dtype wanted, in which it travels."""
+    """The wanted dtype, in which the box travels."""
 
     @property
     def bytes(self) -> int:
@@ -60,7 +60,7 @@ class Moves(Columns):
         return len(self.source)
 
     def __iter__(self) -> Iterator[Move]:
-        """Each move as an object."""
+        """Yield each move as an object."""
         columns = (self.source, self.have, self.target, self.want, self.dtype)
         for row, (source, have, target, want, dtype) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
@@ -70,11 +70,11 @@ class Moves(Columns):
 
     @property
     def bytes(self) -> Ints:
-        """`[rows]`: bytes of each."""
+        """`[rows]`: bytes of each move."""
         return self.boxes.elements * self.tensors.itemsizes()[self.dtype]
 
     def digest(self) -> str:
-        """Return a digest that ranks with the same plan share."""
+        """Return a digest, equal on ranks with the same plan."""
         names = repr((self.tensors.names, self.tensors.dtypes))
         return xxhash.xxh3_128((names + Columns.digest(self)).encode()).hexdigest()
 
@@ -82,7 +82,7 @@ class Moves(Columns):
 def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     """Cover every wanted element once, in the order of the wanted pieces; the tables are by rank.
 
-    A rank reads its own elements; else holders take turns. Raises `MissingError` for an element that nobody holds, and
+    A rank uses elements that it holds; otherwise holders take turns. Raises `MissingError` for an element without a holder, and
     `IncompatibleError` where shapes disagree.
     """
     tensors = TensorIndex()
@@ -92,7 +92,7 @@ def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cover:
-    """Wanted pieces, cut into parts that each lie in one cell; all holders have the whole cell."""
+    """Wanted pieces, cut into parts. Each part lies in one cell: a box that its holders hold whole."""
 
     tensors: TensorIndex
     wanted: Pieces
@@ -103,7 +103,7 @@ class Cover:
     boxes: BoxTable
     """Per part, its elements."""
     held: Pieces
-    """Who holds the cells: a row for each cell and holder, by cell and rank."""
+    """The holders: one row per cell and holder, sorted by cell and rank."""
     cell_held: Ints
     """Per row of `held`, the cell."""
     cells: BoxIndex
@@ -114,7 +114,7 @@ class Cover:
         return cls._of_cells(*_cells(held, tensors), wanted, tensors)
 
     def of_others(self, wanted: Pieces) -> Cover:
-        """Find the holders of other elements of the same tensors."""
+        """Cover other wanted pieces of the same tensors."""
         return self._of_cells(self.cells, self.held, self.cell_held, wanted, self.tensors)
 
     @classmethod
@@ -157,9 +157,9 @@ class Cover:
         return int(np.lcm.reduce(np.unique(self._of_cell()[1]), initial=1))
 
     def in_turn(self, rank: int, world: int, turn: int) -> tuple[Moves, Ints]:
-        """Read each part once, for all ranks, from the holder whose `turn` it is; tell which parts all ranks hold.
+        """Take each part once, for all ranks, from the holder whose `turn` it is. Also return which parts all ranks hold.
 
-        Those come from `rank` itself.
+        `rank` takes those from itself.
         """
         first, count = self._of_cell()
         fresh = np.diff(self.held.rank, prepend=-1) != 0
@@ -186,7 +186,7 @@ class Cover:
 
 
 def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
-    """Cut held boxes into disjoint cells; return cells, holders, and their cells."""
+    """Cut held boxes into disjoint cells; return cells, holders and each holder's cell."""
     cells, held, cell = _distinct(held)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)
@@ -198,7 +198,7 @@ def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
 
 
 def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
-    """Return distinct boxes, their holders by box and rank, and the holders' boxes."""
+    """Return distinct boxes, holders sorted by box and rank, and each holder's box."""
     boxes = held.boxes
     columns = [boxes.tensor, *boxes.offsets.T, *boxes.sizes.T]
     varying = [column for column in columns if len(column) and (column != column[0]).any()]
@@ -262,12 +262,12 @@ class Group:
     """A rank's share of moves that are carried out together."""
 
     own: list[Move]
-    """From this rank to itself."""
+    """Moves from this rank to itself."""
     waves: list[list[Move]]
-    """From or to another rank, by round: as many rounds on every rank."""
+    """Moves from or to other ranks, by round. Every rank has the same number of rounds."""
 
     def shifted(self, by: int) -> Group:
-        """Return the same moves, with `want` higher by so much."""
+        """Return the same moves, with `by` added to each `want`."""
         shift = [[replace(m, want=m.want + by) for m in some] for some in (self.own, *self.waves)]
         return Group(shift[0], shift[1:])
 
@@ -279,12 +279,12 @@ def schedule(
     group: Ints | None = None,
     groups: int = 1,
 ) -> list[list[Group]]:
-    """Return the moves of each of `ranks` in each of `groups`, which follow each other; `group` gives each move's.
+    """Return each of `ranks`' moves in each of `groups` consecutive groups; `group` has the group of each move.
 
     Per round a rank sends and receives at most `wave_bytes`; large moves are cut. Raises `ValueError` below 64 bytes.
     """
-    if wave_bytes < _LONGEST_PARTS * ALIGN:
-        raise ValueError(f"a wave of {wave_bytes} bytes holds no four parts of {ALIGN} bytes")
+    if wave_bytes < _PARTS_PER_WAVE * ALIGN:
+        raise ValueError(f"a wave of {wave_bytes} bytes is too short for four parts of {ALIGN}")
     group = np.zeros(len(moves), np.int64) if group is None else group
     remote = np.flatnonzero(moves.source != moves.target)
     travelling, group_of = cut(moves.take(remote), group[remote], wave_bytes)
@@ -306,10 +306,10 @@ def schedule(
 
 
 def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
-    """Return each move's round in its group: about the first with room."""
+    """Return each move's round in its group, about the first with room."""
     world = 1 + max(moves.source.max(initial=0), moves.target.max(initial=0))
     distance = (moves.target - moves.source) % world
-    order = np.lexsort((distance, group))  # all ranks begin with their neighbours
+    order = np.lexsort((distance, group))  # every rank sends to its neighbours first
     size = -(-moves.bytes[order] // ALIGN) * ALIGN
     sender = (group * world + moves.source)[order]
     getter = (group * world + moves.target)[order]
@@ -340,7 +340,7 @@ def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
 
 
 class _Room:
-    """Bytes that each rank can still send, or receive."""
+    """Bytes that each rank can still send, or receive, this round."""
 
     def __init__(self, rank: Ints, size: Ints, limit: int) -> None:
         self._rank = np.unique(rank, return_inverse=True)[1]
@@ -375,7 +375,7 @@ def _running(keys: Ints, values: Ints) -> Ints:
 
 def cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:
     """Cut moves into parts of at most a quarter of a wave; return parts and their `group`."""
-    largest = wave_bytes // (_LONGEST_PARTS * ALIGN) * ALIGN
+    largest = wave_bytes // (_PARTS_PER_WAVE * ALIGN) * ALIGN
     origin = np.arange(len(moves))
     while (big := moves.bytes > largest).any():
         rows = np.flatnonzero(big)

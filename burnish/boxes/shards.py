@@ -1,6 +1,6 @@
 """Shards: pieces of tensors with their canonical name and their place.
 
-Names, shapes and dim order are the Hugging Face checkpoint's, in optimizer state behind a slot (`exp_avg/NAME`).
+Names, shapes and dim order are the Hugging Face checkpoint's. Optimizer state has its slot in front (`exp_avg/NAME`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shard:
     """The elements: a *view* of the engine's own memory, with shape `box.sizes`."""
 
     def part(self, box: Box) -> Tensor:
-        """Return an inner box: a view, unless a subclass computes it."""
+        """Return an inner box's elements: a view, unless a subclass computes them."""
         return self.tensor if box == self.box else self.tensor[box.relative_to(self.box).slices]
 
     def checksum(self) -> str:
@@ -49,11 +49,11 @@ class Publication:
     """This process's pieces of a model, to be read once."""
 
     changing: Iterable[Shard]
-    """What training changes."""
+    """Weights that training changes."""
     fixed: Iterable[Shard] = ()
-    """What it never changes, and so is taken once."""
+    """Weights that training never changes. The receiver takes them once."""
     anew: bool = False
-    """Whether `fixed` has to be taken again. Then it is read before `changing`."""
+    """Whether the receiver must take `fixed` again. It then reads `fixed` before `changing`."""
 
 
 class ShardSource(Protocol):

@@ -1,4 +1,4 @@
-"""Boxes as numpy arrays: a plan among a thousand ranks has millions."""
+"""Boxes as numpy arrays: a plan for a thousand ranks has millions of boxes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burnish.boxes.box import Box
 
 Ints = NDArray[np.int64]
 
-# Rows that are looked up at one time. Candidates take much more memory than results.
+# Rows per lookup. A lookup's candidate pairs take much more memory than its results.
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -52,7 +52,7 @@ class Columns:
                 found.update(np.ascontiguousarray(column).data)
         return found.hexdigest()
 
-    def __reduce__(self) -> tuple[Any, ...]:  # fast: a thousand ranks send tables
+    def __reduce__(self) -> tuple[Any, ...]:  # fast, because a thousand ranks exchange tables
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def _columns(self) -> list[tuple[str, Any]]:
@@ -65,7 +65,7 @@ class BoxTable(Columns):
     """Boxes of any tensors, one a row. Missing dims come last, with offset 0 and size 1."""
 
     tensor: Ints
-    """`[rows]`: which tensor, as an index that means something to the caller."""
+    """`[rows]`: index of the tensor in the caller's list."""
     offsets: Ints
     """`[rows, dims]`, as are `sizes`."""
     sizes: Ints
@@ -89,11 +89,11 @@ class BoxTable(Columns):
 
     @property
     def elements(self) -> Ints:
-        """`[rows]`: elements of each."""
+        """`[rows]`: elements of each box."""
         return np.multiply.reduce(self.sizes, axis=1)
 
     def box(self, row: int, dims: int) -> Box:
-        """Return the box of a tensor with so many dims."""
+        """Return a row's box, in a tensor with `dims` dims."""
         offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
         return Box(tuple(offsets), tuple(sizes))
 
@@ -104,20 +104,20 @@ def padded(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
 
 
 class BoxIndex:
-    """Look boxes up by overlap; for boxes cut like a grid, in time proportional to the results."""
+    """Find overlapping boxes. Boxes that form a grid take time proportional to the results."""
 
     def __init__(self, boxes: BoxTable) -> None:
         self._boxes = boxes
         self._dims = _busiest_dims(boxes)
         begin, end = self._spans(boxes)
-        self._scale = int(end.max(initial=0)) + 1  # one number for tensor and place
+        self._scale = int(end.max(initial=0)) + 1  # tensor * scale + place sorts by both
         self._order = np.lexsort((begin, boxes.tensor))
         places = boxes.tensor * self._scale
         self._begins = (places + begin)[self._order]
         self._ends = np.maximum.accumulate((places + end)[self._order])
 
     def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-        """Return overlapping pairs: the row of `others`, ascending, the row here, the common elements."""
+        """Return overlapping pairs: row of `others` (ascending), row here, common box."""
         starts = range(0, max(len(others), 1), _ROWS_AT_ONCE)
         found = [self._meeting(others.take(slice(at, at + _ROWS_AT_ONCE))) for at in starts]
         theirs = [rows + at for at, (rows, _, _) in zip(starts, found, strict=True)]
@@ -135,7 +135,7 @@ class BoxIndex:
     def _near(self, others: BoxTable) -> tuple[Ints, Ints]:
         begin, end = self._spans(others)
         places = others.tensor * self._scale
-        last_place = self._scale - 1  # nothing here reaches further
+        last_place = self._scale - 1  # no box of this index reaches further
         first = np.searchsorted(self._ends, places + np.minimum(begin, last_place), side="right")
         last = np.searchsorted(self._begins, places + np.minimum(end, last_place), side="left")
         counts = np.maximum(last - first, 0)
@@ -167,7 +167,7 @@ def _busiest_dims(boxes: BoxTable) -> Ints:
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """Return `counts` integers from each start on, joined."""
+    """Join the ranges of `counts` integers from each start on."""
     before = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(starts - before, counts)
 
@@ -182,10 +182,10 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
         inner = np.prod(shapes[rows, dim + 1 :], axis=1, dtype=np.int64)
         first, head = np.divmod(starts, inner)
         last, tail = np.divmod(stops, inner)
-        within = (first == last) & (starts < stops)  # one index of this dim has all of it
+        within = (first == last) & (starts < stops)  # one index of this dim has the whole range
         body = first + (head > 0)
         full = np.flatnonzero(~within & (body < last))
-        # Boxes at one index in dims before `dim`, `body` to `last` in it, whole in later dims.
+        # Each box has one index in the dims before `dim`, `body` to `last` in `dim`, and all of the later dims.
         box_offsets = offsets[full]
         box_offsets[:, dim] = body[full]
         box_sizes = np.ones_like(box_offsets)

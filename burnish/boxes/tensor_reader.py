@@ -33,18 +33,18 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _BUFFER_BYTES = 1 << 20
-# Elements that stay in a processor's cache between two operations, and few enough that torch uses one thread. With two
-# threads on a busy machine each operation would wait for a processor.
+# Elements per chunk: few enough to stay in the processor's cache, and for torch to use a single thread. With two
+# threads on a busy machine, each operation would wait for a processor.
 _CHUNK = 1 << 15
 
 F = TypeVar("F", bound=ReadableFile)
 
 Sources = Sequence[tuple[str, Callable[[Tensor, Tensor], object]]]
-"""Keys of stored tensors of one shape; each call puts elements that were read (first) into memory (second)."""
+"""Keys of stored tensors of one shape. Each key's function puts elements just read (first) into memory (second)."""
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the format's name of a dtype. Raises `IncompatibleError` naming the tensor."""
+    """Return safetensors' name of a dtype. Raises `IncompatibleError` naming the tensor."""
     if dtype not in _NAMES:
         raise IncompatibleError(
             f"tensor {tensor} has a dtype that safetensors files cannot hold",
@@ -57,14 +57,14 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor that is not read."""
+    """Dtype and shape of a stored tensor."""
 
     dtype: torch.dtype
-    """The dtype that loses nothing; `read` converts to whatever it is given."""
+    """The dtype that keeps every bit. `read` converts to the dtype of the memory that it fills."""
     shape: tuple[int, ...]
     """Its shape."""
     stays_fp32: bool = False
-    """Whether it is stored in fp32 beside others that are not, because its family keeps it so."""
+    """Whether the tensor is stored in fp32 beside tensors of lower precision, because its family keeps it in fp32."""
 
     @property
     def elements(self) -> int:
@@ -92,9 +92,9 @@ class Location:
 
 
 def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> dict[str, Location]:
-    """Return the tensors of files, by key, in the order of their bytes. A header comes with key prefix and file name.
+    """Return tensors' locations by key, in the order of their bytes. `headers` has each file's key prefix, name and header.
 
-    Raises `CorruptError` for a tensor that is there twice, `IncompatibleError` for a dtype that torch lacks.
+    Raises `CorruptError` for a tensor in two files, `IncompatibleError` for a dtype that torch lacks.
     """
     found: dict[str, Location] = {}
     for prefix, file, header in headers:
@@ -118,16 +118,16 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
 
 
 class TensorReader(Closing, ABC):
-    """Read any part of tensors into any memory. Holds a buffer of 1 MiB for each thread."""
+    """Read any part of tensors into any memory. Holds a buffer of 1 MiB per thread."""
 
     path: PurePath
     """The directory."""
     locations: Mapping[str, Location]
     """Every stored tensor, in the order of the files."""
     tensors: Mapping[str, TensorInfo]
-    """What can be read."""
+    """The tensors that can be read, by key."""
     apart_bytes = 4096
-    """Wanted bytes closer to each other than this are read together with what lies between them."""
+    """Wanted bytes closer together than this are read at once, with the bytes between them."""
 
     def __init__(self, path: PurePath, locations: Mapping[str, Location]) -> None:
         self.path = path
@@ -206,12 +206,12 @@ class TensorReader(Closing, ABC):
         """Fill memory from a file's byte `offset` on."""
 
     def close(self) -> None:
-        """Let go of the buffers."""
+        """Free the buffers."""
         self._buffers.clear()
 
 
 class DirectoryReader(TensorReader):
-    """Read the weights of a Hugging Face directory, by name behind `prefix`; check headers only. Follows links.
+    """Read the weights of a Hugging Face directory, by `prefix` and name; check only headers. Follows links.
 
     Raises `MissingError`, `CorruptError`, and `IncompatibleError` for an unknown dtype.
     """
@@ -255,7 +255,7 @@ class OpenFiles(Closing, Generic[F]):
             return self._files[name]
 
     def close(self) -> None:
-        """Close them."""
+        """Close all files."""
         self._stack.close()
         self._files.clear()
 
@@ -284,7 +284,7 @@ def copy(x: Tensor, into: Tensor) -> None:
 
 
 def in_chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split long contiguous tensors of the CPU."""
+    """Split long contiguous CPU tensors into chunks."""
     if tensors[0].numel() <= _CHUNK or not all(x.is_cpu and x.is_contiguous() for x in tensors):
         return (tensors,)
     return zip(*(torch.split(each.view(-1), _CHUNK) for each in tensors), strict=True)
@@ -324,7 +324,7 @@ def _dense_boxes(shape: tuple[int, ...], box: Box, apart: int) -> Iterator[Box]:
     """Split a box until neighbours in C order are less than `apart` elements apart."""
     if not box.elements:
         return
-    cut, stride, extent = -1, 1, 1  # dims up to `cut` are walked over; `extent` spans those behind
+    cut, stride, extent = -1, 1, 1  # dims up to `cut` are split; `extent` is the later dims' span
     for dim in reversed(range(len(shape))):
         if box.sizes[dim] > 1 and stride - extent >= max(apart, 1):
             cut = dim

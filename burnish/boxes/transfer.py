@@ -18,9 +18,9 @@ from burnish.distributed.layout import Layout
 
 
 class Exchange:
-    """Run rounds: pack what this rank sends, all-to-all, unpack what it receives.
+    """Run rounds: pack outgoing boxes, exchange them all-to-all, unpack incoming boxes.
 
-    The buffer lives on `device`, which the process group must reach; in host memory it comes from any `arena`.
+    The buffer is on `device`, which the process group must support. In host memory it comes from the `arena`, if any.
     """
 
     def __init__(self, layout: Layout, device: torch.device, arena: Arena | None = None) -> None:
@@ -38,7 +38,7 @@ class Exchange:
     ) -> None:
         """Run this rank's moves of one round. Collective.
 
-        `read` writes an outgoing move's elements into memory; `write` takes an incoming move's, valid until it returns.
+        `read` writes an outgoing move's elements into memory. `write` gets an incoming move's, which are valid until it returns.
         """
         rank, world = self._layout.rank, self._layout.world
         going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
@@ -59,7 +59,7 @@ class Exchange:
 
     def _room(self, size: int) -> Tensor:
         if self._buffer.numel() < size:
-            self._buffer = self._take(0)  # what is there goes before more is taken
+            self._buffer = self._take(0)  # free the old buffer before taking a larger one
             self._buffer = self._take(size)
         return self._buffer[:size]
 
@@ -98,7 +98,7 @@ class Transfer:
     def run(self, have: Iterable[Shard], want: Iterable[Shard]) -> None:
         """Write every wanted shard's tensor, converting to its dtype. Collective. Buffers take at most two waves.
 
-        Raises `ValueError` for other shards than the plan's.
+        Raises `ValueError` for unplanned shards.
         """
         have, want = list(have), list(want)
         if pieces_of(have) != self._have or pieces_of(want) != self._want:
@@ -119,7 +119,7 @@ class Transfer:
 
 
 def pieces_of(shards: Iterable[Shard]) -> list[Piece]:
-    """Return shards without their memory, in its dtype."""
+    """Return shards as pieces, with their memory's dtype."""
     return [(shard.spec._replace(dtype=shard.tensor.dtype), shard.box) for shard in shards]
 
 
