@@ -74,7 +74,7 @@ class Text:
 
 
 class ChatEncoder:
-    """Encode rows with one tokenizer, many at a time to use its threads."""
+    """Encode many rows at a time, by the tokenizer's threads."""
 
     def __init__(
         self,
@@ -91,9 +91,13 @@ class ChatEncoder:
         self._template_kwargs = dict(template_kwargs or {})
         self._limit = limit
         self._longest = 0 if limit is None else max(map(len, tokenizer.get_vocab()))
-        self.unwritten = ""
-        """A warning of the first message of an assistant that the template leaves out."""
+        self._unwritten = self._unended = ""
         _require_read(tokenizer, self._template_kwargs)
+        self._remedy = "set model.chat_template to a template with {% generation %} around the assistant's part"
+        if _reads(tokenizer, "enable_thinking"):
+            self._remedy += (
+                ", or enable_thinking in data.chat_template_kwargs as rows have thoughts or none"
+            )
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
         # gpt-oss closes turns that others follow with another token.
@@ -106,6 +110,7 @@ class ChatEncoder:
             openers = {"user": past, "tool": end_of_turn_id(tokenizer, "tool")}
             found = {role: token for role, token in openers.items() if token in eos_token_ids}
             self._openers = {r: t for r, t in found.items() if t is not None and t != self._eos}
+        self._stops = [*self._past_ends, *eos_token_ids]
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
         self._reads_calls = _reads(tokenizer, "tool_calls")
@@ -116,6 +121,11 @@ class ChatEncoder:
         before, both = self.ids([_ANCHOR, f"{_ANCHOR}0"], special=False)
         self._prepends = both[len(before) :] != plain
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
+
+    @property
+    def warnings(self) -> tuple[str, str]:
+        """What the template leaves out, and that it ends no turn; "" for neither."""
+        return self._unwritten, self._unended
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Tokenize each text. `special` adds leading tokens, never trailing ones.
@@ -151,6 +161,8 @@ class ChatEncoder:
             text = self._whole(messages, name, tools, continue_final_message=True)
         else:
             text = self._before(messages, name, tools)
+            if messages[-1].get("role") == "user":
+                self._look_for(messages[-1], text, f"the last message of {name}")
         self._require_calls(messages, name, text)
         return text
 
@@ -196,9 +208,24 @@ class ChatEncoder:
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
             mask[:1] = False
-        if not self._openers:
-            return encoded
-        return [self._ended(row, *each) for row, each in zip(rows, encoded, strict=True)]
+        if self._openers:
+            encoded = [self._ended(row, *each) for row, each in zip(rows, encoded, strict=True)]
+        for row, (ids, mask) in zip(rows, encoded, strict=True):
+            is_cut = self._limit is not None and len(ids) > self._limit
+            if not (self._unended or is_cut or np.isin(ids[mask], self._stops).any()):
+                self._unended = self._without_end(row) if mask.any() else ""
+        return encoded
+
+    def _without_end(self, row: Conversation) -> str:
+        end = "the token that ends a turn" if self._eos is None else self._tokenizer.eos_token
+        past = [token for token in self._past_ends if token not in self._ends]
+        opener = [str(self._tokenizer.convert_ids_to_tokens(token)) for token in past]
+        return (
+            f"the chat template ends no turn of the assistant in {row.name}, and perhaps in others: the model does not learn to stop; "
+            f"set model.chat_template to one that writes {end} after the assistant's content"
+            + f", or add {''.join(opener)} to eos_token_id in generation_config.json"
+            * bool(opener)
+        )
 
     def _ended(self, row: Conversation, ids: TokenIds, mask: Mask) -> Encoded:
         """Train on the next role's token after each trained turn; add one after the last."""
@@ -276,7 +303,7 @@ class ChatEncoder:
             header = self._up_to_content(row, turn)
             if before[0].startswith(header) and whole[0].startswith(header):
                 before = header, self.ids([header], special=False)[0]
-        return _boundary(before, whole, f"message {turn} of {row.name}")
+        return _boundary(before, whole, f"message {turn} of {row.name}", self._remedy)
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
         return _common(*self._with_contents(row, turn))
@@ -305,7 +332,7 @@ class ChatEncoder:
                 closing = np.isin(whole[1][start:stop], self._past_ends)
                 if closing.any():
                     return start + int(np.flatnonzero(closing)[-1]) + 1
-        end = _boundary(after, whole, f"message {turn} of {row.name}")
+        end = _boundary(after, whole, f"message {turn} of {row.name}", self._remedy)
         inside = np.flatnonzero(np.isin(whole[1][start:end], self._ends))
         return start + int(inside[-1]) + 1 if len(inside) else end
 
@@ -322,14 +349,17 @@ class ChatEncoder:
         text = self._whole(row.messages, row.name, row.tools)
         self._require_calls(row.messages, row.name, text)
         for turn in row.turns:
-            content = row.messages[turn]["content"]
-            # Thoughts of past turns may go.
-            said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
-            if said not in text and json.dumps(said)[1:-1] not in text:
-                self.unwritten = self.unwritten or (
-                    f"the chat template leaves out what the assistant says in message {turn} of {row.name}, and perhaps in others"
-                )
+            self._look_for(row.messages[turn], text, f"message {turn} of {row.name}")
         return text
+
+    def _look_for(self, message: Message, text: str, where: str) -> None:
+        content = message.get("content")
+        # Thoughts of past turns may go.
+        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+        if said not in text and json.dumps(said)[1:-1] not in text:
+            self._unwritten = self._unwritten or (
+                f"the chat template leaves out what the {message['role']} says in {where}, and perhaps in others"
+            )
 
     def _require_calls(self, messages: Sequence[Message], name: str, text: str) -> None:
         for turn, message in enumerate(messages):
@@ -399,7 +429,9 @@ def _common(*texts: str) -> str:
     return commonprefix(texts)  # noqa: RUF071 - of texts that are no paths
 
 
-def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str) -> int:
+def _boundary(
+    prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str, do: str
+) -> int:
     """Return where in `whole` the prefix ends, before a token that merges its end with more."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
@@ -410,5 +442,5 @@ def _boundary(prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where:
         f"the chat template writes what is before {where} differently once more follows: token {shared} (character {at}) is the first to differ",
         have=repr(whole[0][begin : at + _CONTEXT]),
         want=repr(prefix[0][begin : at + _CONTEXT]),
-        do="set model.chat_template to a template with {% generation %} around the assistant's part",
+        do=do,
     )

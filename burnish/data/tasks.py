@@ -178,7 +178,7 @@ class RowDataset(ItemSequence[Item]):
                         digest.update(b"%d " % len(content) + content)
                 digests[number] = np.frombuffer(digest.digest(), np.int64)
                 bar.advance(len(span) * sharing.world)
-        warnings = [self._encoder.unwritten, self._unanswered]
+        warnings = [*self._encoder.warnings, self._unanswered]
         if sharing.world > 1:  # others have zeros where one has numbers
             for numbers in (lengths, digests):
                 dist.all_reduce(torch.from_numpy(numbers))
@@ -436,7 +436,10 @@ class ExampleDataset(RowDataset[Example]):
 
     def make(self, indices: Sequence[int]) -> list[Example]:
         """Return rows' examples."""
+        told = self._encoder.warnings
         encoded = self._encode(indices, [self.rows[index] for index in indices])
+        for warning in {*self._encoder.warnings} - {*told} if self.rows.is_streamed else ():
+            logger.warning("%s", warning)
         return [Example(token_ids=ids, loss_mask=mask) for ids, mask in encoded]
 
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:

@@ -1,6 +1,6 @@
 """Load tokenizers; repair a missing pad token, or an end of sequence that chat turns never use.
 
-Gemma's `<eos>` beside `<end_of_turn>` is such an end. Each repair is logged.
+Gemma's `<eos>` beside `<end_of_turn>` is one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RENDER_SECONDS = 3.0
 def load_tokenizer(
     path: str, chat_template_file: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a directory and repair it.
+    """Load and repair a tokenizer.
 
     The token that ends the template's turns becomes the end of sequence, unless the template writes `eos_token`. A missing pad
     token becomes the end of sequence, or the unknown token.
@@ -58,18 +58,22 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, next_role: str = "") -> int | None:
     """Return the special token that the chat template writes after the assistant's last message, or before `next_role`'s."""
+    return next(iter(_closing(tokenizer, next_role)), None)
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase, next_role: str = "") -> list[int]:
     if not tokenizer.chat_template:
-        return None
+        return []
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     messages += [{"role": next_role, "content": "hello"}] if next_role else []
     try:
         text = str(render(tokenizer, messages, tokenize=False))
     except jinja2.TemplateError:  # it wants other messages
-        return None
-    _, _, tail = text.rpartition(_PROBE)
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        return []
+    _, said, tail = text.rpartition(_PROBE)
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if said else []
     special = tokenizer.added_tokens_decoder
-    return next((int(token) for token in ids if token in special and special[token].special), None)
+    return [int(token) for token in ids if token in special and special[token].special]
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -192,12 +196,12 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def _repair_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    turn_end = end_of_turn_id(tokenizer)
-    if turn_end is None or turn_end == tokenizer.eos_token_id:
+    closing = _closing(tokenizer)
+    if not closing or tokenizer.eos_token_id in closing:
         return
     if tokenizer.eos_token is not None and "eos_token" in str(tokenizer.get_chat_template()):
         return  # another eos would change what the template writes
-    token = str(tokenizer.convert_ids_to_tokens(turn_end))
+    token = str(tokenizer.convert_ids_to_tokens(closing[0]))
     logger.warning(
         "tokenizer %s: its chat template ends turns with %r, not with its eos token %r; eos is set to %r",
         path,

@@ -11,6 +11,7 @@ from chat_templates import (
     GLM,
     GLM_MARKED,
     HARMONY,
+    HYBRID,
     LLAMA,
     MISTRAL,
     THINKING,
@@ -103,6 +104,14 @@ def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() ->
         trained(THOUGHTLESS, talk("a", THOUGHT + "x"))
     text = trained(THOUGHTLESS, talk("a", THOUGHT + "x", "b"))
     assert text.endswith("<|im_start|>assistant\n{x<|im_end|>}\n<|im_start|>user\nb<|im_end|>\n")
+
+
+def test_a_switch_of_thoughts_that_is_not_as_the_rows_is_named() -> None:
+    rows = [Conversation(talk("a", "<think>\nhm\n</think>\n\nx"), "row 0")]
+    off = ChatEncoder(tokenizer_of(HYBRID), {"enable_thinking": False})
+    with pytest.raises(UsageError, match=r"enable_thinking in data\.chat_template_kwargs"):
+        off.conversations(rows)
+    assert ChatEncoder(tokenizer_of(HYBRID)).conversations(rows)[0][1].any()
 
 
 @pytest.mark.parametrize("thoughts", [{}, {"thinking": "hm"}])

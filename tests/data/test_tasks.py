@@ -2,15 +2,16 @@ import json
 import logging
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import GLM, HYBRID, tokenizer_of
+from chat_templates import GLM, GLM_MARKED, HYBRID, tokenizer_of
 from ranks import RankFailed, run_ranks
-from tokenizers_for_tests import CHATML_MARKED, char_tokenizer
+from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
 
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.data import tasks
@@ -248,6 +249,11 @@ def test_words_of_an_assistant_that_the_template_leaves_out_are_noted_once(rows_
     ExampleDataset(rows, char_tokenizer(leaves_out), DataConfig())
     (record,) = caplog.records
     assert "message 1 of row 1" in record.getMessage()
+    caplog.clear()
+    silent = CHATML.replace("message['content']", "''")
+    asked = rows_of([{"prompt": [user(text)]} for text in "xyz"], "asked.jsonl")
+    PromptDataset(asked, char_tokenizer(silent), DataConfig())
+    assert ["last message of row 0" in each for each in caplog.messages] == [True]
 
 
 def test_a_template_that_fails_or_does_not_end_is_named(rows_of, monkeypatch):
@@ -646,6 +652,29 @@ def test_supervised_runs_know_what_ends_the_model_s_completions(rows_of, monkeyp
         lengths += data.lengths.tolist()
         assert (data[0].token_ids[-1] == end) == bool(eos)
     assert lengths[1] == lengths[0] + 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_template_that_ends_no_turn_of_the_assistant_is_noted_once(rows_of, caplog, streamed):
+    """Unless a token of the next role ends completions."""
+    rows = rows_of([{"messages": [user("a"), bot(text)]} for text in "xyz"])
+    rows = replace(rows, is_streamed=streamed)
+    between = GLM.replace("{{ '<|' +", "{{ ('</s>' if m['role'] == 'user' and not loop.first else '') + '<|' +")  # fmt: skip
+    spelled = [each.replace("<|im_end|>", "###") for each in (CHATML, CHATML_MARKED)]
+    for template in (GLM, GLM_MARKED, between, *spelled, CHATML, CHATML_MARKED):
+        tokenizer = tokenizer_of(GLM)
+        tokenizer.chat_template = template
+        [user_id] = tokenizer.convert_tokens_to_ids(["<|user|>"])
+        for eos in ((), (user_id,)):
+            caplog.clear()
+            data = ExampleDataset(rows, tokenizer, DataConfig(), eos_token_ids=eos)
+            for index in range(3) if streamed else ():
+                data.make([index])
+            ends = template in (CHATML, CHATML_MARKED) or (eos and template in (GLM, GLM_MARKED))
+            assert len(caplog.records) == (not ends), (template, eos)
+            assert all(
+                "row 0" in each and "model.chat_template" in each for each in caplog.messages
+            )
 
 
 def test_long_examples_are_dropped_and_counted(rows_of, caplog):

@@ -72,6 +72,17 @@ def test_eos_stays_where_the_template_writes_it(tmp_path, caplog):
     assert eos_token_ids(tokenizer) == (1, 3)
 
 
+def test_eos_stays_where_it_follows_another_token_that_ends_a_turn(tmp_path, caplog):
+    """Command R7B's turns end with two. A template of parts of content writes no text: nobody knows its end."""
+    both = CHATML.replace("'<|im_end|>", "'<|im_end|><eos>")
+    parts = CHATML.replace("message['content']", "(message['content'] | selectattr('text') | join)")
+    for template in (both, parts, "<|im_start|>" + parts):
+        char_tokenizer(template, eos_token="<eos>").save_pretrained(tmp_path)
+        caplog.clear()
+        assert load_tokenizer(str(tmp_path)).eos_token == "<eos>"
+        assert caplog.text == ""
+
+
 def test_eos_stays_where_turns_end_with_ordinary_text(tmp_path):
     tokenizer = load_tokenizer(saved(tmp_path, chat_template=NO_END, eos_token="<eos>"))
     assert tokenizer.eos_token == "<eos>"
