@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.machine import Result, command_line, interleaved, ratio, report
 from burnish.distributed.device import keep_freed_pages
-from burnish.models.kernels.cpu_attention import causal_attention
+from burnish.models.kernels.span_attention import causal_attention
 
 WIDTH = 64
 SHAPES = ("4x1024x12x4", "1x4096x12x4", "8x512x12x4", "32x128x12x4", "64x88x10x5", "128x32x10x5")

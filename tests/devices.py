@@ -24,4 +24,4 @@ DEVICES = [
 ROUNDED_FACTORS_ERROR = 0.008
 """What attention in bf16 may differ from fp64, relative to the norm, where products round their factors to bf16."""
 BF16_ATTENTION_ERROR = ROUNDED_FACTORS_ERROR if has_matrix_units(CPU) else 0.004
-"""The same of `burnish.models.kernels.cpu_attention`, whose products do so where the processor has units for it."""
+"""The same of `burnish.models.kernels.span_attention`, whose products do so where the processor has units for it."""

@@ -8,7 +8,12 @@ from devices import DEVICES
 from tiny import FAMILIES, MIXTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
-from burnish.models.kernels.attention import IMPLEMENTATION, PackedLayout, _has_varlen_kernel
+from burnish.models.kernels.attention import (
+    IMPLEMENTATION,
+    PackedLayout,
+    Softmax,
+    _has_varlen_kernel,
+)
 
 LENGTHS = (5, 64, 1, 30, 64, 100)
 
@@ -84,7 +89,7 @@ def test_half_precision_equals_blocks_in_fp32(
             .requires_grad_()
             for heads in (4, kv_heads, kv_heads)
         ]
-        output = layout.attend(0, parts, 0.2, window)
+        output = layout.attend(0, parts, Softmax(0.2, window))
         upstream = torch.randn(output.shape, generator=draws).bfloat16().to(device, dtype)
         (output * upstream).sum().backward()
         results.append([output, *(part.grad for part in parts)])

@@ -4,7 +4,12 @@ from tiny import VOCAB, tiny_model
 from torch import nn
 
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import IMPLEMENTATION, PackedLayout, attention_forward
+from burnish.models.kernels.attention import (
+    IMPLEMENTATION,
+    PackedLayout,
+    Softmax,
+    attention_forward,
+)
 
 CPU = torch.device("cpu")
 
@@ -28,8 +33,8 @@ def test_another_object_may_answer():
     calls = []
 
     class Cache:
-        def attend(self, layer, parts, scaling, window):
-            calls.append((layer, tuple(parts[0].shape), tuple(parts[1].shape), window))
+        def attend(self, layer, parts, softmax):
+            calls.append((layer, tuple(parts[0].shape), tuple(parts[1].shape), softmax.window))
             return torch.zeros_like(parts[0].transpose(1, 2))
 
     model = tiny_model("mistral", attention=IMPLEMENTATION)
@@ -48,8 +53,6 @@ def test_scaling_defaults_to_the_width():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("softcap", 1),
-        ("s_aux", torch.ones(2)),
         ("block_indices", torch.zeros(1, 2, 5, 1, dtype=torch.int64)),  # MiniMax-M3's chosen keys
         ("of_tomorrow", 0.5),
     ],
@@ -81,4 +84,4 @@ def test_a_layer_that_is_not_told_of_packing_is_refused():
 def test_one_sequence_that_is_longer_than_the_window_gives_contiguous_output():
     """As every interface of transformers does, so that a model may view it (afmoe)."""
     parts = [torch.randn(1, 2, 20, 16) for _ in range(3)]
-    assert PackedLayout.of([20], CPU).attend(0, parts, 0.25, 8).is_contiguous()
+    assert PackedLayout.of([20], CPU).attend(0, parts, Softmax(0.25, 8)).is_contiguous()

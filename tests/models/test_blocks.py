@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from burnish.models.kernels.attention import BlockPlan
+from burnish.models.kernels.attention import BlockPlan, Softmax
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -42,7 +42,7 @@ def test_equals_each_sequence_alone(lengths, window):
     for blocks in (True, False):
         rows = draw(sum(lengths))
         if blocks:
-            output = BlockPlan.of(lengths, CPU).attend(rows, 0.4, window)
+            output = BlockPlan.of(lengths, CPU).attend(rows, Softmax(0.4, window))
         else:
             output = one_by_one(*rows, lengths, 0.4, window)
         upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
@@ -58,7 +58,7 @@ def test_bf16_is_exact_up_to_its_rounding(lengths, window):
     rows = [part.detach().bfloat16() for part in draw(sum(lengths))]
     exact = [part.double().requires_grad_() for part in rows]
     rows = [part.requires_grad_() for part in rows]
-    output = BlockPlan.of(lengths, CPU).attend(rows, 0.4, window)
+    output = BlockPlan.of(lengths, CPU).attend(rows, Softmax(0.4, window))
     expected = one_by_one(*exact, lengths, 0.4, window)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     (output * upstream).sum().backward()
@@ -110,7 +110,7 @@ def test_one_length_copies_nothing(lengths, monkeypatch):
         return scaled_dot_product_attention(query, key, value, **options)
 
     monkeypatch.setattr("burnish.models.kernels.attention.scaled_dot_product_attention", watched)
-    plan.attend(rows, 1.0, None)
+    plan.attend(rows, Softmax(1.0))
     assert [part.data_ptr() for part in seen] == [part.data_ptr() for part in rows]
 
 
@@ -121,7 +121,7 @@ def test_sequences_never_see_each_other():
     for part in changed:
         part[7:19] = 100.0
     plan = BlockPlan.of(lengths, CPU)
-    before, after = plan.attend(rows, 1.0, None), plan.attend(changed, 1.0, None)
+    before, after = plan.attend(rows, Softmax(1.0)), plan.attend(changed, Softmax(1.0))
     assert torch.equal(before[:7], after[:7])
     assert torch.equal(before[19:], after[19:])
 
@@ -129,7 +129,7 @@ def test_sequences_never_see_each_other():
 @pytest.mark.parametrize("lengths", [[12], [12, 12], [5, 40]])
 def test_the_output_is_contiguous(lengths):
     """Models view it in another shape (AFMoE); one sequence behind a mask is a case of its own."""
-    output = BlockPlan.of(lengths, CPU).attend(draw(sum(lengths)), 1.0, 4)
+    output = BlockPlan.of(lengths, CPU).attend(draw(sum(lengths)), Softmax(1.0, 4))
     assert output.is_contiguous()
 
 

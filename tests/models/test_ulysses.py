@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
-from burnish.models.kernels.attention import PackedLayout
+from burnish.models.kernels.attention import PackedLayout, Softmax
 from burnish.models.kernels.ulysses import Ulysses, _repeats
 from burnish.models.packing import Deal
 from burnish.models.scorer import attention_of_part
@@ -76,7 +76,7 @@ def inputs(heads: int, key_heads: int) -> list[Tensor]:
 
 
 def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> list[list[Tensor]]:
-    """For each case this rank's rows of the output and of the gradients of queries, keys and values."""
+    """For each case this rank's rows of the output and of the gradients of queries, keys and values, and its part of the sinks'."""
     group = Mesh.of(Layout(layout.rank, layout.world, sequence=layout.world), 1, CPU).sequence
     found = []
     for heads, key_heads, window in cases:
@@ -87,11 +87,13 @@ def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> lis
         *parts, upstream = (part[:, :, rows] for part in inputs(heads, key_heads))
         for part in parts:
             part.requires_grad_()
-        output = packing.attend(0, parts, 0.3, window)
+        sinks = torch.arange(heads) / heads
+        sinks.requires_grad_()
+        output = packing.attend(0, parts, Softmax(0.3, window, sinks=sinks))
         own = len(range(deal.rank, deal.count, deal.ranks))
         output[:, :own].backward(upstream.transpose(1, 2)[:, :own])
         tensors = [output.detach().transpose(1, 2), *(part.grad for part in parts)]
-        found.append([tensor[:, :, :own] for tensor in tensors])
+        found.append([*(tensor[:, :, :own] for tensor in tensors), sinks.grad])
     return found
 
 
@@ -104,10 +106,13 @@ def test_attention_of_shared_tokens_is_that_of_one_rank(world: int) -> None:
         for part in parts:
             part.requires_grad_()
         packing = PackedLayout.of(LENGTHS, CPU)
-        output = packing.attend(0, parts, 0.3, window)
+        sinks = torch.arange(heads) / heads
+        sinks.requires_grad_()
+        output = packing.attend(0, parts, Softmax(0.3, window, sinks=sinks))
         output.backward(upstream.transpose(1, 2))
         wanted = [output.detach().transpose(1, 2), *(part.grad for part in parts)]
         for kind, tensor in enumerate(wanted):
             for rank in range(world):
                 found = ranks[rank][number][kind]
                 torch.testing.assert_close(found, tensor[:, :, rank::world], msg=f"{kind}")
+        torch.testing.assert_close(sum(rank[number][-1] for rank in ranks), sinks.grad)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from burnish.models.kernels.attention import Softmax
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 from burnish.rollout.builtin.shared_cache import SharedCache
 
@@ -31,10 +32,12 @@ class Row:
 class World:
     """What decoding does with a cache: completions wait, start, take steps, end, and are moved together."""
 
-    def __init__(self, seed: int, kind: type[SlotCache], window: int | None) -> None:
-        self.rng, self.window = np.random.default_rng(seed), window
+    def __init__(self, seed: int, kind: type[SlotCache], window: int | None, more: bool) -> None:
+        self.rng = np.random.default_rng(seed)
         self.torch_rng = torch.Generator().manual_seed(seed)
         self.kv_heads, self.shared = int(self.rng.integers(1, 3)), int(self.rng.choice([1, 3]))
+        sinks = self.draw(self.kv_heads * self.shared) if more else None
+        self.softmax = Softmax(SCALING, window, 0.5 if more else None, sinks)
         self.rows: list[Row | None] = [None] * int(self.rng.integers(1, 7))
         self.cache = kind(len(self.rows), 8, 40)
         self.read = 0
@@ -90,12 +93,12 @@ class World:
         for layer in range(LAYERS):
             query = self.draw(1, self.kv_heads * self.shared, running, WIDTH)
             given = [self.draw(1, self.kv_heads, running, WIDTH) for _ in range(2)]
-            output = step.attend(layer, (query, *given), SCALING, self.window)
+            output = step.attend(layer, (query, *given), self.softmax)
             for number, row in enumerate(rows):
                 held = row.layers[layer]
                 for part in range(2):
                     held[part] = torch.cat((held[part], given[part][0, :, number][None]))
-                want = written_out(query[0, :, number], *held, self.window)
+                want = written_out(query[0, :, number], *held, self.softmax)
                 torch.testing.assert_close(output[0, number], want)
 
     def end(self) -> None:
@@ -104,25 +107,30 @@ class World:
                 self.rows[number] = None
 
 
-def written_out(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+def written_out(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
     """[heads, WIDTH] of one token's queries [heads, WIDTH], which see the last `window` keys."""
-    seen = slice(None) if window is None else slice(-window, None)
+    seen = slice(None) if softmax.window is None else slice(-softmax.window, None)
     shared = len(query) // keys.shape[1]
     outputs = []
     for head, vector in enumerate(query):
         own_keys, own_values = keys[seen, head // shared], values[seen, head // shared]
-        outputs.append((own_keys @ vector * SCALING).softmax(0) @ own_values)
+        scores = own_keys @ vector * SCALING
+        if softmax.softcap is not None and softmax.sinks is not None:
+            scores = softmax.softcap * (scores / softmax.softcap).tanh()
+            own_values = torch.cat((own_values, torch.zeros(1, WIDTH)))
+            scores = torch.cat((scores, softmax.sinks[head][None]))
+        outputs.append(scores.softmax(0) @ own_values)
     return torch.stack(outputs)
 
 
 @pytest.mark.parametrize("kind", [SlotCache, SharedCache])
 @pytest.mark.parametrize("window", [None, 1, 3])
-@settings(max_examples=15)
-@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10_000), more=st.booleans())
 def test_attention_is_that_over_prompt_and_completion(
-    kind: type[SlotCache], window: int | None, seed: int
+    kind: type[SlotCache], window: int | None, seed: int, more: bool
 ) -> None:
-    world = World(seed, kind, window)
+    world = World(seed, kind, window, more)
     while True:
         while world.waiting and None in world.rows:
             world.start()
@@ -134,7 +142,7 @@ def test_attention_is_that_over_prompt_and_completion(
 
 
 def test_a_prompt_lies_there_once_however_late_its_completions_start() -> None:
-    world = World(0, SharedCache, None)
+    world = World(0, SharedCache, None, False)
     cache, first, second = SharedCache(4, 8, 8), world.chunk(), world.chunk()
 
     def prompts_there() -> int:

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from burnish.config.schema import EngineConfig
 from burnish.errors import UsageError
-from burnish.models.kernels.attention import Attends
+from burnish.models.kernels.attention import Attends, Softmax
 from burnish.models.kernels.fused import rms_norm, rotate
 from burnish.models.routing import Routing
 
@@ -83,8 +83,8 @@ class PackedAttention(nn.Module):
         assert rotation is not None
         rows = [rotate(query[:, 0], rotation), rotate(key[:, 0], rotation), value[:, 0]]
         query, key, value = (part.transpose(0, 1)[None] for part in rows)
-        heads, window = (query, key, value), self.sliding_window
-        output = packing.attend(self.layer_number - 1, heads, self.scaling, window)
+        softmax = Softmax(self.scaling, self.sliding_window)
+        output = packing.attend(self.layer_number - 1, (query, key, value), softmax)
         return output[0].flatten(1)[:, None]
 
 

@@ -3,8 +3,8 @@
 A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. The keyword argument
 `packing` attends: a `PackedLayout` when scoring, a KV cache when generating.
 
-On CUDA, one call of flash attention takes all sequences. Elsewhere, similar lengths share a block
-[n, L] of a dense kernel.
+On CUDA, one call of flash attention takes all sequences. Elsewhere, and with sinks or a soft cap, similar lengths share a
+block [n, L] of a dense kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,8 +31,10 @@ from burnish.records import to_device
 IMPLEMENTATION = "burnish_packed"
 """The name under which transformers knows this attention (`config._attn_implementation`)."""
 
-# Any other number or tensor among the keyword arguments, such as a soft cap, sinks or chosen blocks of keys, is refused.
-_UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "position_ids"})
+# Any other number or tensor among the keyword arguments, such as chosen blocks of keys, is refused.
+_UNDERSTOOD = frozenset(
+    {"dropout", "scaling", "sliding_window", "position_ids", "softcap", "s_aux"}
+)
 
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # torch 2.11 takes fewer key heads than query heads without the keyword.
@@ -43,14 +45,47 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[1, heads, T, head_dim]`, and keys and values `[1, key heads, T, head_dim]`, after positions are applied."""
 
 
+class Softmax(NamedTuple):
+    """How a layer weighs keys."""
+
+    scaling: float
+    """Of the products of queries and keys."""
+    window: int | None = None
+    """A token sees at most so many tokens, itself included; None: all before it."""
+    softcap: float | None = None
+    """Bound of the scores: softcap · tanh(score / softcap); None: no bound."""
+    sinks: Tensor | None = None
+    """[heads], one more score of every query, without a key and a value; None: there is none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """There are no sinks and no soft cap, so torch's kernels compute it."""
+        return self.softcap is None and self.sinks is None
+
+    def weights(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Return weights in place of scaled fp32 products [n, key heads, heads per key head, keys] of a query per row."""
+        sinks = self.sinks
+        sinks = None if sinks is None else sinks.float().view(*products.shape[1:3], 1)
+        return weigh(cap(products, self.softcap).add_(bias), sinks)
+
+
+def cap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Bound scores in place, as `Softmax.softcap` says."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of fp32 scores [..., keys] and `sinks` [..., 1], in place, without the sinks' weights."""
+    if sinks is None:
+        return torch.softmax(scores, -1, out=scores)
+    return scores.sub_(torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp_()
+
+
 class Attends(Protocol):
     """Decides what keys a query sees."""
 
-    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
-        """Return the attention output `[1, T, heads, head_dim]`, contiguous.
-
-        A token sees at most `window` tokens, itself included.
-        """
+    def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
+        """Return the attention output `[1, T, heads, head_dim]`, contiguous."""
 
 
 @uncompiled
@@ -69,14 +104,13 @@ def attention_forward(
     refused = [
         name
         for name, value in options.items()
-        if name not in _UNDERSTOOD
-        and (isinstance(value, float | Tensor) or (name == "softcap" and value))
+        if name not in _UNDERSTOOD and isinstance(value, float | Tensor)
     ]
     if refused or attention_mask is not None or not getattr(module, "is_causal", True):
         raise IncompatibleError(
             f"{type(module).__name__} needs a kind of attention that Burnish does not compute",
             have=", ".join(refused) or "an attention mask or a bidirectional layer",
-            want="causal attention to all keys or a window, without softcapping, sinks, position bias or mask",
+            want="causal attention to all keys or a window, without position bias or mask",
             do="train a model of another family",
         )
     packing: Attends | None = options.get("packing")
@@ -88,8 +122,9 @@ def attention_forward(
         )
     scaling, layer = options.get("scaling"), int(getattr(module, "layer_idx", -1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = options.get("sliding_window")
-    return packing.attend(layer, (query, key, value), scaling, window), None
+    window, softcap = (options.get(name) for name in ("sliding_window", "softcap"))
+    softmax = Softmax(scaling, window, softcap and float(softcap), options.get("s_aux"))
+    return packing.attend(layer, (query, key, value), softmax), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
@@ -159,16 +194,17 @@ class PackedLayout:
         """The blocks of the dense path."""
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
-    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """See `Attends.attend`."""
-        window = window if window and window < self.max_seqlen else None
+        if not softmax.window or softmax.window >= self.max_seqlen:
+            softmax = softmax._replace(window=None)
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:
             rows = self.shared.spread(*rows)
-        if _has_varlen_kernel(parts[0], parts[2]):
-            output = self._varlen(rows, scaling, window)
+        if softmax.is_plain and _has_varlen_kernel(parts[0], parts[2]):
+            output = self._varlen(rows, softmax.scaling, softmax.window)
         else:
-            output = self.blocks.attend(rows, scaling, window)
+            output = self.blocks.attend(rows, softmax)
         return (output if self.shared is None else self.shared.collect(output))[None]
 
     def _varlen(self, rows: list[Tensor], scaling: float, window: int | None) -> Tensor:
@@ -231,7 +267,7 @@ class BlockPlan:
         padding = None if is_real.all() else on_device(np.flatnonzero(~is_real), device)
         return cls(tuple(blocks), on_device(gather, device), on_device(scatter, device), padding)
 
-    def attend(self, rows: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
+    def attend(self, rows: Sequence[Tensor], softmax: Softmax) -> Tensor:
         """Return attention of queries, keys and values, all [T, heads, head_dim]."""
         if self.gather is not None and self.scatter is not None:
             rows = [select_rows(part, self.gather, self.scatter, None) for part in rows]
@@ -240,7 +276,7 @@ class BlockPlan:
         outputs = []
         for (count, length), *parts in zip(self.blocks, *cut, strict=True):
             dense = [part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in parts]
-            outputs.append(_causal(dense, scaling, window).transpose(1, 2).flatten(0, 1))
+            outputs.append(_causal(dense, softmax).transpose(1, 2).flatten(0, 1))
         output = outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
         if self.gather is None or self.scatter is None:
             return output
@@ -253,12 +289,14 @@ def _rounded_up(lengths: Indices) -> Indices:
     return -(-lengths // steps) * steps
 
 
-def _causal(dense: Sequence[Tensor], scaling: float, window: int | None) -> Tensor:
+def _causal(dense: Sequence[Tensor], softmax: Softmax) -> Tensor:
     query, key, value = dense
+    scaling, window, softcap, sinks = softmax
     length, gqa = query.shape[2], query.shape[1] != key.shape[1]
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        own = import_module("burnish.models.kernels.cpu_attention")
-        return own.causal_attention(query, key, value, scaling, window or length)
+    is_half = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    if is_half or not softmax.is_plain:
+        own = import_module("burnish.models.kernels.span_attention")
+        return own.causal_attention(query, key, value, scaling, window or length, softcap, sinks)
     if window is None or window >= length:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.distributed.tensor_collectives import swap
-from burnish.models.kernels.attention import Attends, Heads
+from burnish.models.kernels.attention import Attends, Heads, Softmax
 from burnish.models.packing import Deal
 
 
@@ -24,14 +24,18 @@ class Ulysses:
     """Attention for all tokens."""
     deal: Deal
 
-    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """See `Attends.attend`. Key heads are repeated if they are fewer than ranks. Collective."""
         query, key, value = parts
         times = _repeats(query.shape[1], key.shape[1], self.deal.ranks)
         if times > 1:
             key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
         whole = self._all_tokens(query), self._all_tokens(key), self._all_tokens(value)
-        return self._all_heads(self.packing.attend(layer, whole, scaling, window))
+        if softmax.sinks is not None:
+            softmax = softmax._replace(
+                sinks=softmax.sinks.view(self.deal.ranks, -1)[self.deal.rank]
+            )
+        return self._all_heads(self.packing.attend(layer, whole, softmax))
 
     def _all_tokens(self, heads: Tensor) -> Tensor:
         """Turn [1, heads, own tokens, d] into [1, own heads, all tokens, d]."""

@@ -23,7 +23,7 @@ from burnish.config.schema import LoraConfig
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
-from burnish.models.kernels.attention import Attends
+from burnish.models.kernels.attention import Attends, Softmax
 from burnish.models.kernels.fused import (
     FusedAttention,
     FusedRMSNorm,
@@ -243,9 +243,8 @@ class _Block:
         rotating = self._rotated(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
-        layer, scaling = self._attention.layer_idx, self._attention.scaling
-        window = self._attention.sliding_window
-        output = packing.attend(layer, (query, key, value), scaling, window)
+        softmax = Softmax(self._attention.scaling, self._attention.sliding_window)
+        output = packing.attend(self._attention.layer_idx, (query, key, value), softmax)
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import Attends, Heads, PackedLayout
+from burnish.models.kernels.attention import Attends, Heads, PackedLayout, Softmax
 from burnish.records import to_device
 
 _GRAIN = 128
@@ -32,7 +32,7 @@ class PromptCache:
         """Keys and values of each layer, each [kv_heads, T, head_dim]."""
         self._layout = PackedLayout.of(lengths, device)
 
-    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Attend causally within each prompt. See `Attends.attend`."""
         if layer in self.layers:
             raise IncompatibleError(
@@ -43,7 +43,7 @@ class PromptCache:
             )
         # Copies: views would keep the queries beside them alive.
         self.layers[layer] = parts[1][0].contiguous(), parts[2][0].contiguous()
-        return self._layout.attend(layer, parts, scaling, window)
+        return self._layout.attend(layer, parts, softmax)
 
     def rows(self, prompts: Sequence[int]) -> Tensor:
         """Return packed positions [n, longest] of prompts; shorter ones repeat their last token."""
@@ -128,13 +128,13 @@ class SlotCache(RowStore):
         self._positions, self._span, self._biases = positions, _rounded(span), {}
         return self
 
-    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Append token i to row i and attend to it; see `Attends.attend`."""
         (query, key, value), running = parts, len(self._positions)
         self.append(layer, self._positions, key, value)
         keys, values = (part[:running, :, : self._span] for part in self.layers[layer])
-        bias = self._bias(window, keys.dtype)
-        output = _attend_one(query[0].transpose(0, 1), keys, values, bias, scaling)
+        bias = self._bias(softmax.window, keys.dtype)
+        output = _attend_one(query[0].transpose(0, 1), keys, values, bias, softmax)
         return output.flatten(1, 2)[None]
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -153,14 +153,18 @@ class SlotCache(RowStore):
 
 
 def _attend_one(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, softmax: Softmax
 ) -> Tensor:
     """Attend with a token per row, [n, heads, head_dim] → [n, kv_heads, heads per key head, width of values].
 
     CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads, so heads
-    that share keys become queries.
+    that share keys become queries. No kernel takes sinks and soft caps; these are computed in fp32.
     """
-    grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
+    grouped, scaling = query.view(len(query), keys.shape[1], -1, query.shape[-1]), softmax.scaling
+    if not softmax.is_plain:
+        products = torch.matmul(grouped.float() * scaling, keys.float().mT)
+        weights = softmax.weights(products, bias)
+        return torch.matmul(weights, values.float()).to(query.dtype)
     if query.device.type != "cpu":
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
     output = scaled_dot_product_attention(

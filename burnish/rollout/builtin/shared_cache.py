@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burnish.models.kernels.attention import Attends, Heads
+from burnish.models.kernels.attention import Attends, Heads, Softmax
 from burnish.rollout.builtin.kv_cache import PromptCache, RowStore, SlotCache
 
 
@@ -68,7 +68,7 @@ class SharedCache(SlotCache):
         self.reserve(None, running, self._span)
         return self
 
-    def attend(self, layer: int, parts: Heads, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Append token i to row i; attend to its prompt and that row. See `Attends.attend`."""
         (query, key, value), groups = parts, self._groups
         assert groups is not None  # a step has begun
@@ -79,12 +79,12 @@ class SharedCache(SlotCache):
         ]
         own = [part[: groups.running, :, : self._span].flatten(0, 1) for part in self.layers[layer]]
         kv_heads = key.shape[1]
-        heads = query[0].transpose(0, 1).float() * scaling
+        heads = query[0].transpose(0, 1).float() * softmax.scaling
         heads = heads.reshape(len(heads), kv_heads, -1, query.shape[-1])
         of_prompt = groups.apart(torch.bmm(groups.together(heads), shared[0].mT), heads)
         of_own = torch.bmm(heads.flatten(0, 1), own[0].mT).view(*heads.shape[:3], -1)
-        bias = self._bias(window, torch.float32)
-        weights = torch.cat((of_prompt, of_own), dim=-1).add_(bias).softmax(dim=-1)
+        products = torch.cat((of_prompt, of_own), dim=-1)
+        weights = softmax.weights(products, self._bias(softmax.window, torch.float32))
         on_prompt, on_own = weights.tensor_split([groups.longest], dim=-1)
         output = groups.apart(torch.bmm(groups.together(on_prompt), shared[1]), heads)
         output = output.flatten(0, 1).baddbmm_(on_own.flatten(0, 1), own[1])

@@ -2,30 +2,37 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from devices import BF16_ATTENTION_ERROR, ROUNDED_FACTORS_ERROR
+from devices import BF16_ATTENTION_ERROR, CPU, ROUNDED_FACTORS_ERROR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.models.kernels import cpu_attention
-from burnish.models.kernels.cpu_attention import causal_attention
+from burnish.models.kernels import span_attention
+from burnish.models.kernels.span_attention import causal_attention
 
 
-def make(n, heads, length, width, seed=0):
+def make(n, heads, length, width, seed=0, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(n, length, heads, width, generator=generator)
-    return rows.bfloat16().transpose(1, 2).requires_grad_()
+    return rows.to(dtype).transpose(1, 2).requires_grad_()
 
 
-def written_out(query, key, value, scaling, window):
-    """The formula in fp64."""
-    query, key, value = (part.detach().double().requires_grad_() for part in (query, key, value))
+def written_out(parts, scaling, window, softcap):
+    """The formula in fp64, of queries, keys, values, and sinks if there are any."""
+    parts = [part.detach().double().requires_grad_() for part in parts]
+    query, key, value, *sinks = parts
     shared = query.shape[1] // key.shape[1]
     keys, values = (part.repeat_interleave(shared, dim=1) for part in (key, value))
     steps = torch.arange(query.shape[2])
     distance = steps[:, None] - steps[None, :]
     hidden = (distance < 0) | (distance >= window)
-    scores = (query @ keys.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ values, (query, key, value)
+    scores = query @ keys.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks:
+        more = sinks[0][:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, more), -1).softmax(-1)[..., :-1] @ values, parts
+    return scores.softmax(-1) @ values, parts
 
 
 def gradients(output, parts):
@@ -44,30 +51,45 @@ def gradients(output, parts):
     scores=st.sampled_from([1 << 8, 1 << 14, 1 << 20]),
     width=st.sampled_from([6, 8]),
     units=st.booleans(),
+    softcap=st.sampled_from([None, 0.7]),
+    has_sinks=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
-def test_equals_the_formula(n, key_heads, shared, length, window, scores, width, units):
-    """With and without torch's kernel forward, which takes values as wide as keys, and no windows."""
-    query = make(n, key_heads * shared, length, 8)
-    key, value = make(n, key_heads, length, 8, seed=1), make(n, key_heads, length, width, seed=2)
+def test_equals_the_formula(
+    n, key_heads, shared, length, window, scores, width, units, softcap, has_sinks, dtype
+):
+    """With and without torch's kernel forward, which takes values as wide as keys, no windows, sinks or caps."""
+    parts = [
+        make(n, key_heads * shared, length, 8, dtype=dtype),
+        make(n, key_heads, length, 8, seed=1, dtype=dtype),
+        make(n, key_heads, length, width, seed=2, dtype=dtype),
+        *([make(1, 1, key_heads * shared, 1, 3, dtype).detach().flatten()] if has_sinks else []),
+    ]
+    parts = [part.requires_grad_() for part in parts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "has_matrix_units", lambda device: units)
-        patch.setattr(cpu_attention, "_SCORES", scores)
-        patch.setattr(cpu_attention, "_MOST_SCORES", 4 * scores)
-        output = causal_attention(query, key, value, 0.4, window)
-        ours = [output, *gradients(output, (query, key, value))]
-    expected, parts = written_out(query, key, value, 0.4, window)
-    theirs = [expected, *gradients(expected, parts)]
-    assert all(each.dtype == torch.bfloat16 for each in ours)
-    by_kernel = units and width == 8 and window >= length
+        patch.setattr(span_attention, "has_matrix_units", lambda device: units)
+        patch.setattr(span_attention, "_SCORES", scores)
+        patch.setattr(span_attention, "_MOST_SCORES", 4 * scores)
+        output = causal_attention(*parts[:3], 0.4, window, softcap, *parts[3:])
+        ours = [output, *gradients(output, parts)]
+    expected, exactly = written_out(parts, 0.4, window, softcap)
+    theirs = [expected, *gradients(expected, exactly)]
+    assert all(each.dtype == dtype for each in ours)
+    plain = window >= length and softcap is None and not has_sinks
+    by_kernel = units and width == 8 and plain
     bounds = [ROUNDED_FACTORS_ERROR if by_kernel else BF16_ATTENTION_ERROR]
-    bounds += [BF16_ATTENTION_ERROR] * 3
-    for mine, exact, bound in zip(ours, theirs, bounds, strict=True):
+    bounds += [BF16_ATTENTION_ERROR] * 4
+    for mine, exact, bound in zip(ours, theirs, bounds, strict=False):
+        bound = bound if dtype == torch.bfloat16 else 1e-5
         assert (mine.double() - exact).norm() <= bound * exact.norm() + 1e-6
 
 
 def test_torch_finds_the_operators_right():
     parts = (make(2, 4, 40, 8), make(2, 2, 40, 8), make(2, 2, 40, 8))
     torch.library.opcheck(causal_attention, (*parts, 0.4, 40))
+    torch.library.opcheck(
+        causal_attention, (*parts, 0.4, 40, 2.0, torch.ones(4, requires_grad=True))
+    )
 
 
 def test_scores_are_bounded_and_every_pair_is_covered_once():
@@ -77,9 +99,9 @@ def test_scores_are_bounded_and_every_pair_is_covered_once():
         ((2, 2, 2, 700, 8), 130),
     ):
         n, key_heads, shared, length, _ = shape
-        most = max(cpu_attention._SCORES, cpu_attention._MOST_SCORES)
+        most = max(span_attention._SCORES, span_attention._MOST_SCORES)
         pairs = 0
-        for span in cpu_attention._spans(torch.Size(shape), window):
+        for span in span_attention._spans(torch.Size(shape), window, CPU):
             at_a_time = [range(n * key_heads)[some] for some in span.groups]
             assert [head for some in at_a_time for head in some] == list(range(n * key_heads))
             positions = len(range(length)[span.asking])

@@ -1,4 +1,4 @@
-"""Causal attention on a CPU in bf16, by batched matrix products in fp32.
+"""Causal attention by batched matrix products in fp32: in bf16 on a CPU, and everywhere with sinks or a soft cap.
 
 The scores of a span of queries stay in the caches. The backward pass computes them again (Dao et al.,
 arXiv 2205.14135, without its loop over keys). Queries that share a key head are rows of one product.
@@ -6,14 +6,18 @@ arXiv 2205.14135, without its loop over keys). Queries that share a key head are
     O = P V,  P = softmax(S),  S = s Q Kᵀ, -∞ where a query does not see a key
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - rowsum(P ∘ dP)),  dQ = s dS K,  dK = s dSᵀ Q
 
-oneDNN's products are twice as fast as MKL's on AMD. Matrix units (AMX) round factors to bf16; with
+A cap c makes S = c tanh(s Q Kᵀ / c), and dS is multiplied by 1 - (S / c)² (Gemma 2, arXiv 2408.00118). A sink is one more
+score of every query of a head, without a value (arXiv 2309.17453, gpt-oss). All gradients of a softmax add up to 0, so the sink's is
+minus the sum of dS.
+
+On a CPU in bf16, oneDNN's products are twice as fast as MKL's on AMD. Matrix units (AMX) round factors to bf16; with
 them torch's own kernel, twice as fast, computes the forward pass where it can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,73 +25,114 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.distributed.device import has_matrix_units
+from burnish.models.kernels.attention import cap, weigh
 
 # Scores at a time, 4 MiB in fp32. More do not stay in the caches, fewer cost too many calls.
 _SCORES = 1 << 20
 # Most scores for the queries of one key head.
 _MOST_SCORES = 1 << 22
+# Devices other than CPUs take so many times both, 64 and 256 MiB, for fewer kernels.
+_TIMES = 16
 # A span has an eighth of all queries, within these limits. Fewer make slow products, more compute larger unused triangles.
 _FEWEST_QUERIES, _MOST_QUERIES = 64, 512
 
 
 @torch.library.custom_op("burnish::causal_attention", mutates_args=())
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention `[n, heads, L, dv]`: each token sees `window` tokens, itself included.
 
-    `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, all bf16.
+    `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, `sinks` `[heads]`.
     It is an operator, so that selective checkpointing keeps only its result.
     """
     heads, width = query.shape[1], value.shape[3]
-    if has_matrix_units(query.device) and window >= query.shape[2] and query.shape[3] == width:
+    is_plain = softcap is None and sinks is None and window >= query.shape[2]
+    if is_plain and has_matrix_units(query.device) and query.shape[3] == width:
         gqa = heads != key.shape[1]
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
         )
     keys, values = _fp32(key).flatten(0, 1), _fp32(value).flatten(0, 1)
-    output, queries = _empty(query, width), _by_key_head(query, key)
-    with _onednn_products():
-        for span in _spans(queries.shape, window):
+    output, queries, sinks = _empty(query, width), _by_key_head(query, key), _of_rows(sinks, key)
+    with _products(query):
+        for span in _spans(queries.shape, window, query.device):
             rows = span.rows(queries).mul_(scaling)
             mixed = rows.new_empty(*rows.shape[:2], width)
             for part in span.groups:
                 # `contiguous`, because torch would copy a slice once for each product.
-                weights = span.weights(rows[part], keys[part, span.seen].contiguous())
+                scores = span.scores(rows[part], keys[part, span.seen].contiguous(), softcap)
+                weights = span.weights(scores, sinks, part)
                 torch.bmm(weights, values[part, span.seen].contiguous(), out=mixed[part])
             span.write(mixed, _by_key_head(output, key))
     return output
 
 
 @torch.library.custom_op("burnish::causal_attention_backward", mutates_args=())
-def _backward(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(  # noqa: PLR0913
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and sinks (empty without any)."""
     keys, values = _fp32(key).flatten(0, 1), _fp32(value).flatten(0, 1)
     key_gradient, value_gradient = torch.zeros_like(keys), torch.zeros_like(values)
-    results = _empty(query), _empty(key), _empty(value)
+    results = _empty(query), _empty(key), _empty(value), _like(sinks, query)
     queries, upstream, query_gradient = (
         _by_key_head(part, key) for part in (query, upstream, results[0])
     )
-    with _onednn_products():
-        for span in _spans(queries.shape, window):
+    sinks = _of_rows(sinks, key)
+    sink_gradient = None if sinks is None else torch.zeros_like(sinks)
+    with _products(query):
+        for span in _spans(queries.shape, window, query.device):
             rows, given = span.rows(queries).mul_(scaling), span.rows(upstream)
             row_gradient = torch.empty_like(rows)
             for part in span.groups:
                 seen = keys[part, span.seen].contiguous()
                 seen_values = values[part, span.seen].contiguous()
-                weights = span.weights(rows[part], seen)
+                scores = span.scores(rows[part], seen, softcap)
+                slope = None if softcap is None else 1 - (scores / softcap).square_()
+                weights = span.weights(scores, sinks, part)
                 value_gradient[part, span.seen].baddbmm_(weights.transpose(1, 2), given[part])
                 scores = torch.bmm(given[part], seen_values.transpose(1, 2))
                 torch.ops.aten._softmax_backward_data.out(
                     scores, weights, -1, weights.dtype, grad_input=scores
                 )
+                if sink_gradient is not None:
+                    by_head = scores.view(*sink_gradient[part].shape[:2], -1)
+                    sink_gradient[part] -= by_head.sum(-1)[..., None, None]
+                if slope is not None:
+                    scores.mul_(slope)
                 torch.bmm(scores, seen, out=row_gradient[part])
                 key_gradient[part, span.seen].baddbmm_(scores.transpose(1, 2), rows[part])
             span.write(row_gradient.mul_(scaling), query_gradient)
     results[1].copy_(key_gradient.view(key.shape))
     results[2].copy_(value_gradient.view(value.shape))
+    if sink_gradient is not None:
+        results[3].copy_(sink_gradient.view(len(query), -1).sum(0))
     return results
+
+
+def _of_rows(sinks: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return sinks [heads] as fp32 [B, heads that share a key head, 1, 1]."""
+    if sinks is None:
+        return None
+    return sinks.float().view(key.shape[1], -1, 1, 1).repeat(len(key), 1, 1, 1)
+
+
+def _like(sinks: Tensor | None, query: Tensor) -> Tensor:
+    return query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _empty(part: Tensor, width: int | None = None) -> Tensor:
@@ -126,29 +171,40 @@ class _Span(NamedTuple):
         target = part[..., self.asking, :]
         target.copy_(rows.view(target.shape))
 
-    def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return P [of B, shared · queries, keys]."""
-        scores = torch.bmm(queries, keys.transpose(1, 2))
+    def scores(self, queries: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+        """Return S [of B, shared · queries, keys], all of it visible."""
+        return cap(torch.bmm(queries, keys.transpose(1, 2)), softcap)
+
+    def weights(self, scores: Tensor, sinks: Tensor | None, part: slice) -> Tensor:
+        """Write P over S."""
         by_head = scores.view(len(scores), -1, len(self.bias), scores.shape[2])
         by_head[..., -self.bias.shape[1] :].add_(self.bias)
-        return torch.softmax(scores, -1, out=scores)
+        weigh(by_head, None if sinks is None else sinks[part])
+        return scores
 
 
-def _spans(queries: torch.Size, window: int) -> Iterator[_Span]:
+def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_Span]:
     n, key_heads, shared, length, _ = queries
-    total = n * key_heads
+    total, times = n * key_heads, 1 if device.type == "cpu" else _TIMES
     count = min(_MOST_QUERIES, max(_FEWEST_QUERIES, length // 8))
-    count = max(1, min(count, _MOST_SCORES // (shared * min(length, window + count))))
+    count = max(1, min(count, times * _MOST_SCORES // (shared * min(length, window + count))))
     for start in range(0, length, count):
         stop, first = min(start + count, length), max(0, start - window + 1)
         biased = first if stop - first > window else start
-        distance = torch.arange(start, stop)[:, None] - torch.arange(biased, stop)[None, :]
+        asking, seen = (torch.arange(at, stop, device=device) for at in (start, biased))
+        distance = asking[:, None] - seen[None, :]
         hidden = (distance < 0) | (distance >= window)
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        pieces = -(-total * shared * (stop - start) * (stop - first) // _SCORES)
+        bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+        pieces = -(-total * shared * (stop - start) * (stop - first) // (times * _SCORES))
         step = -(-total // pieces)
         groups = tuple(slice(at, at + step) for at in range(0, total, step))
         yield _Span(slice(start, stop), slice(first, stop), bias, groups)
+
+
+def _products(like: Tensor) -> AbstractContextManager[None]:
+    """Let oneDNN compute products of what was bf16 in bf16 where the processor can."""
+    is_rounded = like.device.type == "cpu" and like.dtype == torch.bfloat16
+    return _onednn_products() if is_rounded else nullcontext()
 
 
 @contextmanager
@@ -164,24 +220,26 @@ def _onednn_products() -> Iterator[None]:
 
 
 @causal_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return _empty(query, value.shape[3])
 
 
 @_backward.register_fake
 def _(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(query), _empty(key), _empty(value)
+    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty(query), _empty(key), _empty(value), _like(others[3], query)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.scaling, ctx.window = inputs[3:]
+    query, key, value, *ctx.numbers, sinks = inputs
+    ctx.save_for_backward(query, key, value, sinks)
 
 
 def _differentiate(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(upstream, *ctx.saved_tensors, ctx.scaling, ctx.window), None, None)
+    *parts, sinks = ctx.saved_tensors
+    *gradients, of_sinks = _backward(upstream, *parts, *ctx.numbers, sinks)
+    return (*gradients, None, None, None, None if sinks is None else of_sinks)
 
 
 causal_attention.register_autograd(_differentiate, setup_context=_keep)
