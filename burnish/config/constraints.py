@@ -19,7 +19,7 @@ Command = Literal["sft", "rl", "eval"]
 """Which command a configuration is for."""
 
 _LARGEST_BETA_IN_BF16 = 0.996
-"""bf16 has 8 bits, so a number times 0.997 may round to itself and never fall."""
+"""bf16 has 8 significant bits, so a number times 0.997 may round back to itself and never fall."""
 _RENDERING = frozenset(
     [
         "add_generation_prompt",
@@ -37,18 +37,18 @@ _RENDERING = frozenset(
         "truncation",
     ]
 )
-"""Arguments of `apply_chat_template` that Burnish gives itself."""
+"""Arguments of `apply_chat_template` that Burnish sets itself."""
 
 _LEAST_SHARE = 0.001
-"""Of a mixture. Its pattern has a period of 10,000 rows (`burnish.data.loader`)."""
+"""Smallest share of an entry in a mixture. Its pattern has a period of 10,000 rows (`burnish.data.loader`)."""
 _LONGEST_NAME = 200
-"""Bytes; file systems allow 255, and names of files are made from it."""
+"""Longest name of a run, in bytes. File systems allow 255, and names of files are made from the run's name."""
 
 Constraint = tuple[str, str, str]
-"""When the first holds, the second must hold; the third says why.
+"""If the first condition holds, the second must hold; the third text says why.
 
-Both are `SETTING`, which holds if the setting (or one of a section) is not its default, or `SETTING=VALUE|VALUE`.
-An empty second never holds.
+A condition is `SETTING=VALUE|VALUE`, or `SETTING`, which holds if the setting (or one in the section) differs from its default.
+An empty condition never holds.
 """
 _NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
 _UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
@@ -75,23 +75,23 @@ _OF_ENGINE: Sequence[Constraint] = (
 )
 _OF_ALL: Sequence[Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
-    ("model.lora", "model.path", "of a new model only the adapter would be saved"),
+    ("model.lora", "model.path", "only the adapter of a new model would be saved"),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
 )
 _OF_ACTIVATIONS: Sequence[Constraint] = (
-    ("engine.activation_offload", _NOT_SELECTIVE, "what selective keeps stays on the device"),
+    ("engine.activation_offload", _NOT_SELECTIVE, "selective keeps tensors on the device"),
     ("engine.compile", _NOT_SELECTIVE, "selective cannot see the operations of compiled layers"),
 )
 _OF_TRAINING: Sequence[Constraint] = (
     ("data.weights", "steps", "a mixture has no epochs"),
     ("data.curriculum=measured", "steps", "its epochs leave rows out"),
     ("data.curriculum=measured", "data.weights=[]", "a mixture draws by its weights alone"),
-    ("data.streaming", "steps", "nobody counts streamed rows, so epochs have no known end"),
-    ("data.streaming", "data.curriculum=null", "rows that are not all read cannot be sorted"),
+    ("data.streaming", "steps", "streamed rows are not counted, so an epoch has no known end"),
+    ("data.streaming", "data.curriculum=null", "rows cannot be sorted before all are read"),
     ("data.streaming", "data.overlong=drop", "a long row is found when it is drawn"),
-    ("distributed.check_replicas_every", "engine.replicas", "else nothing is there twice"),
+    ("distributed.check_replicas_every", "engine.replicas", "else there are no copies"),
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
     ("checkpoint.keep_best.metric", "evaluation.every", "only validated steps are compared"),
     ("optim.schedule=wsd", "optim.decay_steps", ""),
@@ -104,28 +104,28 @@ _OF_SFT: Sequence[Constraint] = (
 )
 _OF_SAMPLING: Sequence[Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
-    ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it wants a process of its own"),
+    ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it needs its own process"),
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
     ("rollout.servers", "rollout.place=servers", ""),
-    ("rollout.engine=sglang", "model.lora.publish=merged", "it gets whole weights"),
+    ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
 )
 _OF_ENDPOINTS: Sequence[Constraint] = (
     ("rollout.engine=openai", "rollout.url", ""),
     ("rollout.engine=openai", "rollout.model", ""),
-    ("rollout.engine=openai", "reward.functions", "it gives no losses of examples"),
-    ("rollout.engine=openai", "reward.models=[]", "no engine is there to run them"),
-    ("rollout.engine=openai", "rollout.place=inside", "an endpoint is where it is"),
+    ("rollout.engine=openai", "reward.functions", "an endpoint computes no losses"),
+    ("rollout.engine=openai", "reward.models=[]", "there is no engine to run them"),
+    ("rollout.engine=openai", "rollout.place=inside", "an endpoint runs elsewhere"),
     ("rollout.engine=openai", "model.chat_template=null", "the endpoint has its own"),
     ("rollout.url", "rollout.engine=openai", ""),
     ("rollout.model", "rollout.engine=openai", ""),
 )
 _OF_RL: Sequence[Constraint] = (
-    ("rollout.engine=openai", "", "an endpoint's weights cannot be set; burnish eval uses one"),
+    ("rollout.engine=openai", "", "its weights cannot be set; burnish eval can use it"),
     ("rollout.temperature=0.0", "", "all completions would be the same"),
-    ("rollout.n=1", _UNGROUPED, "others compare the completions of a prompt, and would all be 0"),
-    ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one has no variance"),
+    ("rollout.n=1", _UNGROUPED, "others compare completions, so one alone gets 0"),
+    ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one reward has no variance"),
     ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
-    ("algorithm.old_logprobs=rollout", "rollout.temperature=1.0", "they are of temperature 1"),
+    ("algorithm.old_logprobs=rollout", "rollout.temperature=1.0", "they are for temperature 1"),
     ("algorithm.dual_clip", "algorithm.policy_loss=ppo|clip_cov|FILE:NAME", ""),
     ("algorithm.sapo_temperature_pos", "algorithm.policy_loss=sapo|FILE:NAME", ""),
     ("algorithm.sapo_temperature_neg", "algorithm.policy_loss=sapo|FILE:NAME", ""),
@@ -133,18 +133,18 @@ _OF_RL: Sequence[Constraint] = (
     ("algorithm.cov_low", "algorithm.policy_loss=clip_cov|FILE:NAME", ""),
     ("algorithm.cov_high", "algorithm.policy_loss=clip_cov|FILE:NAME", ""),
     ("algorithm.cov_penalty", "algorithm.policy_loss=kl_cov|FILE:NAME", ""),
-    ("algorithm.policy_loss=clip_cov|kl_cov", "algorithm.top_entropy=null", "both choose tokens"),
+    ("algorithm.policy_loss=clip_cov|kl_cov", "algorithm.top_entropy=null", "both select tokens"),
     ("algorithm.kl.target", "algorithm.kl.place=reward", "it adapts the KL term in the reward"),
     ("algorithm.kl.target", "algorithm.kl.coef", "it adapts this coefficient"),
-    ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
-    ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else nothing is to correct"),
-    ("critic", "algorithm.advantage=gae", "no other has a critic"),
+    ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else there is no mismatch"),
+    ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else there is no mismatch"),
+    ("critic", "algorithm.advantage=gae", "no other advantage uses a critic"),
     (
         "rollout.engine=sglang",
         "algorithm.router_replay=none|recompute",
-        "its experts are not recorded",
+        "it does not record the experts that it chose",
     ),
-    ("rollout.in_flight", "rollout.ahead", "nothing is drawn while a step learns"),
+    ("rollout.in_flight", "rollout.ahead", "else nothing is generated during training"),
     (
         "rollout.in_flight",
         "rollout.place=child|servers",
@@ -154,7 +154,7 @@ _OF_RL: Sequence[Constraint] = (
 
 
 def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
-    """Raise `UsageError` with all that keeps `command` from running on `world` processes; None: on any number."""
+    """Raise `UsageError` with every problem of `command` on `world` processes (None: on any number)."""
     shares = 1 if world is None else world // config.engine.sharing
     problems = list(_of_settings(config))
     if world is not None:
@@ -274,7 +274,7 @@ def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
         )
     if taken := ", ".join(sorted(config.data.chat_template_kwargs.keys() & _RENDERING)):
         yield UsageError(
-            "data.chat_template_kwargs sets arguments that are no variables of a chat template",
+            "data.chat_template_kwargs sets arguments that are not variables of a chat template",
             have=taken,
             want="variables that the template itself reads",
             do=f"remove {taken}; model.chat_template sets another template",
@@ -326,11 +326,11 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
             "name cannot be used as a directory's name",
             have=repr(name) if len(name) <= _LONGEST_NAME else f"{len(name)} characters",
             want=f"a plain name without slashes, of at most {_LONGEST_NAME} bytes",
-            do="set name, and output_dir for where it lies",
+            do="set name; output_dir says where the directory is",
         )
     if mirror is not None and not is_remote(mirror):
         yield UsageError(
-            "checkpoint.mirror is no URL",
+            "checkpoint.mirror is not a URL",
             have=f"checkpoint.mirror: {mirror}",
             want="hdfs://, s3://, gs:// or file://",
             do=f"set checkpoint.mirror=file://{Path(mirror).absolute()}",
@@ -468,7 +468,7 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     part, names = config.algorithm.dynamic_sampling.part, config.reward.part_names
     if part is not None and part not in names and part.rpartition("/")[0] not in names:
         yield UsageError(
-            "algorithm.dynamic_sampling.part is no part of the reward",
+            "algorithm.dynamic_sampling.part is not a part of the reward",
             have=_have(config, "algorithm.dynamic_sampling.part"),
             want=f"one of {', '.join(names)}",
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
@@ -488,7 +488,7 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     name = next((name for name, redraws_now in redraws.items() if redraws_now), None)
     if name and config.reward.models and config.rollout.place != "inside":
         yield UsageError(
-            f"reward models judge whole steps of completions from other processes, and {name} asks for rewards before",
+            f"reward models judge completions from other processes a whole step at a time, and {name} needs rewards before",
             have=f"{_have(config, 'rollout.place', name)}, reward.models",
             want="rollout.place: inside",
             do=f"set rollout.place=inside, or use reward functions alone, or remove {name}",
@@ -587,11 +587,11 @@ _UNUSED: Mapping[Command, Sequence[str]] = {
         "evaluation.min_p",
     ),
     "rl": ("batch.examples", "data.completion_column", "data.text_column", "data.max_length"),
-    "eval": (),  # of a file that is another command's
+    "eval": (),  # its configuration is usually that of a training run
 }
 """Sections and settings that a command does not read."""
 _WIDE_CLIP = 0.1
-"""A clip range for the ratios of tokens. Ratios of whole sequences hardly ever leave it."""
+"""A clip range that suits ratios of tokens. Ratios of whole sequences hardly ever leave it."""
 
 
 def _of_ahead(config: RunConfig) -> Iterator[str]:
@@ -609,7 +609,7 @@ def _of_ahead(config: RunConfig) -> Iterator[str]:
 
 
 def notices(config: RunConfig, command: Command) -> Iterator[str]:
-    """Yield remarks on a sound configuration, a line each."""
+    """Yield remarks on a valid configuration, one line each."""
     algorithm, evaluation = config.algorithm, config.evaluation
     if unused := ", ".join(name for name in _UNUSED[command] if _given(config, name)):
         yield f"set, and not used by burnish {command}: {unused}"

@@ -57,14 +57,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def serialize(self, node: yaml.Node) -> None:
-        """Start a line for every outermost key."""
+        """Begin a new line for every outermost key."""
         if isinstance(node, yaml.MappingNode):
             node.flow_style = False
         super().serialize(node)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Keep a text on one line before its comment."""
+    """Write a text on one line, before its comment."""
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -73,7 +73,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def write_yaml(value: Any, *, flow: bool | None = None) -> str:
-    """Return YAML that `parse_document` reads back equal; innermost collections, or with `flow` all, take one line."""
+    """Return YAML that `parse_document` reads back equal. Innermost collections (with `flow`, all) take one line."""
     return yaml.dump(
         value,
         Dumper=_Dumper,
@@ -93,7 +93,7 @@ def one_line(value: object) -> str:
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
     """Return a configuration as YAML that `load_config` reads back equal.
 
-    `comments` maps dotted keys to remarks behind them.
+    `comments` maps dotted keys to remarks behind their values.
     """
     rows, remarks = list(_rows(config, "", "")), comments or {}
     commented = [len(text) for text, name in rows if name in remarks and len(text) <= 60]
@@ -118,7 +118,7 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
 
 
 def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
-    """Read what `dump_yaml` wrote, or the `content` of a file elsewhere. Raises `CorruptError` for a changed file."""
+    """Read a file that `dump_yaml` wrote, or the `content` of a remote one. Raises `CorruptError` for an invalid one."""
     with refusing(
         f"{path} is not as the run wrote it",
         CorruptError,

@@ -1,4 +1,4 @@
-"""The schema as a flat table of dotted keys, with words for their values."""
+"""The schema as a flat table of dotted keys, with their values in words."""
 
 from __future__ import annotations
 

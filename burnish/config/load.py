@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a `RunConfig`, with the origin of each value.
+"""Make a `RunConfig` from a YAML file and overrides, with the origin of each value.
 
 Mistakes are reported together, with file and line or "command line". Relative paths count from the working directory.
 """
@@ -27,10 +27,10 @@ DEFAULT = "default"
 """The origin of a value that nothing set."""
 _COMMAND_LINE = "command line"
 _ARGUMENT = "argument"
-"""The origin of a value that the Python API was given."""
+"""The origin of a value from the Python API."""
 _LONGEST = 80
 _MOST_PROBLEMS = 20
-"""Problems that are told of; nobody mends more at a time."""
+"""Most problems in one error; nobody mends more at a time."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,7 +48,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 def load_with_origins(
     path: str | Path | None, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, Mapping[str, str]]:
-    """Return `load_config`, and what set each setting: FILE:LINE, "command line" or "default"."""
+    """Return the configuration and the origin of each setting: FILE:LINE, "command line" or "default"."""
     draft, subject = _Draft(), "the command line"
     if path is not None:
         draft.take(read_document(path), str(path))
@@ -65,7 +65,7 @@ def load_settings(
 ) -> RunConfig:
     """Return the configuration of a file, mappings or another configuration, with `settings` applied.
 
-    These are sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
+    `settings` has sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
     """
     draft = _Draft()
     if isinstance(source, str | os.PathLike):
@@ -92,14 +92,14 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, type) or inspect.isroutine(value):
         return name_of(value)
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # an array, or a number of numpy
         return value.tolist()
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A `RunConfig` to be, with origins and problems."""
+    """Values of a future `RunConfig`, with origins and problems."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class _Draft:
             self.set(str(name), _fitted(str(name), value, {}), origin)
 
     def set(self, name: str, value: Any, origin: str) -> None:
-        """Set a key; of a section, those keys that `value` has."""
+        """Set a key, or in a section the keys of `value`."""
         if isinstance(value, Mapping) and value and _is_section(name):
             self.set_all({f"{name}.{key}": each for key, each in value.items()}, origin)
             return
@@ -155,7 +155,7 @@ class _Draft:
                 self._note_no_mapping(".".join(above[:depth]), target, name, value)
                 return
         for each in [each for each in self.origins if each.startswith((f"{name}.", f"{name}["))]:
-            del self.origins[each]  # the line of a part of the value that is replaced
+            del self.origins[each]  # it belongs to a part of the replaced value
         self.origins[name] = origin
         target[last] = value
 
@@ -189,7 +189,7 @@ class _Draft:
         if key is not None and "a mapping" in key.values:
             fault = "has a value that does not fit"
             self._note_misfit(above, fault, found, f"give {above} as a mapping to set {name}")
-        elif key is None or not key.section:  # of a section pydantic tells
+        elif key is None or not key.section:  # pydantic reports a wrong section
             self._note_unknown(name, value)
 
     def _note_misfit(self, name: str, fault: str, value: Any, do: str | None = None) -> None:
@@ -225,9 +225,9 @@ class _Draft:
 
 
 def _fitted(name: str, value: Any, written: Mapping[str, str]) -> Any:
-    """Return a value as its setting has it: one item as a list, a main value as a mapping, a number as its text.
+    """Return a value in its setting's form: one item as a list, a main value as a mapping, a number as its text.
 
-    `written` spells numbers and truth values, by path.
+    `written` has numbers and truth values as typed, by path.
     """
     key = known_keys().get(plain_name(name))
     if isinstance(value, dict) and (key is None or key.section):
@@ -253,7 +253,7 @@ def _is_section(name: str) -> bool:
 
 
 def _origin(origins: Mapping[str, str], name: str) -> str:
-    """Return where a value, or the whole that it is part of, came from."""
+    """Return the origin of a value, or of the whole that contains it."""
     whole = name
     while whole and whole not in origins:
         whole = whole[: max(whole.rfind("."), whole.rfind("["), 0)]
@@ -295,7 +295,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return a file's text. Raises `MissingError`, or `UsageError` for what cannot or must not be read."""
+    """Return a file's text. Raises `MissingError`, or `UsageError` for anything unreadable, a directory or a pipe."""
     with refusing(
         f"{path} cannot be read",
         want="a text in UTF-8",
@@ -320,7 +320,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _meant(path: str) -> str:
-    """Return what to type where something else stands in the file's place."""
+    """Return advice on a path that may be data or a model."""
     if path.endswith((".jsonl", ".json", ".parquet", ".csv")):
         return f"data are data.train={path}"
     if not path.endswith((".yaml", ".yml")) and path.count("/") == 1:

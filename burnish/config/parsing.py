@@ -17,19 +17,19 @@ from burnish.config.document import CoreLoader
 from burnish.errors import UsageError
 
 MOST_CHARACTERS = 200_000
-"""Characters of a text that is read."""
+"""Most characters of a text."""
 _MOST_VALUES = 10_000
-"""Values in a text; those of an alias count wherever it stands."""
+"""Most values in a text. An alias counts with all its values, wherever it occurs."""
 _DEEPEST = 100
 _LARGEST = 1 << 63
 """Whole numbers are smaller than this."""
 _LONGEST_SHOWN = 80
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""What neither a path nor a file in UTF-8 may have; escapes can write it."""
+"""NUL, which no path may contain, and surrogates, which no UTF-8 file may contain. YAML's escapes can write both."""
 
 
 def _constructors() -> dict[str | None, Any]:
-    """Return PyYAML's constructors of plain data, and one that refuses others."""
+    """Return PyYAML's constructors of plain data, and one that refuses other tags."""
     plain = {
         f"tag:yaml.org,2002:{tag}" for tag in ("null", "bool", "int", "float", "str", "seq", "map")
     }
@@ -49,7 +49,7 @@ class _Loader(CoreLoader):
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse what is too deep, or too large with every alias written out."""
+        """Refuse a text that is too deep, or too large with all aliases expanded."""
         is_alias = self.check_event(yaml.AliasEvent)
         mark = self.current_event.start_mark
         self._depth += 1
@@ -72,15 +72,15 @@ class _Loader(CoreLoader):
 
     def _too_large(self, mark: yaml.Mark) -> UsageError:
         return UsageError(
-            f"{self.name}:{mark.line + 1} holds more than settings do",
+            f"{self.name}:{mark.line + 1} is too large for settings",
             have=f"more than {_MOST_VALUES} values, or more than {_DEEPEST} levels",
-            want="fewer, with every alias written out",
+            want="fewer, with every alias expanded",
             do="give the configuration file",
         )
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Refuse a text that is not of its tag or no Unicode, and a whole number over 64 bits."""
-        problem = f"no {node.tag.rpartition(':')[2]}, or one of more than 64 bits"
+        """Refuse a value that does not fit its tag, a text outside Unicode, and a whole number over 64 bits."""
+        problem = f"not a valid {node.tag.rpartition(':')[2]}, or more than 64 bits"
         try:
             value = super().construct_object(node, deep)
         except (ValueError, KeyError):  # `!!int abc`, `!!bool abc`, more digits than `int` takes
@@ -110,14 +110,14 @@ class _Loader(CoreLoader):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a YAML text says."""
+    """The content of a YAML text."""
 
     values: Any
     """Its plain value."""
     lines: Mapping[str, int]
     """1-based line of every key and list item, by path (`rollout.n`, `reward.functions[0].weight`)."""
     written: Mapping[str, str]
-    """How numbers and truth values are written, by path."""
+    """Numbers and truth values as the text spells them, by path."""
 
 
 def parse_document(text: str, source: str) -> Document:
@@ -181,7 +181,7 @@ def parse_value(text: str, source: str, path: str = "") -> Document:
 
 
 def _below(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield path, first node and value of all below a node, where merged keys are in place."""
+    """Yield path, first node and value of everything below a node, once merged keys are in place."""
     if isinstance(node, yaml.MappingNode):
         inner = [
             (f"{path}.{key.value}" if path else str(key.value), key, value)

@@ -20,7 +20,7 @@ def remedies(
 ) -> list[str]:
     """Return settings that need less memory in a phase of a step, the most helpful first.
 
-    `parts` are the planner's names, the largest first. `on_cpu`: there is no other memory.
+    `parts` are the planner's names, the largest first. `on_cpu`: host memory is all there is.
     """
     rl, engine, rollout = trainer == "rl", config.engine, config.rollout
     torch, update, chunk = engine.kind == "torch", phase == "update", engine.logprob_chunk or 0
@@ -36,9 +36,9 @@ def remedies(
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
     budget = f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
     cache = ("kv cache", "activations", "logits")
-    is_auto = rollout.slots == "auto"  # a plan has as many as fit
+    is_auto = rollout.slots == "auto"  # the planner then takes as many slots as fit
     slots = MOST_SLOTS if rollout.slots == "auto" else rollout.slots
-    table: list[tuple[bool, tuple[str, ...], str]] = [  # whether, of which parts, what to set
+    table: list[tuple[bool, tuple[str, ...], str]] = [  # whether it helps, which parts, the setting
         (generates and not (is_auto and parts), cache, f"rollout.slots={max(1, slots // 2)}"),
         (generates, cache, "a shorter rollout.max_response_length"),
         (parks, (*_STATE, "critic", "reference"), "engine.park=true"),

@@ -1,6 +1,6 @@
-"""Whether two configurations describe the same run, so that it may be continued.
+"""Compare two configurations: the same run may be resumed.
 
-Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.train.fingerprints` compares content.
+Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.train.fingerprints` compares their content.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunIdentity:
 
 
 def _cells(before: Any, after: Any, limit: int = 40) -> tuple[str, str]:
-    """Return two values as text, long ones from where they differ."""
+    """Return two values as text, long ones only around their difference."""
     a, b = (json.dumps(value, ensure_ascii=False) for value in (before, after))
     same = next((at for at, pair in enumerate(zip(a, b, strict=False)) if len({*pair}) > 1), 0)
     start = max(0, same - limit // 2) if max(len(a), len(b)) > limit else 0

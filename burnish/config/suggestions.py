@@ -14,7 +14,7 @@ from burnish.config.document import one_line
 from burnish.config.keys import known_keys, plain_name
 
 _LONGEST = 100
-"""Characters of a name that could be a misspelt key."""
+"""Most characters of a name that could be a misspelt key."""
 
 
 class ForeignNames(NamedTuple):
@@ -27,9 +27,9 @@ class ForeignNames(NamedTuple):
     different: dict[str, str]
     """The nearest keys, a colon, and the difference."""
     absent: dict[str, str]
-    """Why the setting is not needed, or not there."""
+    """Why Burnish does not need or does not have the setting."""
     values: dict[str, dict[str, dict[str, Any]]]
-    """By name and value, in small letters or "*" for any: the settings that say the same here."""
+    """The same settings here, by name and then by value, in lower case or "*" for any value."""
 
 
 @cache
@@ -98,7 +98,7 @@ def suggestion(name: str, value: Any = None) -> tuple[str, str]:
 def nearest(name: str) -> str | None:
     """Return the known key most like `name`, or None.
 
-    A key counts by its last part or as a whole, whichever is more alike, another framework's by its last part.
+    A key's last part and the whole key are compared; the better match counts. Other frameworks' names count by their last part.
     """
     if len(name) > _LONGEST:
         return None
@@ -120,7 +120,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the name, then without its first section, ..."""
+    """Yield the name, then the name without its first section, ..."""
     while name:
         yield name
         name = name.partition(".")[2]

@@ -1,6 +1,6 @@
 """Turn arguments of verl, TRL and OpenRLHF into a configuration, by `foreign_names.yaml`.
 
-Arguments are `key=value`, `--flag value`, YAML, or lines of a shell script. Others become comments.
+Arguments are `key=value`, `--flag value`, YAML, or lines of a shell script. Unknown ones become comments.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _of_file(name: str) -> Names:
         return _of_words(shlex.split(text, comments=True))
     except ValueError as error:
         raise UsageError(
-            f"{name} is no shell script", have=error, do="give the arguments themselves"
+            f"{name} is not a shell script", have=error, do="give the arguments themselves"
         ) from None
 
 
@@ -152,13 +152,13 @@ def _require_numbers(names: Names) -> None:
 
 
 def _take(names: Names, *ends: str) -> list[Any]:
-    """Remove the first name that ends in each of `ends`; return values, or None."""
+    """Remove the first name that ends in each of `ends`; return their values, or None."""
     found = [next((name for name in names if f".{name}".endswith(f".{end}")), "") for end in ends]
     return [names.pop(name, None) for name in found]
 
 
 def _of_several(names: Names) -> Names:
-    """Translate what depends on several arguments, and remove those."""
+    """Translate settings that depend on several arguments, and remove these."""
     settings: Names = {}
     path, function = _take(names, "custom_reward_function.path", "custom_reward_function.name")
     if path:
@@ -193,14 +193,14 @@ def _of_several(names: Names) -> Names:
         settings["optim.warmup_steps"] = round(ratio * steps)
     elif ratio:
         names["warmup_ratio"] = ratio
-    if names.get("epsilon_high"):  # for cispo TRL caps the ratio at it
+    if names.get("epsilon_high"):  # with cispo, TRL caps the whole ratio at it
         high = names.pop("epsilon_high")
         settings["algorithm.clip_high"] = high - 1 if names.get("loss_type") == "cispo" else high
     return settings
 
 
 def _batch(names: Names) -> Names:
-    """Translate verl's mini-batches, and TRL's sequences of a device."""
+    """Translate verl's mini-batches, and TRL's batch sizes."""
     whole = next(
         (value for name, value in names.items() if name.endswith("train_batch_size")), None
     )
@@ -222,7 +222,7 @@ def _batch(names: Names) -> Names:
 
 
 def _function(name: str) -> str:
-    """Return a function's name here: TRL's own are plain, others dotted."""
+    """Return a function's name here; only TRL's own have no module."""
     if ":" in name:
         return name
     module, _, function = name.rpartition(".")
@@ -230,7 +230,7 @@ def _function(name: str) -> str:
 
 
 def _same_last_part(name: str) -> str | None:
-    """Return the one key that ends as a name does, rollout's before evaluation's."""
+    """Return the only key, or the only one of rollout, with a name's last part."""
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
     keys = [key for key in keys if not known_keys()[key].section and "[" not in key]
     if len(keys) > 1:
