@@ -1,1 +1,1 @@
-"""The command line: reads arguments, checks what can be checked without torch, starts trainers."""
+"""The command line: read arguments, check settings without torch, start trainers."""

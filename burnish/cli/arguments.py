@@ -1,4 +1,4 @@
-"""Arguments of the `burnish` command. Loads nothing that a command needs, so help and mistakes show at once."""
+"""Arguments of the `burnish` command. This module imports no command, so help and mistakes show at once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BURNISH_LOG_LEVEL is debug, info, warning or error. Default: info on rank 0, els
 """
 _SETTINGS = "burnish config explain lists the sections of settings; burnish config explain KEY explains one."
 _MOST_OPTIONS = 5
-"""Unknown options that are told of."""
+"""Most unknown options in one error."""
 DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
 
@@ -181,7 +181,7 @@ _COMMANDS = {
     "ckpt import": (
         "ckpt_tensors:import_weights",
         "SOURCE RUN_DIR --json --step --assets --unsafe-pickle --without-sandbox",
-        "Make a step from somebody else's weights, without optimizer state.",
+        "Make a step from another program's weights, without optimizer state.",
     ),
     "ckpt pin": ("ckpt:pin", "STEP_DIR --json --reason", "Protect a step from removal."),
     "ckpt unpin": ("ckpt:unpin", "STEP_DIR --json", "Allow a pinned step to be removed again."),
@@ -364,7 +364,7 @@ _OPTIONS = {
 
 class _Parser(ArgumentParser):
     def format_help(self) -> str:
-        """Return one sentence, then the commands as they are typed."""
+        """Return `HELP`, which shows whole commands."""
         return HELP
 
 
@@ -407,10 +407,10 @@ def function_of(arguments: Namespace) -> Callable[..., Any]:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Return what was typed; overrides may stand anywhere. Raises `UsageError` for what is not known."""
+    """Return the parsed arguments; overrides may stand anywhere. Raises `UsageError` for unknown ones."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if hasattr(arguments, "words"):  # which may look like options
+    if hasattr(arguments, "words"):  # words may look like options
         arguments.words = list(argv)[2:]
         return arguments
     if options := [each for each in rest if each.startswith("-")]:
@@ -425,7 +425,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         typed = [*([arguments.config] if arguments.config else []), *arguments.overrides, *rest]
         if not typed:
             raise UsageError(
-                f"{parser.prog} {arguments.command} is given nothing",
+                f"{parser.prog} {arguments.command} needs a configuration",
                 want="CONFIG, key=value, or both",
                 do=f"see burnish {arguments.command} --help; burnish init writes a configuration",
             )

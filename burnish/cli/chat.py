@@ -28,12 +28,12 @@ from burnish.train.localize import local_inputs
 from burnish.train.pins import at_newest_steps
 from burnish.train.setup import Foundation, builtin_generator, lay_foundation, load_frozen, prove
 
-# A text ends with it while tokens of its last character are missing.
+# A decoded text ends with this character while tokens of its last character are missing.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def chat(given: Namespace) -> None:
-    """Answer each line of standard input with a model, or the newest of a run; `/reset` begins anew."""
+    """Answer each line of standard input with a model, or a run's newest step; `/reset` begins anew."""
     place, step = given.config, None
     file, run = config_at(place) if place else (None, None)
     named = [f"model.path={place}"] if place and file is None else []

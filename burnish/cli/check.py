@@ -22,7 +22,7 @@ _HIDE_ACCELERATORS = {
 
 
 def run_check(given: Namespace) -> None:
-    """Check a configuration. Raises `BurnishError` where something differs."""
+    """Compare the layout with one plain process. Raises `BurnishError` if something differs."""
     config = load_config(given.config, given.overrides)
     config = at_newest_steps(config.model_dump(), config.directory)
     command: Command = "rl" if config.reward.given else "sft"

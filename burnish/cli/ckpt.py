@@ -1,6 +1,6 @@
-"""`burnish ckpt`: look at checkpoints, check and keep them.
+"""`burnish ckpt`: show, check and keep checkpoints.
 
-Commands print lines for people, or with `--json` one object, with any `error` in it. Only `burnish.cli.ckpt_tensors` loads torch.
+Commands print lines for people, or with `--json` one object, which includes any `error`. Only `burnish.cli.ckpt_tensors` loads torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
 P = TypeVar("P", bound=PurePath)
 
-# Values of the parser that are no arguments of a command.
+# Values of the parser that commands do not take.
 _OF_PARSER = ("command", "subcommand", "function", "json")
 
 
@@ -68,9 +68,9 @@ class Outcome:
     """How a command ended."""
 
     report: dict[str, Any]
-    """What it found or did, as plain values."""
+    """Its findings or actions, as plain values."""
     error: BurnishError | None = None
-    """What it ends with; None where all is well."""
+    """The error that it ends with, or None."""
 
 
 def run_ckpt(arguments: Namespace) -> int:
@@ -112,7 +112,7 @@ def source_of(directory: PurePath) -> Source:
 
 
 def is_step(path: PurePath) -> bool:
-    """Whether this is a step by its name, whole or not."""
+    """Return whether a step exists at this path, healthy or damaged."""
     if step_number(path.name) is None or (isinstance(path, Path) and not LOCAL.kind(path)):
         return False
     return path in step_paths(path.parent, source_of(path.parent)).values()
@@ -146,7 +146,7 @@ def _steps_directory(path: P) -> P:
 
 
 def list_steps(say: Say, path: PurePath) -> Outcome:
-    """List a run's steps, and what else is there."""
+    """List a run's steps, and unfinished, damaged and removed ones."""
     root = _steps_directory(path)
     source = source_of(root)
     steps, error = listed_steps(root, source)
@@ -256,7 +256,7 @@ def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
     if not results:
         raise MissingError(
             f"{path} was removed while it was checked",
-            want="a step that stays",
+            want="a step that nobody removes",
             do="check the run as a whole, or pin the step first",
         )
     report = {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
@@ -285,7 +285,7 @@ def _verdict(results: list[dict[str, Any]]) -> BurnishError | None:
 
 
 def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
-    """Return the report of a step; None where it is gone."""
+    """Return the report of a step, or None if it was removed."""
     begun = time.perf_counter()
     errors: list[BurnishError] = []
     source = source_of(path.parent)
@@ -305,7 +305,7 @@ def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
     say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
     extra = [] if errors else list(empty_directories(open_step(path, source)))
     if extra:
-        say(f"  also there, and no part of the step: {few(extra)}, without files")
+        say(f"  empty directories that are not part of the step: {few(extra)}")
     return {
         "path": str(path),
         "ok": not errors,
@@ -418,7 +418,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
     for name in removed:
         say(f"{'would remove' if dry_run else 'removed'} {name}")
     if not config.is_file():
-        say(f"all steps are kept: no {config} says which may go")
+        say(f"all steps are kept, because there is no {config}")
     would = "would be " if dry_run else ""
     say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
     report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept}

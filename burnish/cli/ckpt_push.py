@@ -45,7 +45,7 @@ def push_step(
 
 @contextmanager
 def _folder(step: Committed, directory: str, which: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the step's directory, or one that passes, of the merged model."""
+    """Yield the step's model directory, or a temporary one with the merged model."""
     if not which["merged"] and which["base"] is None:
         yield Path(step.path, directory)
         return

@@ -1,4 +1,4 @@
-"""`burnish ckpt diff`, `export` and `import`: what looks into tensors, and so loads torch."""
+"""`burnish ckpt diff`, `export` and `import`: commands that read tensors, and so load torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from burnish.tracking.rundir import CHECKPOINTS
 from burnish.train.localize import local_directory
 
 FILE_BYTES = 5_000_000_000
-"""Size of a file of weights."""
-# Number of tensors shown without --tensors, those that differ most.
+"""Largest size of a weights file."""
+# Without --tensors, only this many tensors are shown: those that differ most.
 _SHOWN_TENSORS = 5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -87,7 +87,7 @@ def export_step(
     """Write the model of a step that `which` names as a Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
         raise UsageError(
-            "files need a size",
+            "--shard-gb is not a size of files",
             have=f"--shard-gb {shard_gb}",
             want="more than 0",
             do="leave it out for the usual size",
@@ -137,7 +137,7 @@ def import_weights(
     unsafe_pickle: bool,
     without_sandbox: bool,
 ) -> Outcome:
-    """Make a step of somebody else's weights, copied from their URL if needed."""
+    """Make a step from another program's weights. Copy them first if they are at a URL."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
     source = path
@@ -156,8 +156,8 @@ def import_weights(
     if foreign.guard:
         say(foreign.guard)
     if not done.healthy:
-        say("it is marked unhealthy, for there are weights that are not finite")
-    say("training state is absent: a run begins from this, with")
+        say("it is marked unhealthy, because some weights are not finite")
+    say("it has no training state; a new run begins from it with")
     say(f"  model.path={place / 'model'}")
     report = {
         "path": str(place),
@@ -182,9 +182,9 @@ def _foreign(
     if not unsafe_pickle:
         raise UsageError(
             f"{source} has to be unpickled ({kind}), which can run code that is in it",
-            want="--unsafe-pickle, for a checkpoint whose origin is trusted",
-            do="it is then done with torch's weights_only, by a process of its own",
+            want="--unsafe-pickle, for a checkpoint whose origin you trust",
+            do="add it: a separate process then reads the pickles with torch's weights_only",
         )
-    inside = source / "huggingface"  # where verl puts it
+    inside = source / "huggingface"  # verl puts config and tokenizer there
     assets = assets or (inside if inside.is_dir() else source)
     return pickled(kind, source, assets, without_sandbox=without_sandbox)

@@ -23,7 +23,7 @@ complete -o default -F _burnish burnish"""
 
 
 def completion(given: Namespace) -> None:
-    """Print the script for a shell, which evaluates it as it starts."""
+    """Print the completion script that a shell evaluates at its start."""
     commands = dict(_commands(make_parser(), ""))
     if given.shell == "fish":
         lines = ["complete -c burnish -f -n __fish_use_subcommand -a '{}'".format(commands.pop(""))]

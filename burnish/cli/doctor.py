@@ -1,4 +1,4 @@
-"""`burnish doctor`: say what a machine has and lacks for training, alone or with other ranks."""
+"""`burnish doctor`: report what a machine, or each machine of all ranks, has and lacks for training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def doctor(given: Namespace) -> None:
 
 
 def _examined(places: list[str], layout: Layout, device: torch.device) -> dict[Finding, list[str]]:
-    """Return findings and their machines; only on rank 0, {} on others. Collective."""
+    """Return findings and their machines on rank 0, {} on other ranks. Collective."""
     mine = list(look(places, layout, device))
     found: dict[Finding, list[str]] = {}
     for host, theirs in gather_objects((socket.gethostname(), mine), layout):

@@ -36,7 +36,7 @@ def init(given: Namespace) -> None:
     files[f"{kind}.yaml"] = text.substitute(values)
     if there := [name for name in files if os.path.lexists(name)]:
         raise UsageError(
-            "init overwrites no file",
+            "init does not overwrite files",
             have=", ".join(there),
             want="a directory without them",
             do="remove or rename them, or work in another directory",

@@ -20,7 +20,7 @@ from burnish.errors import BurnishError, UsageError
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
-_OTHERS_NAME = re.compile(r"^rank \d+: ")
+_RANK_PREFIX = re.compile(r"^rank \d+: ")
 _OF_PLACES = (
     errno.EACCES,
     errno.EPERM,
@@ -38,7 +38,7 @@ _NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     die_with_agent(os.environ)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is written as \\uXXXX
+    if isinstance(sys.stdout, io.TextIOWrapper):  # print \\uXXXX for other characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_up_logging() -> None:
-    # Ranks find the same things to say; one of them says it.
+    # All ranks would log the same lines. Only rank 0 logs more than errors.
     level = os.environ.get("BURNISH_LOG_LEVEL", "info" if _layout().is_main else "error")
     if level.lower() not in LOG_LEVELS:
         raise UsageError(
@@ -91,7 +91,7 @@ def _set_up_logging() -> None:
 
 
 def _is_ours_to_say(error: BurnishError) -> bool:
-    """Whether no other rank says it: under torchrun the first one that comes to an error does."""
+    """Return whether this rank prints the error: under torchrun, only the first rank that raises it does."""
     layout = _layout()
     if layout.world == 1:
         return True
@@ -99,11 +99,11 @@ def _is_ours_to_say(error: BurnishError) -> bool:
         return False
     from burnish.distributed.processes import is_first
 
-    return is_first(_OTHERS_NAME.sub("", str(error)))
+    return is_first(_RANK_PREFIX.sub("", str(error)))
 
 
 class _StandardErrorHandler(logging.Handler):
-    """Writes to what is `sys.stderr` at that moment, which may keep progress bars below."""
+    """Writes to the current `sys.stderr`, which may be a wrapper that keeps progress bars below."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -118,7 +118,7 @@ def _rank() -> str:
 
 
 def _layout() -> Layout:
-    """Return this process's place; that of a lone one where the environment is wrong, which is said later."""
+    """Return this process's layout, or a single process's if the environment is wrong, which is reported later."""
     try:
         return place_of(os.environ).layout
     except UsageError:

@@ -1,4 +1,4 @@
-"""Text on standard output, whose reader may stop before its end."""
+"""Text on standard output, whose reader may stop early."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Print to standard output. Ends the command where its reader, such as `head`, has seen enough."""
+    """Print to standard output. Ends the command if its reader, such as `head`, has stopped."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:

@@ -49,7 +49,7 @@ def run_plan(arguments: Namespace) -> None:
         print_text("\n".join(_lines(plans, given, planner, devices)))
     if not plans:
         raise UsageError(
-            f"no layout shares this run out among {devices}",
+            f"no layout divides this run among {devices}",
             have=f"{planner.work.sequences} sequences a step, in {planner.work.updates} updates",
             want="a sequence for every data-parallel rank, room for the longest in a micro-batch, and degrees that divide the heads and experts of a layer",
             do="raise batch.examples, or batch.prompts or rollout.n, or batch.tokens_per_device, or take fewer devices",

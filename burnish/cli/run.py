@@ -1,4 +1,4 @@
-"""`burnish sft`, `rl`, `eval`, `submit` and `serve`: run what `burnish.api` runs, or with `--dry-run` say what it would do."""
+"""`burnish sft`, `rl`, `eval`, `submit` and `serve`: call `burnish.api`, or with `--dry-run` print what it would do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from burnish.train.summary import summary
 
 
 def run(given: Namespace) -> None:
-    """Run a command with a configuration; with `dry_run` only say what it would do on `devices`."""
+    """Run a command with a configuration; with `dry_run` only print what it would do on `devices`."""
     command: Command = given.command
     file, overrides, run_dir = given.config, given.overrides, None
     if file and command == "eval":
@@ -70,7 +70,7 @@ def run(given: Namespace) -> None:
 
 
 def supervise(given: Namespace) -> None:
-    """Start the command on several processes, here or on a Ray cluster, and again when one dies."""
+    """Start the command on several processes, here or on a Ray cluster. Start all again when one dies."""
     command, world = given.command, given.processes
     if given.dry_run:
         raise UsageError("a dry run starts no processes", do="give --devices 8xNAME instead")
@@ -93,7 +93,7 @@ def supervise(given: Namespace) -> None:
 def launcher_of(
     address: str | None, argv: Sequence[str], servers: int = 0, devices: int = 1
 ) -> Launcher:
-    """Return what starts a command here or on the Ray cluster at an address."""
+    """Return the launcher of this machine, or of the Ray cluster at an address."""
     if address is None:
         return LocalLauncher(argv)
     with refusing("Ray is not installed", do=install("ray")):
@@ -137,4 +137,4 @@ def _started(arguments: Sequence[str], world: int) -> str:
         return f"  {shlex.join(['torchrun', *each, '-m', 'burnish', *arguments])}"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
     words = ["torchrun", "--nnodes", str(machines), *each, *meeting, "-m", "burnish", *arguments]
-    return f"  {shlex.join(words)}\n\non each of {machines} machines, HOST being one of them"
+    return f"  {shlex.join(words)}\n\non each of {machines} machines, where HOST is one of them"

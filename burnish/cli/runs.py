@@ -1,4 +1,4 @@
-"""`burnish runs`: list the runs of a directory, and show two beside each other. Loads no torch."""
+"""`burnish runs`: list the runs of a directory, or compare two. Loads no torch."""
 
 from __future__ import annotations
 

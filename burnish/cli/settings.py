@@ -1,4 +1,4 @@
-"""`burnish config check`, `show`, `explain`, `translate` and `schema`: about settings, without a run."""
+"""`burnish config check`, `show`, `explain`, `translate` and `schema`, which need no run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def show(given: Namespace) -> None:
 
 
 def explain(given: Namespace) -> None:
-    """Print what a setting means, its values and its default; the keys of a section; all sections."""
+    """Print a setting's meaning, values and default; or the keys of a section; or all sections."""
     console, keys, name = Console(highlight=False), known_keys(), given.key
     if name is None:
         console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
@@ -76,7 +76,7 @@ def explain(given: Namespace) -> None:
 
 
 def translate(given: Namespace) -> None:
-    """Print a configuration that says what arguments of another framework say."""
+    """Print a configuration with the meaning of another framework's arguments."""
     print_text(translated(given.words).rstrip())
 
 

@@ -1,4 +1,4 @@
-"""`burnish view`: serve a page for looking at runs and rollouts."""
+"""`burnish view`: serve a page that shows runs and rollouts."""
 
 from __future__ import annotations
 
