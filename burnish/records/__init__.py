@@ -1,4 +1,4 @@
-"""Frozen records: the nouns that every layer shares."""
+"""Frozen records that every layer shares."""
 
 from burnish.records.batches import Batch, MicroBatch, TokenOutputs, to_device
 from burnish.records.samples import (

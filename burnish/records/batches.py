@@ -1,7 +1,7 @@
 """Packed micro-batches, and an engine's outputs for them.
 
-A `Batch` knows its global number of loss tokens and sequences. Losses are sums divided once, so
-they do not depend on the cut.
+A `Batch` knows its global number of loss tokens and sequences. Losses are sums, divided once, so they do not depend on how the
+batch is cut.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class MicroBatch:
     old_logprobs: Tensor | None = None
     """[T] fp32 or None."""
     sampled_logprobs: Tensor | None = None
-    """[T] fp32 or None; of the distribution that the generator drew from."""
+    """[T] fp32 or None; under the distribution that the generator drew from."""
     ref_logprobs: Tensor | None = None
     """[T] fp32 or None."""
     returns: Tensor | None = None
-    """[T] fp32 or None; what a critic is to learn."""
+    """[T] fp32 or None; a critic's targets."""
     old_values: Tensor | None = None
-    """[T] fp32 or None; what the critic said before the update."""
+    """[T] fp32 or None; the critic's values before the update."""
     selected: Tensor | None = None
-    """[T] bool or None; tokens that the policy loss treats apart."""
+    """[T] bool or None; tokens that the policy loss treats differently (`algorithms.token_selection`)."""
     experts: Tensor | None = None
-    """[T, L, k] integers, the experts that each token goes to in each of L routers; None: those that the routers choose."""
+    """[T, L, k] integers, the experts that each token goes to in each of L routers; None: the routers choose."""
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
@@ -64,7 +64,7 @@ class MicroBatch:
         return tensor
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return it with every tensor on `device`."""
+        """Return a copy with every tensor on `device`."""
         moved: dict[str, Any] = {
             name: to_device(value, device)
             for name in self.__slots__
@@ -76,7 +76,7 @@ class MicroBatch:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor, to accelerators asynchronously."""
     if tensor.device.type == "cpu" and device.type not in ("cpu", "meta", "mps"):
-        # From other memory CUDA waits for all work, and Ascend for nothing.
+        # A copy from memory that is not pinned waits for all work on CUDA, and for none on Ascend.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -98,11 +98,11 @@ class TokenOutputs:
     entropy: Tensor = field(default_factory=_nothing)
     """[T] fp32, entropy in nats of the distribution the token was predicted from."""
     values: Tensor = field(default_factory=_nothing)
-    """[T] fp32, value of the state that the token was predicted from: of all tokens before it."""
+    """[T] fp32, value of the state that the token was predicted from: all tokens before it."""
     experts: Tensor = field(default_factory=_nothing)
-    """[T, L, k] uint8 or int16, the experts that each token went to in each of L routers, where they were asked for."""
+    """[T, L, k] uint8 or int16, the experts that each token went to in each of L routers, if they were requested."""
     router_loss: Tensor = field(default_factory=_nothing)
-    """Scalar fp32, this rank's part of the load-balancing loss, which adds its gradient by itself; where there is one."""
+    """Scalar fp32, this rank's part of the load-balancing loss, if there is one. It has no gradient: the routers add it themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +110,9 @@ class Batch:
     """This rank's share of one optimizer step. All ranks hold equally many micro-batches."""
 
     microbatches: tuple[MicroBatch, ...]
-    """What this rank runs, in order."""
+    """This rank's micro-batches, in the order they are run."""
     examples: tuple[tuple[int, ...], ...]
-    """For each micro-batch, the index in the global example list of each of its sequences (-1: filler that adds nothing)."""
+    """For each micro-batch and sequence, its index in the global example list (-1: filler that adds nothing)."""
     num_tokens: int
     """Loss tokens over all ranks."""
     num_sequences: int
@@ -120,15 +120,15 @@ class Batch:
     total_tokens: int
     """All tokens over all ranks, trained on or not."""
     imbalance: float = 1.0
-    """Time of the rounds as the costliest rank of each sets it, over the mean of the ranks; 1: nobody waits."""
+    """Sum over rounds of the costliest rank's estimated time, over the mean of the ranks' sums; 1: no rank waits."""
 
     @property
     def is_routed(self) -> bool:
-        """Return whether its micro-batches name experts. Raises `BurnishError` if only some do."""
+        """Return whether micro-batches name experts. Raises `BurnishError` if only some do."""
         said = [micro.experts is not None for micro in self.microbatches]
         if any(said) and not all(said):
             raise BurnishError(
-                "some micro-batches say which experts their tokens go to, and others do not",
+                "some micro-batches name the experts of their tokens, and others do not",
                 have=f"experts in {sum(said)} of {len(said)} micro-batches, none in the {said.index(False) + 1}.",
                 want="experts of all tokens of a step, or of none",
                 do="give every example its experts, or none (algorithm.router_replay=none)",
@@ -164,11 +164,11 @@ class Batch:
         return self._of(replace(micro, experts=output.experts) for micro, output in pairs)
 
     def without_experts(self) -> Batch:
-        """Drop the experts, for another model."""
+        """Drop the experts, for a forward pass of another model."""
         return self._of(replace(micro, experts=None) for micro in self.microbatches)
 
     def with_columns(self, columns: Mapping[str, Mapping[int, Floats]]) -> Batch:
-        """Add fields from fp32 arrays of this rank's examples. One that is shorter than its example is of its end; 0 before."""
+        """Add fields from fp32 arrays of this rank's examples. A shorter array fills the end of its example, after zeros."""
         filled = []
         for micro, numbers in zip(self.microbatches, self.examples, strict=True):
             sizes = micro.cu_seqlens.diff().tolist()

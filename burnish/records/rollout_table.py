@@ -1,4 +1,4 @@
-"""Scored rollouts in columns: what all ranks know of rollouts that one rank has whole."""
+"""Scored rollouts in columns: the numbers that all ranks have; tokens and texts are on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Groups = Sequence[Sequence[Rollout]]
 EncodedTable = tuple[
     bytes, dict[str, bytes], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], list[int]
 ]
-"""A table as it travels, without objects, and the number of rollouts of each rank."""
+"""A table in the form that ranks exchange, without objects, and the number of rollouts of each rank."""
 Column = npt.NDArray[Any]
 
 _PROMPT = np.dtype(
@@ -29,7 +29,7 @@ _MOST_TOKENS = 1 << 40
 
 
 class RolloutKind(NamedTuple):
-    """What many rollouts have alike, noted once."""
+    """Fields that many rollouts share, stored once."""
 
     stop_reason: StopReason | None
     weights_version: int
@@ -42,7 +42,7 @@ class RolloutKind(NamedTuple):
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
-        """Note what a rollout has."""
+        """Return a rollout's kind."""
         made = rollout.completion
         experts = None if made.experts is None else (made.experts.shape, made.experts.dtype.str)
         return cls(
@@ -62,16 +62,16 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     prompts: Column
     """[G] `_PROMPT`."""
     groups: Column
-    """[N] number of its group."""
+    """[N] number of each rollout's group."""
     rows: Mapping[str, Column]
     """[N] each: `_INTEGERS`, then fp64: reward, perhaps greedy (NaN: none), and parts of the reward (0: none)."""
     prompt_kinds: Sequence[tuple[bool, str]]
-    """Whether a prompt is a chat, and its source."""
+    """Of each kind of prompt: whether it is a chat, and its source."""
     kinds: Sequence[RolloutKind]
     owners: Column
-    """[N] the rank that has each; -1: all have it."""
+    """[N] the rank that has the whole rollout; -1: all ranks have it."""
     held: Column
-    """[N] its place in `objects`; -1: this rank has only its numbers."""
+    """[N] index in `objects`; -1: this rank has only the rollout's numbers."""
     objects: Sequence[Rollout] = ()
 
     @classmethod
@@ -154,7 +154,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         )
 
     def encoded(self) -> EncodedTable:
-        """Return it without owners and objects."""
+        """Return the table without owners and objects."""
         rows = {name: each.tobytes() for name, each in self.rows.items()}
         kinds = [tuple(each) for each in self.kinds]
         return self.prompts.tobytes(), rows, self.prompt_kinds, kinds, [len(self.owners)]
@@ -185,7 +185,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         chosen = np.asarray(groups, np.int64)
         if np.array_equal(chosen, np.arange(len(self))):
             return self
-        prompts, ends = self.prompts.take(chosen), self.sizes.cumsum()  # faster than an index
+        prompts, ends = self.prompts.take(chosen), self.sizes.cumsum()  # faster than indexing
         sizes, numbers, width = prompts["count"], chosen, int(self.sizes[0])
         if (self.sizes != width).any():
             width = 1
@@ -202,14 +202,14 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
-        """Return it with other rewards [N], and greedy completions' [N] if given."""
+        """Return a table with other rewards [N], and other greedy rewards [N] if given."""
         given = {"reward": rewards} if greedy is None else {"reward": rewards, "greedy": greedy}
         return replace(self, rows={**self.rows, **given})
 
     def with_part(
         self, name: str, values: Column, weight: float, errors: Mapping[int, str]
     ) -> RolloutTable:
-        """Return it with one more part of the reward, [N], and errors by number."""
+        """Return a table with one more part of the reward, [N], and errors by rollout."""
         numbers = self.rows["kind"].copy()
         kinds = {
             kind._replace(parts=(*kind.parts, name)): place for place, kind in enumerate(self.kinds)
@@ -229,12 +229,12 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
 
     @property
     def sources(self) -> list[str]:
-        """[G] where the prompts come from."""
+        """[G] source of each prompt."""
         return [self.prompt_kinds[number][1] for number in self.prompts["kind"].tolist()]
 
     @property
     def order(self) -> list[int]:
-        """[N] the rollouts by the prompt's index in the data, then by sample: as they are written."""
+        """[N] rollouts in files' order: by the prompt's index in the data, then by sample."""
         indices = self.prompts["index"][self.groups]
         order: list[int] = np.lexsort((self.rows["sample"], indices)).tolist()
         return order
@@ -260,19 +260,19 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return self.prompts["length"].astype(np.int64)[self.groups]
 
     def by_kind(self, value: Callable[[RolloutKind], int]) -> Column:
-        """[N] int64, what `value` returns of each rollout's kind."""
+        """[N] int64, `value` of each rollout's kind."""
         values = np.array([value(each) for each in self.kinds], np.int64)
         if len({*values.tolist()}) == 1:
             return np.full(len(self.owners), values[0])
-        return values.take(self.rows["kind"])  # faster than an index
+        return values.take(self.rows["kind"])  # faster than indexing
 
     def count(self, test: Callable[[RolloutKind], bool]) -> int:
-        """Count the rollouts of such kinds."""
+        """Count the rollouts whose kind passes a test."""
         return int(self.by_kind(test).sum())
 
     @property
     def failed(self) -> Column:
-        """Numbers of the rollouts without a whole reward."""
+        """Numbers of the rollouts with a reward error."""
         return np.flatnonzero(self.by_kind(lambda kind: kind.error is not None))
 
     def part(self, name: str) -> tuple[Column, Column]:
@@ -295,7 +295,7 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return [self.rollout(number) for number in range(len(self.owners))]
 
     def rollout(self, number: int) -> Rollout:
-        """Return a rollout. Another rank's has tokens -1 and log-probs NaN, without memory."""
+        """Return a rollout. Another rank's has tokens -1 and log-probs NaN, which take no memory."""
         row = {name: each[number].item() for name, each in self.rows.items()}
         length, greedy, kind = row["length"], row.get("greedy", nan), self.kinds[row["kind"]]
         held, owner = self.held[number], self.owners[number]
@@ -354,7 +354,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _merge(
     numbers: Column, kinds: Sequence[Sequence[Any]], counts: Sequence[int]
 ) -> tuple[Column, list[Any]]:
-    """Return the kinds of all tables, each once, and the `numbers` in this list."""
+    """Join all tables' kinds. Return `numbers` in the joint list, and the list."""
     known = dict[Any, int]()
     new = [known.setdefault(each, len(known)) for some in kinds for each in some]
     starts = np.cumsum([0, *map(len, kinds)])[:-1].astype(np.int32)

@@ -37,15 +37,15 @@ class Prompt:
     text: str
     """The same as text."""
     messages: list[dict[str, Any]] | None
-    """Chat messages where the data had them, else None."""
+    """Chat messages if the data have them, else None."""
     answer: Any
     """The ground truth that rewards compare with; None when the data has none."""
     source: str
-    """The data set's name for where it came from (verl's `data_source`); "" when absent."""
+    """The value of the column `data_source` (verl), which names the data set; "" when absent."""
     columns: Mapping[str, Any]
     """Every column of the row, for reward functions."""
     digest: bytes | None = None
-    """Names its tokens where this rank has only their number."""
+    """`digest_of` its tokens, if this rank has only their number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,33 +61,33 @@ class Request:
     first_sample: int = 0
     """Index of the first sample."""
     drawn: int = 0
-    """How many of the last `token_ids` were drawn before. The completions go on after them and leave them out."""
+    """How many tokens at the end of `token_ids` were generated earlier. Completions continue after them and leave them out."""
     prompt: Prompt | None = None
-    """Where the token ids come from, for generators that are asked in texts or messages."""
+    """The prompt with its text and messages, for generators that take those."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What a generator returns for one sample."""
+    """A generator's output for one sample."""
 
     token_ids: TokenIds
-    """The generated ids, the stop id included when one ended it. May be empty."""
+    """The generated ids, including a stop id that ended the completion. May be empty."""
     sampled_logprobs: Floats
     """Log-probability of each id under the distribution it was drawn from (after temperature, top-k, top-p, min-p)."""
     logprobs: Floats
-    """Log-probability of each id under the raw model distribution (temperature 1, no truncation), as `Engine.forward` gives."""
+    """Log-probability of each id under the raw model distribution (temperature 1, no truncation), as from `Engine.forward`."""
     stop_reason: StopReason | None
-    """Why it ended; None while it has not."""
+    """Why the completion ended; None while it is being generated."""
     weights_version: int
     """The version given to `load_weights` before its first token."""
     experts: Experts | None = None
-    """Where they were asked for: of the prompt's tokens and its own, but for the very last, which nothing was computed from."""
+    """If requested: the experts of the prompt's and the completion's tokens, except the last, which no forward pass read."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """Versions that were loaded while it was generated (`rollout.in_flight`), each with the first token that it drew."""
+    """Versions that were loaded during generation (`rollout.in_flight`), each with the index of the first token that it drew."""
     text: str | None = None
-    """What a generator said that speaks in texts; None where the token ids are decoded."""
+    """The text from a generator that returns text; None: decode the token ids."""
     times: tuple[float, float, float] | None = None
-    """When it was asked for, and when its first and its last token came, in seconds since 1970, where the generator knows."""
+    """Times of the request, the first and the last token, in seconds since 1970, if the generator knows them."""
 
     @property
     def versions(self) -> npt.NDArray[np.int64]:
@@ -112,7 +112,7 @@ def joined_arrays(made: Sequence[Completion], ids: npt.DTypeLike) -> dict[str, n
 def split_arrays(
     told: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> Iterator[Completion]:
-    """Undo `joined_arrays`; `told` has each one's other fields, and lengths. Raises `ValueError`."""
+    """Undo `joined_arrays`; `told` has each completion's other fields and lengths. Raises `ValueError` for wrong lengths."""
     parts = {}
     for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
         counts = [each["experts" if name == "experts" else "tokens"] for each in told]
@@ -136,20 +136,20 @@ def split_arrays(
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """What was said of a rollout."""
+    """One call of a reward function or model for a rollout."""
 
     name: str
     """The part of the reward."""
     value: float | None
     error: str | None
     began: float | None
-    """In seconds since 1970; None if it was given up before."""
+    """In seconds since 1970; None if the call was never made."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """A completion together with its prompt and what it earned."""
+    """A completion with its prompt and reward."""
 
     prompt: Prompt
     """The prompt it answers."""
@@ -162,15 +162,15 @@ class Rollout:
     reward: float = 0.0
     """Weighted sum of the functions' values."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Each reward function's own value, by its name, and each number that it gave beside it, as NAME/ITS_NAME."""
+    """Each reward function's value, by the function's name, and further numbers that it returned, as FUNCTION/NAME."""
     greedy_reward: float | None = None
-    """Reward of the greedy completion of the same prompt, where advantages compare with it (ReMax)."""
+    """Reward of the greedy completion of the same prompt, if advantages compare with it (ReMax)."""
     reward_error: str | None = None
-    """The text of the exception or time-out that kept a reward function from answering; None when all answered."""
+    """The exceptions or time-outs of reward functions that returned no value; None if all did."""
     calls: tuple[RewardCall, ...] = ()
-    """What was called for its reward: functions, then models."""
+    """The calls for its reward: functions, then models."""
     owner: int | None = None
-    """The rank that has its tokens and texts; others have arrays of their shapes with -1 and NaN. None: all ranks have them."""
+    """The rank that has the tokens and texts; others have arrays of the same shapes, of -1 and NaN. None: all ranks have them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,15 +191,15 @@ class Example:
     sampled_logprobs: Floats | None = None
     """RL: log-prob of each token under the distribution that the generator drew it from."""
     ref_logprobs: Floats | None = None
-    """RL: log-prob of each token under the frozen reference model, where a KL term wants it."""
+    """RL with a KL term: log-prob of each token under the frozen reference model."""
     returns: Floats | None = None
-    """RL with a critic: what it is to learn of the state before each token."""
+    """RL with a critic: target value of the state before each token."""
     old_values: Floats | None = None
-    """RL with a critic: what it said of that state before the update."""
+    """RL with a critic: the critic's value of that state before the update."""
     experts: Experts | None = None
-    """RL: the experts that each token goes to; those that its routers choose where None."""
+    """RL: the experts that each token goes to; None: the routers choose."""
 
 
 def digest_of(token_ids: TokenIds) -> bytes:
-    """Return 16 bytes that name these tokens."""
+    """Return a 16-byte hash of these tokens."""
     return xxhash.xxh3_128_digest(np.ascontiguousarray(token_ids, dtype=np.int64).data)
