@@ -1,1 +1,1 @@
-"""From files to batches."""
+"""Make batches from files."""

@@ -1,4 +1,4 @@
-"""Find the columns that a row is read from, by name, and check their values. Imports neither `datasets` nor torch."""
+"""Find the columns to read by name, and check their values. Imports neither `datasets` nor torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tools = list[dict[str, Any]]
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix to kind. In a directory, files with other suffixes are ignored."""
 INSTRUCTION_COLUMN = "instruction"
-"""Alpaca's prompt, which `input` completes; `output` is the answer."""
+"""Alpaca's prompt, to which `input` is added; `output` is the answer."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", INSTRUCTION_COLUMN)
 """Usual names of the prompt (verl and TRL; GSM8K; MATH; Alpaca)."""
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "output")
@@ -52,7 +52,7 @@ def is_data(name: str) -> bool:
 
 
 def files_here(path: str) -> list[Path]:
-    """Return the files of this machine that an entry of `data` names."""
+    """Return the local files that an entry of `data` names."""
     plain = Path(path).expanduser()
     if plain.is_dir():
         return [each for each in plain.iterdir() if is_data(each.name) and each.exists()]
@@ -62,10 +62,7 @@ def files_here(path: str) -> list[Path]:
 
 
 def example_format(data: DataConfig, rows: Rows) -> tuple[ExampleKind, tuple[str, ...]]:
-    """Choose how to read examples, and from which columns: by settings, else by the usual names.
-
-    The first present counts. Raises `MissingError`.
-    """
+    """Choose the kind of examples and their columns: by settings, else the first usual ones present. Raises `MissingError`."""
     prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     completion = "output" if prompt == INSTRUCTION_COLUMN else "completion"
     messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
@@ -92,7 +89,7 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[ExampleKind, tuple[str
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:
-    """Return the prompt column for RL, chosen likewise. Raises `MissingError`."""
+    """Return the prompt column for RL, chosen in the same way. Raises `MissingError`."""
     chosen = data.prompt_column or data.messages_column
     names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
     found = _first(names, rows)
@@ -103,7 +100,7 @@ def prompt_column(data: DataConfig, rows: Rows) -> str:
 
 
 def holds_chats(data: DataConfig, column: str) -> bool:
-    """Return whether a column holds whole chats, whose last turn is no prompt."""
+    """Return whether a column holds whole chats, whose last turn is not part of the prompt."""
     return column in ((data.messages_column,) if data.messages_column else _MESSAGES_COLUMNS)
 
 
@@ -141,7 +138,7 @@ def prompt_at(row: Row, name: str) -> Any:
 def messages_of(
     value: Any, name: str, role: str | None = None, exact: bool = False
 ) -> list[Message]:
-    """Check messages and remove nulls, but `exact` ones not from arguments. With a `role`, a string is its message."""
+    """Check messages and remove nulls, except from arguments if `exact`. With a `role`, a string is a message of this role."""
     if role is not None and isinstance(value, str):
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -150,7 +147,7 @@ def messages_of(
 
 
 def tools_of(row: Row, name: str, exact: bool = False) -> Tools | None:
-    """Read a row's tools, a list of JSON schemas or that list as text. Raises `UsageError`."""
+    """Read a row's tools: a list of JSON schemas, or its text. Raises `UsageError`."""
     value = row.get(TOOLS_COLUMN)
     if isinstance(value, str) and value.strip():
         try:

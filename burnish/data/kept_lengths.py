@@ -1,7 +1,7 @@
 """Keep the lengths of tokenized rows, so that the next start does not tokenize again.
 
-A file's name is a digest of all that its content follows from: rows, tokenizer, settings, and the code that reads them. It
-appears by one rename and holds its own digest, so processes and runs may share it.
+A file's name is a digest of everything that determines the lengths: rows, tokenizer, settings and code. It appears by one rename
+and holds its own digest, so processes and runs may share it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from burnish.files.storage import LOCAL
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 30
-"""Of all files together."""
+"""Most bytes of all files together."""
 _FOLDER, _HEAD = "lengths", 32
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
 def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
-    """Return the name of the lengths that follow from a tokenizer and `others`, whose repr counts.
+    """Return the file name for a tokenizer and `others`, whose repr counts.
 
-    A tokenizer in Python has none: its rules cannot be read.
+    None for a tokenizer in Python, whose rules cannot be read.
     """
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return None
@@ -54,7 +54,7 @@ def _code() -> list[bytes | str]:
 
 
 def read(key: str) -> Lengths | None:
-    """Return lengths that are there and whole."""
+    """Return the lengths in a file, or None if it is missing or damaged."""
     file = cache_root() / _FOLDER / key
     try:
         content = file.read_bytes()
@@ -70,7 +70,7 @@ def read(key: str) -> Lengths | None:
 
 
 def write(key: str, lengths: Lengths) -> None:
-    """Write lengths. Without room, only warn."""
+    """Write lengths. If that fails, only warn."""
     tokens, *others = lengths
     body = json.dumps(others).encode() + b"\n" + tokens.tobytes()
     directory = cache_root() / _FOLDER
@@ -84,7 +84,7 @@ def write(key: str, lengths: Lengths) -> None:
 
 
 def _remove_old(directory: Path) -> None:
-    """Remove the least recently used files over `MOST_BYTES`. Others may do so as well."""
+    """Remove the least recently used files over `MOST_BYTES`. Other processes may do so at the same time."""
     found = []
     for file in directory.iterdir():
         with suppress(FileNotFoundError):

@@ -16,11 +16,11 @@ from burnish.records.seeds import derive_seed
 Indices = npt.NDArray[np.int64]
 """Positions in a sequence, shape [N]."""
 Difficulty = npt.NDArray[np.float64]
-"""A number for each sample, shape [N]; those of small numbers come first."""
+"""A number for each sample, shape [N]; samples with small numbers come first."""
 
 MEASURED = "measured"
 """The value of `data.curriculum` that names no column."""
-_LONGEST = 3
+_MOST_ALIKE = 3
 PERIOD = 10_000
 """Samples after which the pattern of a mixture repeats."""
 
@@ -28,8 +28,8 @@ PERIOD = 10_000
 def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None) -> Indices:
     """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
 
-    With `difficulty`, only equally difficult samples change places. Sorts raw draws of Philox4x64 (Salmon et al., SC 2011), which
-    NumPy promises never to change, unlike `permutation`.
+    With `difficulty`, only equally difficult samples are shuffled. Sorts raw draws of Philox4x64 (Salmon et al., SC 2011),
+    which NumPy promises never to change, unlike `permutation`.
     """
     draws = np.random.Philox(key=derive_seed(seed, "shuffle", epoch)).random_raw(size)
     keys = (draws,) if difficulty is None else (draws, difficulty)
@@ -37,7 +37,7 @@ def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None
 
 
 State = int | tuple[int | str, ...]
-"""All that a loader must remember: `cursor`, then the place in each stream, or what was measured."""
+"""A loader's whole state: `cursor`, then the place in each stream, or the measurements."""
 
 
 class Loader:
@@ -56,7 +56,7 @@ class Loader:
         by_epoch: bool = False,
         difficulty: Difficulty | None = None,
     ) -> None:
-        """`by_epoch`: one `take` never crosses an epoch's end. Each epoch goes from small to large `difficulty`."""
+        """`by_epoch`: one `take` never crosses an epoch's end. An epoch goes from small to large `difficulty`."""
         self.size = size
         self.cursor = cursor
         self._seed = seed
@@ -67,7 +67,7 @@ class Loader:
 
     @property
     def state(self) -> State:
-        """What a checkpoint holds of it."""
+        """The state that a checkpoint holds."""
         return self.cursor
 
     @state.setter
@@ -77,7 +77,7 @@ class Loader:
         self.cursor = state
 
     def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
-        """Hear whether all completions of each sample were worth the same."""
+        """Take note whether all completions of each sample had equal rewards."""
 
     def takes(self, count: int, epochs: int) -> int:
         """Return how many `take(count)` make up `epochs` epochs."""
@@ -110,7 +110,7 @@ class Loader:
 
 
 def unfit(state: State) -> IncompatibleError:
-    """Return the error for another loader's state."""
+    """Return the error for the state of another kind of loader."""
     return IncompatibleError(
         "the position in the data is of another kind",
         have="a number" if isinstance(state, int) else f"{len(state)} parts",
@@ -119,7 +119,7 @@ def unfit(state: State) -> IncompatibleError:
 
 
 def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
-    """Return the source of each sample of a mixture's period, and the count of each."""
+    """Return the source of each sample in a mixture's period, and each source's count."""
     edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * PERIOD).astype(np.int64)
     counts = np.diff(edges)
     places = [(np.arange(count) + 0.5) / count for count in counts if count]
@@ -128,15 +128,15 @@ def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
 
 
 class MeasuredLoader(Loader):
-    """Yield prompts less often while all their completions are worth the same: these teach nothing.
+    """Yield prompts less often while all their completions have equal rewards: these teach nothing.
 
-    An epoch asks for them with probability 1/2, 1/4 and then 1/8, the longer it has been so. `cursor` counts those left out. The
-    state has a byte for each prompt.
+    An epoch includes a prompt with probability 1/2 after one such group, 1/4 after two, then 1/8. `cursor` counts skipped
+    prompts too. The state has a byte for each prompt.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
         super().__init__(size, seed, shuffle)
-        self._alike = bytes(size)  # groups in a row; replaced and never changed, as copies share it
+        self._alike = bytes(size)  # such groups in a row; copies of the loader share the bytes
         self._draws: tuple[int, npt.NDArray[np.uint64]] | None = None
 
     @property
@@ -175,7 +175,7 @@ class MeasuredLoader(Loader):
         """See `Loader.hear`."""
         alike = bytearray(self._alike)
         for index, is_alike in zip(indices, are_alike, strict=True):
-            alike[index] = min(alike[index] + 1, _LONGEST) if is_alike else 0
+            alike[index] = min(alike[index] + 1, _MOST_ALIKE) if is_alike else 0
         self._alike = bytes(alike)
 
     def _is_due(self, epoch: int, index: int) -> bool:
@@ -191,7 +191,7 @@ class MeasuredLoader(Loader):
 class MixedLoader(Loader):
     """Yield indices into data sets that lie end to end, each as often as its weight says.
 
-    A fixed pattern gives every stretch of samples nearly their shares.
+    A fixed pattern keeps every span of samples close to the weights.
     """
 
     def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:

@@ -1,6 +1,6 @@
 """Read rows from local JSON Lines, Parquet and CSV files, as memory-mapped Arrow tables in the cache of `datasets`.
 
-Processes and runs share it. A row of JSON or CSV stays a text and is parsed when asked for: Arrow would change texts and numbers.
+Processes and runs share the cache. A JSON or CSV row stays a text and is parsed on access: Arrow would change texts and numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARQUET_ROWS = _JSON_ROWS = 1024
 _TEXT = "row"
 """The one column of a table of JSON texts."""
 LOOKED_AT = 128
-"""Rows that may show a nested column, and must be readable for a run on streamed rows to begin."""
+"""Number of first rows in which to look for nested columns. A streamed run begins only if all of them can be read."""
 _REASON = 300
 _EXCERPT = 60
 _CHUNK = 16 << 20
@@ -48,11 +48,11 @@ class Rows:
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
     keys: tuple[str, ...]
-    """The columns of rows that are texts; none for Parquet."""
+    """The columns of JSON and CSV rows; empty for Parquet."""
     digest: str
-    """Of the content of the files."""
+    """Digest of the files' content."""
     is_streamed: bool = False
-    """Whether rows are read as training goes on, and so are not counted."""
+    """Whether rows are read during training, and so not counted."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -66,7 +66,7 @@ class Rows:
 
     def span(self, start: int, stop: int) -> list[Row]:
         """Return rows start to stop - 1 at once. Raises `UsageError` for unreadable ones."""
-        do = "correct or remove them"  # not UTF-8; a date that Python has not
+        do = "correct or remove them"  # not UTF-8, or a date outside Python's range
         with refusing(f"rows {start} to {stop - 1} of {_listed(self.files)} cannot be read", do=do):
             columns: dict[str, list[Any]] = self.table[start:stop]
         if self.keys:
@@ -75,7 +75,7 @@ class Rows:
         return [dict(zip(columns, values, strict=True)) for values in rows]
 
     def first(self, count: int | None) -> Rows:
-        """Return the first rows; all for None, and if none are read yet."""
+        """Return the first rows; all for None, and if they are streamed."""
         if count is None or self.is_streamed or count >= len(self):
             return self
         return replace(self, table=self.table.select(range(count)))
@@ -92,11 +92,11 @@ class Rows:
         return [json.loads(text).get(name) for text in self.table[_TEXT]]
 
     def has(self, name: str) -> bool:
-        """Return whether there is a column; dots go into nested ones of the first rows."""
+        """Return whether there is a column; nested ones, with dots, in the first rows."""
         return name in self.columns or any(value_at(row, name) is not None for row in self._first)
 
     def has_values(self, name: str) -> bool:
-        """Return whether a column has a value in any row, or a nested or streamed one in the first rows."""
+        """Return whether a column has a value in any row; nested and streamed ones, in the first rows."""
         if any(value_at(row, name) is not None for row in self._first):
             return True
         if name not in self.columns or self.is_streamed:
@@ -133,14 +133,14 @@ def load_rows(
 
     A directory stands for its direct .jsonl, .json, .parquet and .csv files.
 
-    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, other or several kinds of file, a
-    broken line, and a file that changes meanwhile.
+    Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, unknown or mixed kinds of file, a
+    broken line, and a file that changes during the call.
     """
     progress = progress or Progress(enabled=False)
     files = [file for path in paths for file in matching_files(path, setting)]
     kind = kind_of(files, setting)
     names = tuple(str(file) for file in files)
-    with refusing(f"{setting}: {_listed(names)} cannot be read", do="see that you may read it"):
+    with refusing(f"{setting}: {_listed(names)} cannot be read", do="change who may read it"):
         states = _states(files)
         for file in files:
             file.open("rb").close()
@@ -155,7 +155,7 @@ def load_rows(
             want=f"a cache directory that can be written, {datasets.config.HF_DATASETS_CACHE}",
             do="make room there, or set HF_DATASETS_CACHE to another directory",
         ) from error
-    except Exception as error:  # of Arrow, or of the archive that `datasets` takes the file for
+    except Exception as error:  # Arrow raises many; `datasets` may take a file for an archive
         raise UsageError(
             f"{setting}: could not read {_listed(names)}",
             have=" ".join(str(error.__cause__ or error).split())[:_REASON],
@@ -173,13 +173,13 @@ def load_rows(
         raise UsageError(
             f"{setting}: {_listed(names)} changed while it was read",
             want="files that nobody writes to",
-            do="start again when they are whole",
+            do="start again when they are complete",
         )
     return Rows(table, names, tuple(keys), digest)
 
 
 def _states(files: Sequence[Path]) -> list[list[int]]:
-    """Return what differs after any change of a file; `cp -p` and `rsync -t` keep the mtime alone."""
+    """Return numbers that change with a file; `cp -p` and `rsync -t` keep only the mtime."""
     found = map(os.stat, files)
     return [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
 
@@ -227,12 +227,12 @@ def matching_files(path: str, setting: str) -> list[Path]:
 
 
 def kind_of(files: Sequence[PurePath], setting: str) -> str:
-    """Return the reader of files. Raises `UsageError` unless all have the same."""
+    """Return the reader of all files. Raises `UsageError` for several."""
     kinds = {file.suffix: file for file in files}
     for suffix, file in kinds.items():
         if suffix not in READERS:
             raise UsageError(
-                f"{setting}: {file} is of no known kind",
+                f"{setting}: {file} is of an unknown kind",
                 have=f"suffix {suffix!r}",
                 want=", ".join(READERS),
                 do="rename or convert it",
@@ -251,10 +251,10 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
 def _read(
     kind: str, files: Sequence[Path], setting: str, key: str, progress: Progress
 ) -> tuple[Any, str, list[str]]:
-    """Return the files' `datasets.Dataset`, its digest, and the columns of texts.
+    """Return the files' `datasets.Dataset`, its digest, and the columns of JSON and CSV rows.
 
-    A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, and their digest and what `stat`
-    says lie beside them.
+    A power failure may leave zeros in Arrow files, which `datasets` trusts. So they are synced, with a file of their digest and
+    `stat` numbers.
     """
     directory = Path(datasets.config.HF_DATASETS_CACHE, "burnish", f"{kind}-{key}")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ def _read(
 
 
 def _convert_texts(files: Sequence[Path], directory: Path) -> list[str]:
-    """Write rows as JSON texts; return their columns."""
+    """Write rows as JSON texts. Return their columns."""
     schema, columns = pa.schema({_TEXT: pa.large_string()}), dict[str, None]()
     rows = chain.from_iterable((_csv_rows if f.suffix == ".csv" else _json_rows)(f) for f in files)
     directory.mkdir()
@@ -305,7 +305,7 @@ def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> No
 
 
 def _fits(found: Any, want: Any) -> bool:
-    """Return whether another Arrow type keeps all values."""
+    """Return whether type `want` keeps all values of `found`."""
     found, want = (t.value_type if pa.types.is_dictionary(t) else t for t in (found, want))
     names = [str(t).removeprefix("large_").removesuffix("_view") for t in (found, want)]
     if pa.types.is_null(found) or names[0] == names[1]:
@@ -321,11 +321,11 @@ def _fits(found: Any, want: Any) -> bool:
 
 
 def _require_alike(files: Sequence[Path], setting: str) -> None:
-    """Refuse broken files, and other types than the first file's, which `datasets` would convert."""
+    """Refuse broken files, and columns whose types `datasets` would convert to the first file's."""
     wanted: dict[str, Any] | None = None
     for file in files:
-        do = "write it again, or give it the suffix of what it is"
-        with refusing(f"{file} is no whole Parquet file", do=do):
+        do = "write it again, or correct its suffix"
+        with refusing(f"{file} is not a complete Parquet file", do=do):
             found = {field.name: field.type for field in pa.parquet.read_schema(file)}
         wanted = found if wanted is None else wanted
         for name, type_ in found.items():
@@ -364,7 +364,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
         if beginning.startswith(b"["):
             for number, row in enumerate(parsed(stream.read(), f"{file}, line", 1, list)):
                 yield parsed(json.dumps(row).encode(), f"{file}, row", number)
-        elif not beginning.startswith(b"\0"):  # zeros of a power failure have no end of line
+        elif not beginning.startswith(b"\0"):  # a power failure may leave zeros and no end of line
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield parsed(line, f"{file}, line", number)
@@ -387,7 +387,7 @@ def parsed(line: bytes, name: str, number: int, kind: type = dict) -> Any:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 at byte {error.start + 1}"
     except UnicodeEncodeError:
-        problem = "half of a surrogate pair, which is no character"
+        problem = "half of a surrogate pair, which is not a character"
     except RecursionError:
         problem = "nested too deeply"
     except ValueError as error:  # a repeated key, or an integer of too many digits

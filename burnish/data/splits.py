@@ -15,16 +15,16 @@ from burnish.files.hub import FORMS, HubPlace
 
 _CARD = "README.md"
 _USUAL_SUBSETS = ("default", "main")
-"""Which of several is taken if neither the id nor the data set's card names one."""
+"""Subsets to look for if neither the id nor the data set's card names one."""
 SPLITS: Mapping[str, Sequence[str]] = {
     "data.train": ("train",),
     "data.validation": ("validation", "test"),
 }
-"""By setting, the splits of which the first that there is stands for a data set whose id names none."""
+"""Splits to look for, in this order, if an id names none, by setting."""
 
 
 def split_files(place: HubPlace, setting: str) -> dict[str, int]:
-    """Return the files that a place stands for, with their sizes. Downloads the data set's card.
+    """Return a place's files and their sizes. Downloads the data set's card.
 
     Raises `MissingError` for an unknown subset, split or path, and `UsageError` for other kinds of file.
     """
@@ -37,12 +37,12 @@ def split_files(place: HubPlace, setting: str) -> dict[str, int]:
         raise MissingError(
             f"there is nothing to read at {place}",
             have=few([name for name in listed if is_data(name)]) or "no data file",
-            want="a file, a directory of such, or a pattern that matches",
+            want="a file, a directory of files, or a pattern that matches",
             do="correct the path",
         )
     if foreign := [name for name in names if not is_data(name)]:
         raise UsageError(
-            f"{place} has files of no known kind",
+            f"{place} has files of an unknown kind",
             have=few(foreign),
             want=", ".join(READERS),
             do="the hub converts most data sets: try "
@@ -60,7 +60,7 @@ def _below(path: str, names: Sequence[str]) -> list[str]:
 
 
 def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
-    """Ask `datasets`, by a directory of the data set's card and of empty files."""
+    """Ask `datasets`, with a directory of the data set's card and empty files."""
     import datasets
 
     root = place.fetch([name for name in names if name == _CARD])

@@ -1,8 +1,8 @@
-"""Read rows of `data.train` as training goes on, from files that need not fit on a disk.
+"""Read rows of `data.train` during training, from files that need not fit on a disk.
 
 The files of an epoch lie end to end, in an order drawn from the seed, and are cut into windows of equally many bytes. A row, or a
 row group of Parquet, belongs to the window in which it begins. So any window can be read alone. Its rows are shuffled. A place is
-`window << 32 | row`, over all epochs.
+`window << 32 | row`, with windows counted over all epochs.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from burnish.records.seeds import derive_seed
 
 T = TypeVar("T")
 Window = list[tuple["StreamedFile", int, Any]]
-"""Rows in order: file, byte of the line or number of the row, and the line or (table, its row in it)."""
+"""Rows in order: file, byte of the line or number of the row, and the line or (table, row in the table)."""
 
 _PIECE, _TAIL = 16 << 20, 1 << 16
 _ROW = (1 << 32) - 1
 _MOST_BROKEN = 100
-"""Rows in a row that cannot be read, after which a run stops."""
+"""A run stops after this many consecutive rows that cannot be read."""
 _TOLD = 3
 _SHARED = "streams"
 _DAY = 86_400.0
 _MOST_ASKED = 256
-"""Samples kept that no loader took: for comparisons, which ask for the same ones again."""
+"""Most samples kept that no loader took: comparisons ask for the same ones again."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +61,17 @@ class StreamedFile:
 
     source: Remote | HubPlace
     name: str
-    """Below the source."""
+    """Path below the source."""
     size: int
     version: str
     start: int = 0
-    """Bytes of the shards before it, as they were given."""
+    """Bytes of all shards before it, in the given order."""
 
     def __str__(self) -> str:
         return f"{self.source}/{self.name}".removeprefix("file://")
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return bytes, in pieces that retries may repeat."""
+        """Return bytes. Each piece is retried by itself."""
         data = memoryview(bytearray(end - begin))
         for at in range(0, len(data), _PIECE):
             self.source.read_into(self.name, data[at : at + _PIECE], begin + at)
@@ -88,21 +88,21 @@ class StreamedRows(Rows):
     seed: int = 0
     shuffle: bool = True
     shared: str = ""
-    """Name of the files in the cache by which a machine's processes share what one of them fetches; "" for none."""
+    """Name of the cache files in which one process of a machine stores windows for the others; "" for none."""
     _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
     _kept: dict[StreamedFile, bytes] = field(default_factory=dict)
-    """The files of a source that is one window, which every epoch needs."""
+    """The files of a source with a single window, which every epoch needs."""
     _read: dict[int, Window] = field(default_factory=dict)
     _columns: Row = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def __len__(self) -> int:
-        """Return the bytes of an epoch: nobody knows its rows."""
+        """Return the bytes of an epoch; rows are not counted."""
         return self.shards[-1].start + self.shards[-1].size
 
     @property
     def windows(self) -> int:
-        """Windows of an epoch."""
+        """Windows per epoch."""
         return -(-len(self) // self.window_bytes)
 
     def __getitem__(self, index: int) -> Row:
@@ -117,7 +117,7 @@ class StreamedRows(Rows):
 
     @property
     def columns(self) -> list[str]:
-        """Those of the first rows."""
+        """Columns of the first rows."""
         if not self._columns:
             self._columns.update(dict.fromkeys(name for row in self._first for name in row))
         return list(self._columns)
@@ -132,14 +132,14 @@ class StreamedRows(Rows):
         return f"the {'line at byte' if isinstance(content, bytes) else 'row'} {number} of {shard}"
 
     def number(self, index: int) -> int:
-        """Return where a row begins in all files end to end, as they were given."""
+        """Return where a row begins in all files, end to end as given."""
         shard, number, _ = self.window(index >> 32)[index & _ROW]
         return shard.start + number
 
     def window(self, number: int, *, ahead: bool = False) -> Window:
-        """Return the rows of a window as they are drawn. `ahead`: begin to fetch the next one.
+        """Return a window's rows in the order of drawing. `ahead`: begin to fetch the next window.
 
-        Raises `BurnishError` for what cannot be read.
+        Raises `BurnishError` for an unreadable window.
         """
         with self._lock:
             if number not in self._read:
@@ -154,7 +154,7 @@ class StreamedRows(Rows):
             return self._read[number]
 
     def _parts(self, number: int) -> Iterator[tuple[StreamedFile, int, int]]:
-        """Yield the files of a window, and which bytes of each."""
+        """Yield a window's files, and which bytes of each it has."""
         epoch, window = divmod(number, self.windows)
         shards, at = list(self.shards), 0
         if self.shuffle:
@@ -167,7 +167,7 @@ class StreamedRows(Rows):
             at += shard.size
 
     def _fetch(self, number: int) -> list[bytes]:
-        """Fetch a window in a thread that may end with the process, so without Arrow."""
+        """Fetch a window without Arrow: the process may end during this thread."""
         parts = list(self._parts(number))
         if self._kept:
             return [self._kept[file] for file, _, _ in parts]
@@ -205,9 +205,9 @@ def open_rows(
     shuffle: bool,
     layout: Layout | None = None,
 ) -> StreamedRows:
-    """List the files at `paths`, here or elsewhere, and read the first window. Collective.
+    """List the local or remote files at `paths`, and read the first window. Collective.
 
-    Raises `BurnishError` if no row begins there.
+    Raises `BurnishError` if no row begins in it.
     """
     layout, shards = layout or Layout(), list[StreamedFile]()
     with agree(layout):
@@ -252,7 +252,7 @@ def open_rows(
 class Stream(Mixture[Item]):
     """Samples of streamed rows, drawn by weight. An index is `place * sources + source`.
 
-    `samples[0]` is the first that can be trained on.
+    `samples[0]` is the first usable one.
     """
 
     def __init__(self, parts: Sequence[RowDataset[Any]]) -> None:
@@ -285,9 +285,9 @@ class Stream(Mixture[Item]):
         return items
 
     def at(self, number: int, place: int, *, ahead: bool = False) -> tuple[int, Item]:
-        """Return a source's first usable sample, at a place or after it, and its place.
+        """Return place and item of a source's first usable row, from a place on.
 
-        Raises `UsageError` if an epoch of windows has none.
+        Raises `UsageError` if a whole epoch has none.
         """
         part, rows = self.parts[number], self._rows[number]
         first, row = place >> 32, place & _ROW
@@ -304,7 +304,7 @@ class Stream(Mixture[Item]):
         )
 
     def keep(self, index: int, item: Item) -> None:
-        """Have a sample at hand for who asks for this index."""
+        """Keep an item for the next `items` with this index."""
         self._made[index] = item
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
@@ -384,10 +384,10 @@ def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
 
 
 def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in `data`, a shard's bytes from `begin`, each with its first byte."""
+    """Yield the lines that begin in `data`, a shard's bytes from `begin`, each with its position."""
     if begin == 0 and data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         raise UsageError(
-            f"{shard} is one list, of which no part can be read alone",
+            f"{shard} is one list, whose parts cannot be read alone",
             want="one JSON object on every line",
             do="convert it to JSON Lines, or set data.streaming=0",
         )
@@ -409,9 +409,9 @@ def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, 
 
 def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the rows of the row groups that begin in `data`, each with its number."""
-    do = "write it again, or give it the suffix of what it is"
+    do = "write it again, or correct its suffix"
     with (
-        refusing(f"{shard} cannot be read as Parquet", want="a whole Parquet file", do=do),
+        refusing(f"{shard} cannot be read as Parquet", want="a complete Parquet file", do=do),
         pyarrow.parquet.ParquetFile(_Bytes(shard, begin, data)) as file,
     ):
         number = 0
@@ -427,7 +427,7 @@ def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int,
 
 
 class _Bytes(io.RawIOBase):
-    """A shard as a file for Arrow, of which `data` is there."""
+    """A shard as a file for Arrow; `data` is not fetched again."""
 
     def __init__(self, shard: StreamedFile, begin: int, data: bytes) -> None:
         self._shard, self._begin, self._data, self._at = shard, begin, data, 0
@@ -460,7 +460,7 @@ class _Bytes(io.RawIOBase):
 
 
 def _remove_from_cache(name: str, kept: range) -> None:
-    """Remove a stream's windows that nobody reads any more, and those of other days."""
+    """Remove a stream's windows except the `kept` ones, and all windows older than a day."""
     for path in (cache_root() / _SHARED).glob("*"):
         number = path.name.removeprefix(name).removesuffix(".lock")
         is_mine = path.name.startswith(name) and number.isdigit() and int(number) not in kept
@@ -470,13 +470,13 @@ def _remove_from_cache(name: str, kept: range) -> None:
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:
-    """Call `work` in a thread that nobody waits for at the end."""
+    """Call `work` in a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
     def call() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()

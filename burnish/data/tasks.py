@@ -1,6 +1,6 @@
 """Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
 
-Ranks tokenize all rows once, to find bad ones before expensive work. Only lengths are kept.
+Ranks tokenize all rows once, to find bad ones before expensive work. They keep only the lengths.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
 Lengths = tuple[npt.NDArray[np.int64], str, list[str]]
-"""Tokens of each row, 0 without anything to train on; a digest of those that are kept; warnings."""
+"""Number of tokens of each row (0: nothing to train on); a digest of the rows that are kept; warnings."""
 
 _SPAN = 512
-"""Rows tokenized together."""
+"""Number of rows that are tokenized together."""
 WORTH_KEEPING = 1 << 20
-"""Tokens whose lengths are kept for the next start; fewer are counted again."""
+"""The lengths of fewer tokens are not kept for the next start, but counted again."""
 _SYSTEM_ROLES = ("system", "developer")
 
 
 class ItemSequence(Sequence[Item], ABC):
-    """Items that are made when they are asked for."""
+    """Items that are made on access."""
 
     @abstractmethod
     def items(self, indices: Sequence[int]) -> list[Item]:
@@ -80,14 +80,14 @@ class ItemSequence(Sequence[Item], ABC):
 
 
 class RowDataset(ItemSequence[Item]):
-    """Make rows into items on demand."""
+    """Make items from rows on access."""
 
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
     digest: str
-    """The same for the same items in the same order: of all that is trained on."""
+    """Digest of everything that is trained on: equal for the same items in the same order."""
     first_index: int
-    """Rows of a mixture that come before these."""
+    """Number of rows in a mixture that come before these."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class RowDataset(ItemSequence[Item]):
         layout: Layout | None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """`setting` is what gives the `limit` on tokens."""
+        """`setting` names the setting of `limit`, in tokens."""
         self.rows, self.first_index = rows, 0
         self._data = data
         self._layout = layout or Layout()
         self._tokenizer = tokenizer
         self.limit, self._setting = limit, setting
         self._most = np.inf if limit is None else limit
-        self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # no null is Arrow's
+        self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # Arrow adds no nulls
         self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit, eos_token_ids)
         self._eos = tuple(eos_token_ids)
         self._unanswered = ""
@@ -117,10 +117,10 @@ class RowDataset(ItemSequence[Item]):
 
     @abstractmethod
     def make(self, indices: Sequence[int]) -> list[Item]:
-        """Return the items of rows of the table."""
+        """Return the items of these rows."""
 
     def _scan(self, progress: Progress | None) -> None:
-        """Measure all rows, unless streamed; keep those neither empty nor too long."""
+        """Measure all rows, unless streamed. Keep those neither empty nor too long."""
         if self.rows.is_streamed:
             self._kept = self.lengths = np.zeros(0, np.int64)
             self.digest = self.rows.digest
@@ -179,7 +179,7 @@ class RowDataset(ItemSequence[Item]):
                 digests[number] = np.frombuffer(digest.digest(), np.int64)
                 bar.advance(len(span) * sharing.world)
         warnings = [*self._encoder.warnings, self._unanswered]
-        if sharing.world > 1:  # others have zeros where one has numbers
+        if sharing.world > 1:  # each number is 0 on all ranks but one
             for numbers in (lengths, digests):
                 dist.all_reduce(torch.from_numpy(numbers))
             everyones = zip(*gather_objects(warnings, sharing), strict=True)
@@ -206,8 +206,8 @@ class RowDataset(ItemSequence[Item]):
     def _notice_raw(self, column: str) -> None:
         if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
             logger.warning(
-                "prompts in %r of %s are strings and are used as they stand, although the tokenizer has a chat template; "
-                "data.string_prompts=user asks them as a user's message",
+                "prompts in %r of %s are strings and are used as they are, although the tokenizer has a chat template; "
+                "data.string_prompts=user makes each a user's message",
                 column,
                 few(self.rows.files),
             )
@@ -237,7 +237,7 @@ class RowDataset(ItemSequence[Item]):
             raise UsageError(
                 f"{name} is plain text, without the chat template",
                 have=" and ".join(f"data.{key}" for key in given) + ", which are for conversations",
-                want="messages, or prompts that are asked as a user's message",
+                want="messages, or prompts that become a user's message",
                 do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in given)}",
             )
 
@@ -246,11 +246,11 @@ class RowDataset(ItemSequence[Item]):
 
     @property
     def first_row(self) -> str:
-        """The row of the first item, for an error."""
+        """The first item's row, for an error message."""
         return self.rows.where(0 if self.rows.is_streamed else int(self._kept[0]))
 
     def difficulty(self) -> Difficulty | None:
-        """Return the column of `data.curriculum`. Raises `UsageError` for what is no number."""
+        """Return the column of `data.curriculum`. Raises `UsageError` for other values than numbers."""
         if self._data.curriculum in (None, MEASURED):
             return None
         named = str(self._data.curriculum)
@@ -278,11 +278,11 @@ class RowDataset(ItemSequence[Item]):
 class PromptDataset(RowDataset[Prompt]):
     """Prompts for RL and evaluation: a `Sequence[Prompt]`.
 
-    Messages go through the chat template, with the row's `tools`; a whole chat loses its last assistant turn.
+    The chat template renders messages, with the row's `tools`; a whole chat loses its last assistant turn.
     `data.string_prompts` keeps a plain string or makes it a user's message.
 
     A prompt over `data.max_prompt_length` or one of `limits` (setting to tokens) is dropped and counted (`dropped_overlong`), or
-    raises `UsageError`, as `data.overlong` says. Raises `MissingError` for a missing column.
+    raises `UsageError`, depending on `data.overlong`. Raises `MissingError` for a missing column.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class PromptDataset(RowDataset[Prompt]):
         progress: Progress | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """Tokenize all rows, each rank of `layout` a part. Collective."""
+        """Tokenize all rows, a part on each rank of `layout`. Collective."""
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
@@ -355,7 +355,7 @@ class PromptDataset(RowDataset[Prompt]):
         if answer is None and self._data.answer_column is None and not self._unanswered:
             others = [name for name in ANSWER_COLUMNS if value_at(row, name) is not None]
             if others:
-                self._unanswered = f"answers are read from {self._answer}, where {self.rows.where(index)} and perhaps others have none, but {others[0]}; data.answer_column names the column"
+                self._unanswered = f"answers are read from the column {self._answer}, which {self.rows.where(index)} and perhaps others lack; they have {others[0]}. Set data.answer_column to choose the column"
                 if self.rows.is_streamed:
                     logger.warning("%s", self._unanswered)
         return answer
@@ -379,9 +379,9 @@ class ExampleDataset(RowDataset[Example]):
 
     A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages, trained on the completion;
     Alpaca's instruction and output, which become a chat; or plain text, trained on whole. Two strings are joined unchanged. A
-    string beside messages becomes one. Text and string completions end with the end-of-sequence token.
+    string beside messages becomes a message. Text and string completions end with the end-of-sequence token.
 
-    `data.overlong` is for examples over `max_length` tokens. Those without trained tokens are dropped (`dropped_untrained`).
+    `data.overlong` decides on examples over `max_length` tokens. Those without trained tokens are dropped (`dropped_untrained`).
     """
 
     def __init__(
@@ -452,7 +452,7 @@ class ExampleDataset(RowDataset[Example]):
 
 
 class Mixture(ItemSequence[Item]):
-    """The entries of `data.train` end to end, to be drawn by weight."""
+    """The entries of `data.train` end to end, drawn by weight."""
 
     def __init__(self, parts: Sequence[RowDataset[Item]]) -> None:
         self.parts: tuple[RowDataset[Item], ...] = tuple(parts)

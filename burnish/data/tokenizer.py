@@ -1,4 +1,4 @@
-"""Load tokenizers; repair a missing pad token, or an end of sequence that chat turns never use.
+"""Load tokenizers; repair a missing pad token, or an end-of-sequence token that chat turns never use.
 
 Gemma's `<eos>` beside `<end_of_turn>` is one.
 """
@@ -36,7 +36,7 @@ def load_tokenizer(
     token becomes the end of sequence, or the unknown token.
 
     Raises `MissingError` for a missing directory or template. Raises `UsageError` for a template that cannot be rendered, code
-    that needs `trust_remote_code`, and lack of these tokens.
+    that needs `trust_remote_code`, and missing tokens.
     """
     tokenizer = _from_directory(path, trust_remote_code)
     if chat_template_file is not None:
@@ -68,7 +68,7 @@ def _closing(tokenizer: PreTrainedTokenizerBase, next_role: str = "") -> list[in
     messages += [{"role": next_role, "content": "hello"}] if next_role else []
     try:
         text = str(render(tokenizer, messages, tokenize=False))
-    except jinja2.TemplateError:  # it wants other messages
+    except jinja2.TemplateError:  # the template refuses these messages
         return []
     _, said, tail = text.rpartition(_PROBE)
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if said else []
@@ -86,15 +86,15 @@ def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> Any:
-    """Apply the chat template, a program that may raise anything, or not end.
+    """Apply the chat template, a program that may raise anything, or run forever.
 
-    Raises `jinja2.TemplateError` or, if it does not end, `UsageError`.
+    Raises `jinja2.TemplateError`, or after `_RENDER_SECONDS` `UsageError`.
     """
     try:
         with _deadline():
             rendered = tokenizer.apply_chat_template(list(messages), **options)
         if isinstance(rendered, str):
-            rendered.encode()  # half of a surrogate pair is no text
+            rendered.encode()  # raises for half of a surrogate pair
         return rendered
     except jinja2.TemplateError:
         raise
@@ -111,13 +111,13 @@ def render(
 
 @contextmanager
 def _deadline() -> Iterator[None]:
-    """Raise `TimeoutError` in the block after `_RENDER_SECONDS`; only the main thread can."""
+    """Raise `TimeoutError` in the block after `_RENDER_SECONDS`; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def late(_: int, frame: FrameType | None) -> None:
-        # Python only prints what is raised while it frees an object.
+        # Python prints and ignores exceptions in callbacks of weakref; the timer calls again.
         if frame is None or "weakref" not in frame.f_code.co_filename:
             raise TimeoutError
 
@@ -148,7 +148,7 @@ def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
     ) as error:  # the tokenizers library raises bare Exception for a file it cannot parse
         if "trust_remote_code" in str(error):
             raise UsageError(
-                f"the tokenizer in {path} is Python code of its own",
+                f"the tokenizer in {path} has its own Python code",
                 do="read that code, then set model.trust_remote_code=true",
             ) from error
         raise MissingError(
@@ -157,13 +157,13 @@ def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
             want="tokenizer.json and tokenizer_config.json as save_pretrained writes them",
             do="set model.tokenizer to a directory that has them",
         ) from error
-    # Without files, transformers makes one of special tokens alone, and perhaps a mark of spaces.
+    # Without files, transformers makes a tokenizer of special tokens, and perhaps one for spaces.
     if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder) + 1:
         raise MissingError(
             f"there is no tokenizer in {path}",
             have=few(sorted(each.name for each in folder.iterdir())),
             want="tokenizer.json, or the files of the model's own tokenizer",
-            do="copy them from where the model is from, or set model.tokenizer to a directory that has them",
+            do="copy them from the original model, or set model.tokenizer to a directory that has them",
         )
     return tokenizer
 
@@ -200,7 +200,7 @@ def _repair_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if not closing or tokenizer.eos_token_id in closing:
         return
     if tokenizer.eos_token is not None and "eos_token" in str(tokenizer.get_chat_template()):
-        return  # another eos would change what the template writes
+        return  # the template would write another eos token
     token = str(tokenizer.convert_ids_to_tokens(closing[0]))
     logger.warning(
         "tokenizer %s: its chat template ends turns with %r, not with its eos token %r; eos is set to %r",
