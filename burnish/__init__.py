@@ -1,6 +1,6 @@
 """Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
-A name, and torch with it, is loaded when it is first used.
+Each name, and torch with it, is imported on first use.
 """
 
 from importlib import import_module

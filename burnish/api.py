@@ -1,7 +1,7 @@
-"""The Python API: do what the commands `sft`, `rl` and `eval` do, from a script or a notebook.
+"""The Python API: the commands `sft`, `rl` and `eval` for a script or a notebook.
 
-Keywords are further settings: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process calls it
-alike.
+Keywords are further settings: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process makes the
+same call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
-"""A YAML file, the same settings as nested mappings, or a configuration that was loaded already."""
+"""A YAML file, the same settings as nested mappings, or a loaded configuration."""
 Rewards: TypeAlias = Callable[..., Any] | str | Sequence[Any] | Mapping[str, Any] | None
 """One or several functions with TRL's or verl's signature, or the section `reward` as a mapping."""
 
@@ -53,7 +53,7 @@ _ONE_RUN = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run has left."""
+    """The result of a run."""
 
     directory: Path
 
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One row per step with its numbers by name."""
+        """One row per step, with its numbers by name."""
         return read_metrics(RunDirectory(self.directory).metrics)
 
 
@@ -81,14 +81,14 @@ def load_config(config: Config, **settings: Any) -> RunConfig:
 
 
 def sft(config: Config, **settings: Any) -> Result:
-    """Fine-tune on examples. An interrupted run goes on from its newest checkpoint."""
+    """Fine-tune on examples. An interrupted run continues from its newest checkpoint."""
     loaded = load_settings(config, settings)
     run_command("sft", loaded)
     return Result(loaded.directory.absolute())
 
 
 def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
-    """Learn from a reward. An interrupted run goes on from its newest checkpoint.
+    """Learn from a reward. An interrupted run continues from its newest checkpoint.
 
     `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
     mapping sets the section `reward`.
@@ -112,14 +112,14 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 
 
 def config_at(place: str) -> tuple[Path | None, Path | None]:
-    """Return the configuration's file, None for a model, and the run's directory, if any."""
+    """Return the configuration file, None for a model; and the run's directory, if any."""
     if is_model(place):
         return None, None
     path = Path(place)
     if (path / ADAPTER_CONFIG).is_file():
         raise UsageError(
-            f"{place} is an adapter, which computes nothing without its model",
-            do=f"give the model that it was trained beside, and set model.lora.path={place}",
+            f"{place} is an adapter, which needs its base model",
+            do=f"give the base model, and set model.lora.path={place}",
         )
     if path.exists():
         return (recorded_config(path), path) if path.is_dir() else (path, None)
@@ -133,9 +133,9 @@ def config_at(place: str) -> tuple[Path | None, Path | None]:
 
 @contextmanager
 def _one_run() -> Iterator[None]:
-    """Refuse another run of this process, which may be one of another thread."""
+    """Refuse a second run in this process, such as one of another thread."""
     if not _ONE_RUN.acquire(blocking=False):
-        problem, do = "this process has a run under way", "wait until that run has ended"
+        problem, do = "this process has a run already", "wait until that run has ended"
         raise UsageError(problem, want="one run at a time", do=do)
     try:
         _refuse_process_group()
@@ -149,7 +149,7 @@ def _one_run() -> Iterator[None]:
 def run_command(
     command: Command, config: RunConfig, run_dir: Path | None = None
 ) -> dict[str, float]:
-    """Refuse what cannot run, then run it; return the numbers of an evaluation."""
+    """Check a command, then run it. Return the numbers of an evaluation."""
     die_with_agent(os.environ)
     place = place_of(os.environ)
     layout, logs = place.layout, RunDirectory(config.directory).logs
@@ -207,9 +207,9 @@ def run_command(
 def prepare(
     config: RunConfig, command: Command, world: int, run_dir: Path | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Refuse what cannot run on `world` processes, without torch.
+    """Check that a command can run on `world` processes, without torch.
 
-    Return the configuration at newest steps and, if `world` is 1, at commits of the hub, with remarks.
+    Return the configuration, with runs replaced by their newest steps and, if `world` is 1, ids by commits of the hub, and remarks.
     """
     check(config, command, world)
     remarks = list(notices(config, command))
@@ -251,7 +251,7 @@ def _refuse_process_group() -> None:
         raise UsageError(
             "this process has a process group already",
             have="torch.distributed.init_process_group in the program",
-            want="no group: a run opens its own",
+            want="no process group: a run makes its own",
             do="call torch.distributed.destroy_process_group() before",
         )
 

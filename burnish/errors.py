@@ -14,7 +14,7 @@ _SHOWN = 5
 class BurnishError(Exception):
     """The base of all errors that Burnish raises on purpose.
 
-    `problem` is a sentence that names the thing at fault; `have`, `want` and `do` are phrases.
+    `problem` is a sentence that names the thing at fault. `have`, `want` and `do` are phrases.
     """
 
     exit_code = 1
@@ -77,7 +77,7 @@ class MissingError(BurnishError):
 class StoppedError(BurnishError):
     """A signal stopped the run after a committed checkpoint; all ranks raise it.
 
-    `exit_code` is 128 + its number.
+    `exit_code` is 128 + the signal's number.
     """
 
     told_elsewhere = True
@@ -93,7 +93,7 @@ class StoppedError(BurnishError):
 
 @contextmanager
 def of_setting(name: str) -> Iterator[None]:
-    """Name a setting in errors of the block."""
+    """Begin errors of the block with a setting's name."""
     try:
         yield
     except BurnishError as error:
@@ -116,9 +116,9 @@ def refusing(
 
 
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:
-    """Return one error that lists all, of their kind if they agree, else a `UsageError`.
+    """Return one error that lists all, of their common class, or else a `UsageError`.
 
-    `subject` is what they refuse (`rl.yaml`).
+    `subject` names the thing with the problems (`rl.yaml`).
     """
     if len(errors) == 1:
         return errors[0]
@@ -155,7 +155,7 @@ def bytes_text(size: float) -> str:
 
 
 def neighbours(path: Path) -> str:
-    """Return the names beside a missing path, or the likeliest of many."""
+    """Return the names beside a missing path, or the most similar of many."""
     folder = next((each for each in (path, *path.parents) if each.exists()), Path())
     if not folder.is_dir():
         return f"{folder}, which is a file"
@@ -170,7 +170,7 @@ def neighbours(path: Path) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
-    """Yield aligned lines of `rows`, the first `right` columns to the right."""
+    """Yield aligned lines of `rows`; the first `right` columns are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

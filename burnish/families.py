@@ -20,7 +20,7 @@ class Family:
     """How a model type differs from Llama where config.json does not say."""
 
     described: bool = True
-    """This table has all of it; the planner, the Megatron engine and fused layers need that."""
+    """Whether this table is complete for the type, as the planner, the Megatron engine and fused layers need."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """RMSNorms on the hidden state of a layer."""
     norm_in_fp32: bool = False
@@ -50,7 +50,7 @@ class Family:
     windows: Literal["never", "always", "switched", "by_layer"] = "never"
     """Layers with a sliding window: none, all, all if use_sliding_window, or those that layer_types names."""
     window_period: int = 0
-    """Where layer_types is missing, every so many layers one has no window; 0: max_window_layers decides."""
+    """If layer_types is missing, one in this many layers has no window; 0: max_window_layers decides."""
 
     @property
     def has_llama_layers(self) -> bool:
@@ -109,7 +109,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return a model type's family, not `described` outside the table."""
+    """Return a model type's family; one outside the table is not `described`."""
     return FAMILIES.get(model_type, Family(described=False))
 
 
@@ -121,7 +121,7 @@ def names_of(capability: str) -> str:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's fields, also of a composite config.json."""
+    """Return the language model's fields of any config.json."""
     return dict(config) | dict(config.get("text_config") or {})
 
 
@@ -143,7 +143,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model's sizes. One that the configuration lacks is 0."""
+    """A model's sizes. Sizes that the configuration lacks are 0."""
 
     family: Family
     tied: bool
@@ -320,7 +320,7 @@ def _positive(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _size(fields: Mapping[str, Any], *names: str) -> int:
-    """Return these fields' first number above 0, of a list its common divisor; else 0."""
+    """Return the first of these fields above 0, or 0. A list counts as its common divisor."""
     for name in names:
         value = fields.get(name)
         values = value if isinstance(value, list | tuple) else [value]

@@ -1,4 +1,4 @@
-"""Find what a setting names: `file.py:name`, `module:name`, or a built-in."""
+"""Find the function that a setting names: `file.py:name`, `module:name`, or a built-in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import xxhash
 from burnish.errors import UsageError, refusing
 
 Registry = Mapping[str, "Callable[..., Any] | str"]
-"""Built-ins by name: the function itself, or `module:name` where it is imported on first use."""
+"""Built-ins by name: the function itself, or `module:name` if it is imported on first use."""
 
 _NONE: Registry = MappingProxyType({})
 
@@ -50,7 +50,7 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a callable at the top level of a module or of the script. Raises `UsageError`."""
+    """Return `module:name` of a callable at the top level of a module or of the script. Raises `UsageError`."""
     known, home = getattr(function, "__qualname__", repr(function)), function.__module__
     for module in (sys.modules.get(str(home)), sys.modules["__main__"]):
         spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
@@ -59,7 +59,7 @@ def name_of(function: Callable[..., Any]) -> str:
             if value is function:
                 return f"{place}:{name}"
     raise UsageError(
-        "other processes cannot import a function",
+        "other processes cannot import this function",
         have=f"{known} of {home}",
         want="a function at the top level of a script or a module",
         do='move it into a file (in a notebook: begin its cell with "%%writefile rewards.py")',
@@ -67,7 +67,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def fingerprint(name: str, setting: str, builtins: Registry = _NONE) -> str:
-    """Return a digest of the file behind `name`; without one, the name."""
+    """Return a digest of the file that defines `name`; without one, the name."""
     file = None if name in builtins else _source(name, setting)
     return name if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
 
@@ -101,7 +101,7 @@ def _source(target: str, setting: str) -> Path | None:
 
 def _import_module(name: str, setting: str) -> ModuleType:
     if not {"", os.getcwd()}.intersection(sys.path):
-        sys.path.append(os.getcwd())  # as `python -m` has it, and the `burnish` script has not
+        sys.path.append(os.getcwd())  # `python -m` adds it, and the `burnish` script does not
     with _importing(name, setting):
         try:
             return importlib.import_module(name)
