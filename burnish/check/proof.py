@@ -62,6 +62,7 @@ from burnish.tracking.stats import Stats
 # The small model's vocabulary; tokens of a prompt, of a completion, of a micro-batch; the seed of weights and tokens.
 _VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5
 _TEMPERATURE, _TOLERANCE = 0.8, 1e-4
+_ADAPTED = " with an adapter of model.lora.targets"
 _BEHIND = "the output layer, or the backward pass"
 # Most parameters of a model that counts as small.
 _MOST_PARAMETERS = 50_000_000
@@ -105,7 +106,7 @@ def prove(
     if layout.is_main:
         _log.info("checking a small %s against transformers", kind)
     begun = perf_counter()
-    with _computing(kind):
+    with _computing(kind, lora):
         given = _material(hf_config, EngineConfig(activation_checkpointing=kept), lora)
         differences = _of_packing(given, device)
         if generates and lora is None:
@@ -134,7 +135,7 @@ def prove_layout(
     if all(gather_objects(place.is_file(), layout)):
         return
     begun = perf_counter()
-    with _computing(hf_config.get_text_config().model_type):
+    with _computing(hf_config.get_text_config().model_type, lora):
         given = _material(hf_config, config, lora)
         small = make_engine(
             given.hf_config,
@@ -155,13 +156,20 @@ def prove_layout(
     _keep(place, layout)
 
 
-def _computing(kind: str) -> AbstractContextManager[None]:
+def _computing(kind: str, lora: LoraConfig | None) -> AbstractContextManager[None]:
+    adapted = "" if lora is None else _ADAPTED
     return refusing(
-        f"models of type {kind} cannot be computed",
+        f"a small model of type {kind}{adapted} ends with an error when Burnish computes it",
         IncompatibleError,
         want="a causal language model whose layers take packed sequences and use transformers' attention interface",
-        do="train a model of another family, or report this with its config.json",
+        do=_remedy(lora),
     )
+
+
+def _remedy(lora: LoraConfig | None) -> str:
+    other = "train a model of another family, or report this with its config.json"
+    layers = "name other layers in model.lora.targets, such as q_proj and down_proj"
+    return other if lora is None else f"{layers}, or {other}"
 
 
 def _material(
@@ -208,7 +216,7 @@ def _examples(hf_config: PretrainedConfig) -> list[Example]:
 def _positions(hf_config: PretrainedConfig) -> int:
     text = hf_config.get_text_config()
     limits = (getattr(text, "max_position_embeddings", None), position_limit(hf_config))
-    return min(filter(None, limits), default=sys.maxsize)
+    return min((limit for limit in limits if limit and limit > 0), default=sys.maxsize)
 
 
 def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
@@ -284,12 +292,12 @@ def _generator(given: Material, device: torch.device) -> tuple[BuiltinGenerator,
 def _refusal(given: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
     kind = given.hf_config.get_text_config().model_type
     recomputed = given.engine.activation_checkpointing
-    do = "train a model of another family, or report this with its config.json"
+    do, adapted = _remedy(given.lora), "" if given.lora is None else _ADAPTED
     if recomputed != "none":
         how += f" with engine.activation_checkpointing={recomputed}"
         do = f"set engine.activation_checkpointing=none, or {do}"
     return IncompatibleError(
-        f"models of type {kind} are computed wrongly when they are {how}: the first to differ is {module}",
+        f"models of type {kind}{adapted} are computed wrongly when they are {how}: the first to differ is {module}",
         have=f"{wrong.what}: a relative difference of {wrong.error:.1e}",
         want=f"what transformers computes of each sequence alone, to {_TOLERANCE:.0e} in fp32",
         do=do,

@@ -32,6 +32,7 @@ _AT_MOST = {
     r"^(qk_nope_head_dim|v_head_dim|kv_lora_rank)$": 16,
     r"^(qk_rope_head_dim|rotary_dim)$": _ROTARY,
     r"^q_lora_rank$": 24,
+    r"^linear_(num_heads|head_dim)$": 16,
     r"^head_dim$": 2 * HEAD_DIM,
     r"^(hidden_size_per_layer_input|router_hidden_size|laurel_rank)$": 16,
     r"^(max_position_embeddings|n_positions)$": 4096,

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
 from burnish.check import proof
-from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
@@ -414,10 +414,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "axk2", "bamba", "bert", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "diffllama",
         "doge", "falcon", "falcon_h1", "falcon_mamba", "gemma3", "gemma3n",
         "glm_moe_dsa", "gpt_neo", "gptj", "hrm_text",
-        "hy_v4", "inkling_text", "jamba", "llama4", "llama4_text", "mamba2",
+        "hy_v4", "inkling_text", "jamba", "kimi_linear", "llama4", "llama4_text", "mamba2",
         "minimax", "mllama", "modernbert-decoder", "mpt", "nemotron_h", "olmo_hybrid", "openai-gpt",
         "phi", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma",
-        "rwkv", "stablelm", "xglm", "xlstm", "zamba2",
+        "rwkv", "stablelm", "xglm", "xlnet", "xlstm", "zamba2",
     )
 }  # fmt: skip
 """What is refused, and the module that is named, if one is."""
@@ -460,6 +460,17 @@ def test_what_recomputation_would_do_twice_is_found(tmp_path: Path) -> None:
 def test_what_gemma3n_adds_up_in_place_is_not_kept() -> None:
     engine = EngineConfig(activation_checkpointing="selective")
     prove(AutoConfig.for_model("gemma3n_text"), generates=False, engine=engine)
+
+
+@pytest.mark.parametrize("recomputed", ["none", "selective"])
+def test_adapters_of_layers_that_a_model_reads_by_itself_are_refused(recomputed: str) -> None:
+    """Gemma 3n takes one layer's weight in training, and calls the layer else. Numbered layers are not adapted."""
+    config, engine = AutoConfig.for_model("gemma3n_text"), EngineConfig(activation_checkpointing=recomputed)  # fmt: skip
+    for targets in ([], ["correction_coefs"]):
+        with pytest.raises(IncompatibleError, match=r"model\.lora\.targets"):
+            prove(config, lora=LoraConfig(rank=2, targets=targets), generates=False, engine=engine)
+    right = LoraConfig(rank=2, targets=["q_proj", "down_proj", "per_layer_projection"])
+    prove(config, lora=right, generates=False, engine=engine)
 
 
 @pytest.mark.parametrize("family", ["hyperclovax", "gemma4"])

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from tiny import tiny_config
+from transformers import AutoConfig
 
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig
@@ -32,6 +33,16 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
     assert (small.hidden_size, small.head_dim, small.sliding_window) == (128, 16, 16)
     assert small.tie_word_embeddings
     assert small.vocab_size == config.vocab_size
+
+
+def test_a_shrunken_model_has_few_heads_of_linear_attention() -> None:
+    """Kimi's are in a mapping of their own, layers counted from 1."""
+    own = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+    layers = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    config = AutoConfig.for_model("kimi_linear", num_hidden_layers=4, linear_attn_config=own | layers)  # fmt: skip
+    small = shrunk(config, EngineConfig())
+    assert max(small.linear_head_dim, small.linear_num_heads) <= 16
+    assert small.layer_types == ["linear_attention", "linear_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,8 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the weights that `config` adapts. Raises `IncompatibleError` if some are missing."""
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    layers = [f"{name}.weight" for name in linear]
+    # PEFT would take the number of one in a list for a decoder layer.
+    layers = [f"{name}.weight" for name in linear if not name.rpartition(".")[2].isdigit()]
     weights = [*layers, *expert_parameters(model)]
     require_targets(config.targets, kinds_of(weights))
     wanted = config.targets or kinds_of(layers)
