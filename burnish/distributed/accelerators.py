@@ -1,6 +1,6 @@
 """Memory, speed and links of accelerators, from data sheets and drivers, without torch.
 
-FLOP/s are of dense 16-bit products with fp32 accumulation. Memory is the largest that is sold. Links count one direction.
+FLOP/s count dense 16-bit products with fp32 accumulation. Memory is the largest variant sold. Links count one direction.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Accelerator:
     memory_gib: float
     """Memory in GiB."""
     bandwidth: float
-    """Bytes per second between it and its memory."""
+    """Bandwidth of the device's memory, in bytes per second."""
     link: float
-    """Bytes per second to the other devices of its machine, in one direction."""
+    """Bandwidth to other devices of the same machine, in bytes per second and one direction."""
     is_sm80_or_newer: bool = False
-    """See `burnish.distributed.device`."""
+    """See `burnish.distributed.device.is_sm80_or_newer`."""
 
 
 def _of(
@@ -49,14 +49,14 @@ ACCELERATORS = {
     "L40S": _of(362, 48, 864, 32),
     "L4": _of(121, 24, 300, 32),
     "RTX 4090": _of(165, 24, 1008, 32),
-    # One of its two dies, which is what torch calls a device.
+    # torch calls each of the two dies a device, so these numbers are for one die.
     "MI250X": _of(191.5, 64, 1638, 100, False),
     "MI300X": _of(1307, 192, 5300, 448, False),
     "MI325X": _of(1307, 256, 6000, 448, False),
     "Ascend910B2": _of(376, 64, 1600, 196, False),
     "Ascend910B3": _of(313, 64, 1600, 196, False),
 }
-"""Keyed by a part of the driver's name."""
+"""Accelerators, each by a part of the name that its driver reports."""
 
 
 def accelerator_named(name: str) -> Accelerator | None:
@@ -66,7 +66,7 @@ def accelerator_named(name: str) -> Accelerator | None:
 
 
 def nvidia_smi(query: str) -> str:
-    """Return what `nvidia-smi` says of its first device; "" if it does not answer."""
+    """Query `nvidia-smi` about its first device; return "" if it does not answer."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, IndexError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch's own. 2.13 renamed both and warns at the old names."""
+"""torch's functions. torch 2.13 renamed both and warns about the old names."""
 
 
 def gather_objects(
     value: T, layout: Layout, merge: Callable[[list[T]], T] | None = None
 ) -> list[T]:
-    """Return every rank's value, by rank, or those that `merge` joins to one. Collective."""
+    """Return all ranks' values by rank; with `merge`, only the merged value. Collective."""
     if layout.world == 1:
         return [value]
     return gather_within(value, layout.groups or (None,), merge)
@@ -46,18 +46,18 @@ def gather_objects(
 def gather_rows(
     numbers: Sequence[int] | npt.NDArray[np.integer], rows: npt.NDArray[np.float64], layout: Layout
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-    """Return the numbered rows of all first peers. Collective."""
+    """Return the rows of all first peers, sorted by number. Collective."""
     mine = np.asarray(numbers, np.int32), rows
-    told = [each[: None if layout.is_first_peer else 0].tobytes() for each in mine]
-    return by_number(gather_objects(told, layout), rows.shape[1:])
+    encoded = [each[: None if layout.is_first_peer else 0].tobytes() for each in mine]
+    return by_number(gather_objects(encoded, layout), rows.shape[1:])
 
 
 def by_number(
-    told: Sequence[Sequence[bytes]], shape: tuple[int, ...]
+    encoded: Sequence[Sequence[bytes]], shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-    """Join what ranks told."""
-    found = np.frombuffer(b"".join(each for each, _ in told), np.int32)
-    rows = np.frombuffer(b"".join(each for _, each in told)).reshape(-1, *shape)
+    """Decode and join the ranks' numbered rows."""
+    found = np.frombuffer(b"".join(each for each, _ in encoded), np.int32)
+    rows = np.frombuffer(b"".join(each for _, each in encoded)).reshape(-1, *shape)
     order = np.argsort(found, kind="stable")
     return found[order], rows[order]
 
@@ -67,25 +67,25 @@ def gather_within(
     groups: Sequence[ProcessGroup | None],
     merge: Callable[[list[T]], T] | None = None,
 ) -> list[T]:
-    """Return the values of the ranks in these dims of the grid, of all ranks for None. Collective."""
+    """Gather values along these dims of the rank grid; None gathers from all ranks. Collective."""
     values = [value]
     for group in groups:
-        told: list[list[T]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(told, values, group)
-        values = [each for part in told for each in part]
+        gathered: list[list[T]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, values, group)
+        values = [each for part in gathered for each in part]
         if merge is not None:
             values = [merge(values)]
     return values
 
 
 Parcel = tuple[Sequence[int], bytes]
-"""Ranks, and what each of them is to get."""
+"""The receiving ranks, and the bytes for each of them."""
 
 
 def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
-    """Send parcels to their receivers; return what this rank is sent. Collective.
+    """Send parcels to their receivers; return this rank's received bytes. Collective.
 
-    Parcels pass the dims of a grid, slowest first, so one copy goes to neighbours.
+    Parcels travel dim by dim, slowest first, so neighbouring receivers share one copy.
     """
     held, below = list(parcels), layout.world
     if layout.world == 1:
@@ -93,14 +93,14 @@ def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
     for group in reversed(layout.groups or (None,)):
         size = dist.get_world_size(group)
         below //= size
-        sacks: list[list[Parcel]] = [[] for _ in range(size)]
+        outgoing: list[list[Parcel]] = [[] for _ in range(size)]
         for receivers, data in held:
-            behind: dict[int, list[int]] = {}
+            by_place: dict[int, list[int]] = {}
             for rank in receivers:
-                behind.setdefault(rank // below % size, []).append(rank)
-            for place, ranks in behind.items():
-                sacks[place].append((ranks, data))
-        held = [parcel for sack in _swapped(sacks, group) for parcel in sack]
+                by_place.setdefault(rank // below % size, []).append(rank)
+            for place, ranks in by_place.items():
+                outgoing[place].append((ranks, data))
+        held = [parcel for parcels in _swapped(outgoing, group) for parcel in parcels]
     return [data for _, data in held]
 
 
@@ -141,7 +141,7 @@ def total(values: Tensor, layout: Layout, op: Any = dist.ReduceOp.SUM) -> Tensor
 def reduce_stats(stats: Stats, layout: Layout, device: torch.device) -> Stats:
     """Merge statistics over all ranks; ranks that share a micro-batch count once. Collective.
 
-    Values stay 0-d tensors on `device`, fp64 where it has that, without a wait.
+    Values stay 0-d tensors on `device`, fp64 if supported; nothing waits for the device.
     """
     if layout.world == 1:
         return stats
@@ -198,8 +198,8 @@ def _pack(numbers: list[Number], device: torch.device) -> Tensor:
 def agree(layout: Layout) -> Iterator[None]:
     """Raise an exception of any rank on every rank, at the end of the block. Collective.
 
-    A failing rank raises its own error. The others raise the lowest failing rank's, as a
-    `BurnishError` that names the rank. Run no collectives inside the block.
+    A failing rank raises its own error. The others raise the lowest failing rank's error as a
+    `BurnishError` naming that rank. Run no collectives inside the block.
     """
     mine: Exception | None = None
     try:

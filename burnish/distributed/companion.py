@@ -1,6 +1,6 @@
-"""A process beside a training process for slow work. It ends with its pipe or the training process.
+"""Run slow work in a process beside a training process. It ends when its pipe closes or the training process dies.
 
-A thread would compete for the interpreter, and its crash would kill the run.
+A thread would compete for the GIL, and its crash would kill the run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, TextIO
 from burnish.distributed.environment import STOPPING, die_with, environ_of_child
 from burnish.errors import BurnishError
 
-# Seconds that a killed process may take to end. The system lets it finish what it does on a disk.
+# Seconds to wait for a killed process to end. The kernel first lets it finish its disk I/O.
 _KILL_SECONDS = 10.0
-# Lines of its log that an error shows.
+# Lines of the process's log that an error shows.
 _LAST_LINES = 20
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class Companion:
     """The process, and this end of its pipe.
 
-    It runs `module.serve(pipe, parent, *descriptors)`, with its own descriptors and this process's id. It holds `keep_open`.
+    It runs `module.serve(pipe, parent, *descriptors)`: `pipe` is a descriptor, `parent` this process's id. It inherits `keep_open`.
     With a `log` it has no terminal.
     """
 
@@ -49,7 +49,7 @@ class Companion:
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = (theirs.fileno(), os.getpid(), *descriptors)
-            # It holds back the run's signals until it calls `accompany`.
+            # The process starts with the run's signals blocked; `accompany` unblocks them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
                 self._process = subprocess.Popen(
@@ -66,7 +66,7 @@ class Companion:
         self._pipe = Connection(ours.detach())
 
     def is_alive(self) -> bool:
-        """Return whether it still runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def send(self, message: object) -> bool:
@@ -78,27 +78,27 @@ class Companion:
         return True
 
     def answer(self, seconds: float) -> Any:
-        """Return its next message in time, else None; a `BurnishError` if it died or is unintelligible."""
+        """Return the next message within `seconds`, else None; a `BurnishError` for death or an unreadable message."""
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
             return self.died()
-        except Exception as error:  # noqa: BLE001 - unpickling raises what it likes
+        except Exception as error:  # noqa: BLE001 - unpickling may raise anything
             return BurnishError(
-                f"{self._what} said what cannot be read",
+                f"{self._what} sent a message that cannot be read",
                 have=f"{type(error).__name__}: {error}",
-                want="an answer of its own kind",
+                want="a pickled answer",
                 do="look into the log for what it was doing",
             )
 
     def moved(self) -> str | None:
-        """Return the system's count of its bytes moved; None if unknown."""
+        """Return the kernel's I/O counters of the process; None if unknown."""
         with suppress(OSError):
             return Path(f"/proc/{self._process.pid}/io").read_text()
         return None
 
     def died(self) -> BurnishError:
-        """Return the error for its end."""
+        """Return an error that shows how the process ended."""
         status, lines = self._status(), ""
         if self._log is not None:
             self._log.seek(0)
@@ -111,7 +111,7 @@ class Companion:
         )
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._pipe.close()
         self._process.kill()
         if self._status() is None:

@@ -1,6 +1,6 @@
 """One device layer: CPU, CUDA, ROCm, Intel XPU and Ascend NPU through `torch.accelerator`.
 
-Apple's MPS has no collectives, so its CPU is used.
+Apple's MPS has no collectives, so Macs use the CPU.
 """
 
 from __future__ import annotations
@@ -107,21 +107,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache() -> None:
-    """Give back what torch keeps for later."""
+    """Release the memory that torch's allocator caches."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.get_device_module(accelerator).empty_cache()
 
 
 def used_memory(device: torch.device) -> int:
-    """Return bytes in use by tensors on an accelerator, by the process (resident) on the CPU."""
+    """Return the bytes of tensors on an accelerator, or on the CPU the process's resident bytes."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     return 1024 * _field(_STATUS, "VmRSS:") or _peak_from_rusage()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes in use since `reset_peak_memory`."""
+    """Return the peak of `used_memory` since `reset_peak_memory`."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return 1024 * _field(_STATUS, "VmHWM:") or _peak_from_rusage()
@@ -137,7 +137,7 @@ def total_memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process may still allocate, on a CPU within its control group."""
     if device.type != "cpu":
-        # torch.accelerator raises where a backend has no hooks
+        # torch.accelerator's own functions raise for backends without memory hooks
         own = torch.get_device_module(device)
         cached = own.memory_reserved(device) - own.memory_allocated(device)
         return int(own.mem_get_info(device)[0] + cached)
@@ -150,7 +150,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart `peak_memory`. A CPU process needs /proc for it."""
+    """Restart `peak_memory`. On the CPU this needs /proc."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
         return
@@ -171,7 +171,7 @@ def _peak_from_rusage() -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products, in 16 bits from the table, else measured."""
+    """Return the peak FLOP/s of matrix products: tabulated for 16 bits, else measured."""
     if dtype.itemsize == 2:
         named = import_module("burnish.distributed.accelerators").accelerator_named
         if known := named(device_name(device)):
@@ -205,7 +205,7 @@ def share_cores(local_world: int) -> None:
 
 
 def own_cores(local_world: int) -> int:
-    """Return the cores for each of so many processes of the machine; 1 at least."""
+    """Return the cores for each of the machine's processes, at least 1."""
     is_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
     return max(1, cores // local_world)

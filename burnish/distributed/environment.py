@@ -20,13 +20,13 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""The signals that ask a run to save and end. Processes beside it leave them to the run."""
+"""The signals that ask a run to save and end. The run's helper processes ignore them."""
 
 AFTER_SAVE = signal.SIGUSR2
 """The signal that asks a run to end once its next regular save is committed."""
 
 PARENT = "BURNISH_PARENT"
-"""The variable in which `burnish.launch` gives a rank the process that it ends with."""
+"""The variable by which `burnish.launch` tells a rank the launcher's process id. The rank dies with that process."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,13 +42,13 @@ class Place:
     port: int = 0
     """TCP port on `host`; 0 for a lone process."""
     agent_store: bool = False
-    """The launcher's agent serves the store, instead of rank 0."""
+    """Whether the launcher's agent serves the store, instead of rank 0."""
     own_device: bool = False
-    """The launcher shows each process only its own accelerator."""
+    """Whether the launcher shows each process only its own accelerator."""
     attempt: int = 0
     """How often the launcher has restarted the run."""
     same_attempt: bool = True
-    """All ranks have the same `attempt`. Agents of torchrun count each for itself, so a new machine's has another."""
+    """Whether all ranks have the same `attempt`. Each torchrun agent counts its own restarts, so the agent of a new machine differs."""
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
@@ -64,7 +64,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
 def handling(
     numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle signals inside the block, but no SIGHUP that nohup ignores."""
+    """Handle signals inside the block, except a SIGHUP that nohup ignores."""
     kept = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
     former = {number: signal.signal(number, handle) for number in numbers if number != kept}
     try:
@@ -75,7 +75,7 @@ def handling(
 
 
 def environ_of_child() -> dict[str, str]:
-    """Return variables for a Python process that imports what this one does."""
+    """Return an environment in which a child Python finds the same modules."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return os.environ | {"PYTHONPATH": path}
 
@@ -83,13 +83,13 @@ def environ_of_child() -> dict[str, str]:
 def die_with_agent(environ: MutableMapping[str, str]) -> None:
     """End this rank when torchrun or the launcher dies, since nobody else would."""
     if PARENT in environ:
-        die_with(int(environ.pop(PARENT)))  # this process's parent, and no child's
+        die_with(int(environ.pop(PARENT)))  # children must not see it: their parent differs
     elif "TORCHELASTIC_RUN_ID" in environ:
         die_with(os.getppid())
 
 
 def die_with(parent: int) -> None:
-    """Have the system end this process when its parent dies. Linux only."""
+    """Have the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,12 +1,12 @@
 """Stop all ranks within seconds when one fails or dies, and name it.
 
-A collective whose peer is gone fails with a text about sockets (gloo) or hangs (NCCL). So every rank
+A collective whose peer is gone fails with an error about sockets (gloo) or hangs (NCCL). So every rank
 holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
-The system closes a killed rank's connection; TCP keep-alive closes a lost machine's.
+The kernel closes a killed rank's connection; TCP keep-alive closes a lost machine's.
 
-Messages are JSON objects, one a line. A rank introduces itself with a token from the store, and gets
-an empty line. `{"alarm": SECONDS}` says that it does not move; to `{"ask": true}` it answers where it
-is. When it leaves, it sends `{"reason": null}`, or its error's text and the last lines of its log.
+Messages are JSON objects, one per line. A rank introduces itself with a token from the store; the relay
+replies with an empty line. A rank that stands still sends `{"alarm": SECONDS}`. The relay may send
+`{"ask": true}`; each rank answers where it is. A leaving rank sends `{"reason": null}`, or its error's text and last log lines.
 The relay sends every rank the first `Failure`, or `{"done": true}` when rank 0 leaves.
 """
 
@@ -49,18 +49,18 @@ from burnish.distributed.stall import (
 from burnish.errors import BurnishError, StoppedError
 from burnish.tracking import logs
 
-# Seconds for a rank that hears of a failure to leave. Then its process is ended.
+# Seconds that a rank has to leave after it hears of a failure. Then its process is ended.
 _GRACE_SECONDS = 5.0
-# The same if no rank moves, so that none can leave by itself.
+# The same after a stall, in which no rank can leave by itself.
 _HELD_UP_SECONDS = 1.0
-# Seconds for a rank with a broken collective to hear which rank failed.
+# Seconds that a rank with a broken collective waits to hear which rank failed.
 _VERDICT_SECONDS = 2.0
 _CONNECT_SECONDS, _AGAIN_SECONDS = 60.0, 0.5
-# Seconds of silence before the other machine is asked, seconds between questions, and number of questions.
+# Seconds of silence before TCP sends the first probe, seconds between probes, and number of probes.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# Ranks that may connect at one time; seconds before the relay tries again when descriptors have run out.
+# Connections that may wait to be accepted; seconds before the relay tries again when descriptors have run out.
 _BACKLOG, _FULL_SECONDS = 4096, 1.0
-# Characters of a message, and of each line of a log in it.
+# Most bytes of a message, and most characters of each log line in it.
 _LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 class FailureWatch:
     """This rank's connection to the relay, until `leave`.
 
-    A rank that has not left five seconds after a failure is ended, since a kernel may wait for a lost rank.
+    A rank that has not left five seconds after a failure is killed, since its GPU may wait for a lost rank.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class FailureWatch:
             raise
 
     def failure(self, wait_seconds: float) -> Failure | None:
-        """Return another rank's failure, waiting this long."""
+        """Return another rank's failure, waiting `wait_seconds` at most."""
         self._told.wait(wait_seconds)
         first = self._failure
         return None if first is None or (first.rank == self._rank and not first.still) else first
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, unless by a `StoppedError`, which all reach."""
+        """Tell the others that this rank failed. All ranks raise a `StoppedError`, so it is not reported."""
         if not isinstance(error, StoppedError):
             self._reported, self._traceback = True, "".join(traceback.format_exception(error))
             ours = isinstance(error, BurnishError)
@@ -137,7 +137,7 @@ class FailureWatch:
         self._pulse.stop()
         if not self._reported:
             self._send({"reason": None})
-        with suppress(OSError):  # the relay has closed it
+        with suppress(OSError):  # the relay has closed the connection
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._relay is not None:
             self._relay.join(_GRACE_SECONDS)
@@ -149,13 +149,13 @@ class FailureWatch:
             self._socket.sendall(_line(message))
 
     def _alarm(self, still: float) -> None:
-        """Say that this rank does not move. If nobody asks back for long, rank 0 is silent."""
+        """Tell the relay that this rank stands still. If it does not ask back, blame rank 0."""
         now, limits = time.monotonic(), self._patience
         self._unanswered = self._unanswered or now
         if now - self._unanswered > 2 * limits.pause + limits.answer and 0 < limits.stall <= still:
             main = Failure(0, self._contact["host"], self._contact["pid"])
             where = main.host, main.pid
-            state = process_state(where) or "seen from there only"
+            state = process_state(where) or "visible only on its machine"
             self._main_is_silent = True
             cause = f"rank 0 does not answer: its process is {state}"
             threading.Timer(_HELD_UP_SECONDS / 2, end_silent, (where,)).start()
@@ -165,7 +165,7 @@ class FailureWatch:
     def _say(self) -> None:
         self._unanswered = None
         self._send(self._pulse.answer())
-        # The device may be what hangs, and this thread has to hear on.
+        # The device may hang, and this thread has to keep listening.
         threading.Thread(target=lambda: self._send(self._pulse.memory()), daemon=True).start()
 
     def _connect(self, host: str) -> socket.socket:
@@ -195,7 +195,7 @@ class FailureWatch:
             error = self._error(self._failure, place_of_work(stack))
             if not failure.still or self._main_is_silent:
                 _end_process(f"{error}\n{self._traceback}")
-            publish(str(error), aloud=False)  # the relay has shown all stacks
+            publish(str(error), aloud=False)  # the relay has published all stacks
             os._exit(1)
 
     def _error(self, failure: Failure, work: str) -> BurnishError:
@@ -204,7 +204,7 @@ class FailureWatch:
         return replace(failure, lines=lines).error(self._rank, work)
 
     def _next(self) -> Failure | None:
-        """Return the relay's failure, None at the run's good end. Silence means that rank 0 died."""
+        """Return the relay's failure, None if rank 0 left. A closed connection means that it died."""
         with suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
@@ -233,10 +233,10 @@ class Failure:
     reason: str = ""
     lines: Sequence[str] = ()
     still: float = 0.0
-    """How many seconds no rank had moved, if that is the failure; this rank probably held up the others."""
+    """After a stall: the seconds in which no rank moved. `rank` probably held up the others."""
 
     def error(self, rank: int, work: str) -> BurnishError:
-        """Return the error for `rank` to raise, which was in `work`."""
+        """Return the error for `rank` to raise; `work` is where it was."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         meanwhile = f"while rank {rank} was in {work}"
         shown = ["", "the last lines of its log:", *self.lines] if self.lines else [""]
@@ -248,7 +248,7 @@ class Failure:
                 do="see the report in the log of rank 0, then start the same command again: it resumes. "
                 "distributed.stall_seconds sets how long a run may stand still",
             )
-            error.told_elsewhere = self.rank != 0  # rank 0 may be silent
+            error.told_elsewhere = self.rank != 0  # a silent rank 0 cannot print it
             return error
         if self.reason:
             error = BurnishError(
@@ -260,13 +260,13 @@ class Failure:
             return error
         return BurnishError(
             f"{who} died {meanwhile}",
-            have="its connection closed without a word" + lines,
+            have="its connection closed without a message" + lines,
             do=f"look on {self.host} for what ended it: a signal, the out-of-memory killer, a crash",
         )
 
 
 class _Relay(threading.Thread):
-    """Tells every rank of the first failure, until rank 0 leaves."""
+    """Tells every rank the first failure, until rank 0 leaves."""
 
     def __init__(self, *, local: bool, patience: Patience) -> None:
         super().__init__(name="burnish-relay", daemon=True)
@@ -281,7 +281,7 @@ class _Relay(threading.Thread):
         self._judge = Judge(patience, self._processes, ask, self._fail_standing)
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
-        """How ranks reach it."""
+        """The address, port and token with which ranks connect."""
 
     def run(self) -> None:
         with closing(self._listener):
@@ -302,7 +302,7 @@ class _Relay(threading.Thread):
                     _prepare(connection)
                     streams = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
                     hearing.create_task(self._hear(*streams, main_has_left))
-                except OSError as error:  # most often the caller hung up
+                except OSError as error:  # most often the peer hung up
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         _log.warning("rank 0 can open no more files: %s", error)
                         await asyncio.sleep(_FULL_SECONDS)
@@ -316,7 +316,7 @@ class _Relay(threading.Thread):
         peer: Failure | None = None
         said_goodbye = False
         with closing(writer):
-            # A connection that is reset, or a stranger who does not speak our language.
+            # The connection was reset, or a stranger sent something else than our messages.
             with suppress(OSError, ValueError, KeyError, TypeError):
                 async for line in reader:
                     message = json.loads(line)
@@ -367,7 +367,7 @@ class _Relay(threading.Thread):
 def introduced(address: tuple[str, int], rank: dict[str, Any]) -> socket.socket:
     """Connect to a relay and wait for its answer. Raises `OSError`."""
     deadline = time.monotonic() + _CONNECT_SECONDS
-    # When thousands connect at once, a kernel drops some connections that seem to be open.
+    # When thousands connect at once, the kernel drops some connections that look open to the client.
     while True:
         with ExitStack() as opened, suppress(ConnectionResetError, BrokenPipeError):
             connection = opened.enter_context(socket.create_connection(address, _CONNECT_SECONDS))
@@ -397,10 +397,10 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Close the connection in forked workers, and if the other machine is silent."""
+    """Have a connection closed in forked children, and when the other machine is silent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # some systems lack these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     held = weakref.ref(connection)
 

@@ -1,4 +1,4 @@
-"""Host memory for offloaded tensors and for blocks of files, pinned beside CUDA devices.
+"""Host memory for offloaded tensors and for blocks of files, pinned for CUDA devices.
 
 Allocating and pinning pages costs more than a copy, so a process keeps them.
 """
@@ -86,7 +86,7 @@ class Arena:
     def _close_free(self) -> int:
         free = [region for region in self._regions if not region.used]
         if free:
-            synchronize(self._device)  # copies to and from this memory may still be under way
+            synchronize(self._device)  # copies to and from this memory may still be running
         self._regions = [region for region in self._regions if region.used]
         for region in free:
             region.close()
@@ -111,7 +111,7 @@ class _Region:
         self._unpin: Callable[[], object] | None = None
         if device.type == "cuda" and pin(self._memory, device):
             self._unpin = unpin_at_end = weakref.finalize(self, unpin, self._memory, device)
-            unpin_at_end.atexit = False  # CUDA may have gone by then
+            unpin_at_end.atexit = False  # CUDA may have shut down by then
         self._gaps = [(0, size)]
 
     @property
@@ -170,13 +170,13 @@ def pin(memory: Tensor, device: torch.device) -> bool:
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """Undo `pin`. No copy may be under way."""
+    """Undo `pin`. No copy may be running."""
     with _chosen(device):
         _runtime().cudaHostUnregister(memory.data_ptr())
 
 
 def _chosen(device: torch.device) -> AbstractContextManager[None]:
-    # Any thread may take or free memory, and begins on the first device, where CUDA takes some for each process that comes.
+    # Any thread may take or free memory. A new thread starts on device 0, where CUDA would allocate memory for this process.
     return torch.accelerator.device_index(device.index)
 
 

@@ -10,10 +10,10 @@ from burnish.config.schema import EngineConfig
 from burnish.errors import UsageError
 from burnish.families import ModelSizes
 
-if TYPE_CHECKING:  # this module does without torch
+if TYPE_CHECKING:  # this module must not load torch
     from torch.distributed import ProcessGroup
 
-# Grouped matrix products of experts take rows of a multiple of so many bytes.
+# Grouped matrix products of experts need rows whose size is a multiple of this many bytes.
 _ROW_BYTES = 16
 
 
@@ -21,16 +21,16 @@ _ROW_BYTES = 16
 class Layout:
     """One process's place. All sizes count processes.
 
-    Processes form a grid of pipeline × data × sequence × tensor, the last running fastest. Only those that differ
-    in data work on different micro-batches.
+    Processes form a grid of pipeline × data × sequence × tensor, the last running fastest. Only processes with
+    different data coordinates run different micro-batches.
     """
 
     rank: int = 0
-    """This process, 0-based, over the whole run."""
+    """This process's rank in the run, from 0."""
     world: int = 1
     """Processes in the run."""
     local_rank: int = 0
-    """This process, 0-based, on its machine."""
+    """This process's rank on its machine, from 0."""
     local_world: int = 1
     """Processes of the run on this machine."""
     sequence: int = 1
@@ -38,21 +38,21 @@ class Layout:
     tensor: int = 1
     """Processes that share the matrices of a layer."""
     pipeline: int = 1
-    """Groups of processes that share the layers of the model, which micro-batches pass one after the other."""
+    """Pipeline stages: groups of processes, each with some of the model's layers."""
     groups: tuple[ProcessGroup, ...] = field(default=(), compare=False, repr=False)
-    """This process's groups along each dim of a grid of all processes, which small messages pass one after the other.
+    """This process's group along each dim of a grid of all processes. Small messages travel along one dim after the other.
 
-    The first dim runs fastest. Empty for few processes, which are one group. Processes that are started do not get them.
+    The first dim runs fastest. Empty for few processes, which use one group. Pickling leaves groups out.
     """
 
     machines: tuple[ProcessGroup, ...] = field(default=(), compare=False, repr=False)
-    """This process's groups of gloo for weights: those of its machine, and those with its place on every machine.
+    """Two gloo groups for sending weights: the processes of this machine, and those with this local rank on every machine.
 
     Empty on one machine, and where machines have unequal numbers of processes.
     """
 
     def __reduce__(self) -> tuple[type[Self], tuple[int, ...]]:
-        """Leave out the groups, which belong to this process."""
+        """Pickle without the groups, which belong to this process."""
         values = [getattr(self, each.name) for each in fields(self) if each.compare]
         return type(self), tuple(values)
 
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """The share of the batch this process runs."""
+        """The number of this process's share of the batch."""
         return self.rank // (self.sequence * self.tensor) % self.data_size
 
     @property
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def is_first_peer(self) -> bool:
-        """Whether it speaks for its peers."""
+        """Whether this process speaks for its peers."""
         return self.rank == self.peers(self.data_rank)[0]
 
     @property
@@ -177,7 +177,7 @@ def _division(
     yield UsageError(
         f"{setting} does not divide the model's {of}",
         have=f"{setting}: {degree}, {size} {of}",
-        want=f"as many {of} on every process",
+        want=f"equally many {of} on every process",
         do=f"set {setting} to one of {', '.join(shown)}"
         + (f", or to a multiple of {size}" if or_multiple else ""),
     )

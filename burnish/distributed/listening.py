@@ -25,7 +25,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return where others reach it."""
+    """Return the listener's URL for other machines."""
     host, port = listener.getsockname()[:2]
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

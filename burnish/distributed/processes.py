@@ -36,29 +36,29 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _BACKENDS = {
-    "cpu": "gloo",  # as "cpu:gloo" it is not the group's default, and torch warns when it is destroyed
-    "cuda": "cpu:gloo,cuda:nccl",  # ROCm as well: its RCCL answers to both names
+    "cpu": "gloo",  # "cpu:gloo" would not be the group's default, and torch would warn when the group is destroyed
+    "cuda": "cpu:gloo,cuda:nccl",  # also for ROCm: torch calls its devices cuda and RCCL nccl
     "xpu": "cpu:gloo,xpu:xccl",
     "npu": "cpu:gloo,npu:hccl",
 }
 
 # Messages of gloo and NCCL about a time-out.
 _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
-# How long rank 0 waits at the end, if it serves the store, for ranks that may still use it.
+# If rank 0 serves the store, it waits so long at the end for ranks that may still use it.
 _END_WAIT = timedelta(seconds=5)
 # Seconds that rank 0 waits for others before it reports that it waits.
 _SILENT_SECONDS = 20.0
 _COUNT, _ALL = "count", "all"
-# How long a rank waits for the names of the absent.
+# How long a rank waits for the list of absent ranks, which another rank makes.
 _NAMES_WAIT = timedelta(seconds=30)
-# Up to so many ranks are all connected to each other. More ranks send small messages within groups of so many.
+# Up to _MESH ranks, each rank connects to all others. More ranks send small messages within groups of at most _GROUP.
 _MESH, _GROUP = 256, 8
-# Descriptors that a rank needs beside its connections.
+# File descriptors that a rank needs besides its connections.
 _OWN_FILES = 512
 
 
 def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
-    """Call `fn(layout, device)` as one rank of the run in the environment.
+    """Call `fn(layout, device)` as the rank that the environment describes.
 
     Raises `UsageError` for an unfit environment or machine, and `BurnishError` naming another rank that fails or dies.
     """
@@ -67,12 +67,12 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     device = pick_device(place.layout.local_rank, place.own_device)
     if device.type == "cpu":
         keep_freed_pages()
-    # Whatever modes the calling program is in, a run computes in torch's own.
+    # A run computes in torch's default modes, whatever modes the calling program has set.
     without = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), without, ExitStack() as held:
-        if torch.get_default_device().type != "cpu":  # a mode that slows calls down
+        if torch.get_default_device().type != "cpu":  # only if needed: this mode slows calls
             held.enter_context(torch.device("cpu"))
-        if place.layout.world == 1:  # torch leaves one behind that says "[rank0]"
+        if place.layout.world == 1:  # torch's own excepthook prefixes "[rank0]" and stays
             held.callback(setattr, sys, "excepthook", sys.excepthook)
         group = process_group(device, config.timeout_seconds, place, config.stall_seconds)
         return fn(held.enter_context(group), device)
@@ -87,7 +87,7 @@ def process_group(
 ) -> Iterator[Layout]:
     """Open the default process group inside the block.
 
-    `timeout_seconds` bounds the meeting of the ranks and every collective; `stall_seconds` (0: never) ends a run that does not move.
+    `timeout_seconds` bounds the meeting of the ranks and every collective; `stall_seconds` (0: never) ends a run that stands still.
     A lone process gets a group of one, which FSDP's mesh needs, and opens no port.
 
     Raises `UsageError` for a half-set environment, and `BurnishError` naming ranks that are missing, fail or die, or the
@@ -133,7 +133,7 @@ def connect_lazily(layout: Layout) -> None:
 
 
 def group_sizes(world: int, most: int = _GROUP) -> list[int]:
-    """Return the dims of a grid of all ranks, of at most `most` each if possible."""
+    """Factor `world` into the dims of a grid, each at most `most` if possible."""
     sizes, left = list[int](), world
     while left > 1:
         fitting = (*range(min(most, left), 1, -1), *range(most + 1, left + 1))
@@ -143,9 +143,9 @@ def group_sizes(world: int, most: int = _GROUP) -> list[int]:
 
 
 def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int = _GROUP) -> Layout:
-    """Return the layout with the groups of `group_sizes` beyond `mesh` ranks. Collective.
+    """Return the layout, with the groups of `group_sizes` beyond `mesh` ranks. Collective.
 
-    gloo's messages go round in a ring, so a grid of 16,000 ranks passes 27 where one ring would pass 15,999.
+    gloo passes messages around a ring. A grid of 16,000 ranks takes 27 hops, one ring 15,999.
     """
     groups, below = list[dist.ProcessGroup](), 1
     for size in group_sizes(layout.world, most) if layout.world > mesh else ():
@@ -157,7 +157,7 @@ def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int =
 
 
 def by_machine(layout: Layout, timeout: timedelta) -> Layout:
-    """Return the layout with its `machines`, unknown to gloo. Collective."""
+    """Return the layout with its `machines` groups. Collective."""
     if layout.world == layout.local_world:
         return layout
     places = gather_objects((layout.local_rank, layout.local_world), layout)
@@ -177,14 +177,14 @@ def _close_group(error: type[BaseException] | None, *_: object) -> None:
     if not dist.is_initialized():
         return
     if error is not None and "nccl" in dist.get_backend_config():
-        # It would wait for what is under way, in which other ranks may never take part.
+        # destroy_process_group would wait for running collectives, which other ranks may never join.
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
 
 
 def backend_of(device: torch.device) -> str:
-    """Name the backends of a device and of the CPU. Raises `UsageError` without one."""
+    """Return torch's backend string for a device. Raises `UsageError` without one."""
     if device.type not in _BACKENDS:
         raise UsageError(
             f"no process group can be made for devices of type {device.type}",
@@ -212,7 +212,7 @@ def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
 
 
 def raise_descriptors(connections: int) -> None:
-    """Let rank 0 open a file per connection. Raises `UsageError` if it may not."""
+    """Raise rank 0's limit of open files for its `connections`. Raises `UsageError` above the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = connections + _OWN_FILES
@@ -228,13 +228,13 @@ def raise_descriptors(connections: int) -> None:
 
 
 def _connect(place: Place, timeout: timedelta) -> Store:
-    """Connect to the store, under a prefix for each attempt and each opened group, which the launcher's store outlives."""
+    """Connect to the store, with a prefix per attempt and opened group: the launcher's store outlives both."""
     layout = place.layout
     serves = layout.rank == 0 and not place.agent_store
     try:
         server = TCPStore(place.host, place.port, layout.world, serves, timeout, False)
         start = f"burnish/{place.attempt if place.same_attempt else 0}"
-        # All ranks have opened equally many groups.
+        # All ranks have opened equally many groups, so the number is the same on all.
         opening = server.add(f"{start}/openings/{layout.rank}", 1)
     except (RuntimeError, OSError) as error:
         raise BurnishError(
@@ -247,7 +247,7 @@ def _connect(place: Place, timeout: timedelta) -> Store:
 
 
 def is_first(text: str) -> bool:
-    """Return whether no rank has asked for this text; True without a store."""
+    """Return whether no rank has passed this text before; True without a store."""
     place = place_of(os.environ)
     if place.agent_store:
         with suppress(RuntimeError, OSError):
@@ -258,7 +258,7 @@ def is_first(text: str) -> bool:
 
 
 def _arrive(store: Store, layout: Layout, point: str) -> None:
-    """Count this rank. The last one sets the key that all wait for."""
+    """Count this rank. The last rank sets the key that all wait for."""
     store.set(f"{point}/{layout.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
     if store.add(f"{point}/{_COUNT}", 1) == layout.world:
         store.set(f"{point}/{_ALL}", "")
@@ -269,7 +269,7 @@ def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: st
     everybody, end = [f"{point}/{_ALL}"], time.monotonic() + timeout.total_seconds()
     with _named_absence(store, layout, timeout, point):
         said = min(end, time.monotonic() + _SILENT_SECONDS)
-        while layout.is_main and not store.check(everybody):  # a wait that fails makes torch warn
+        while layout.is_main and not store.check(everybody):  # torch warns of waits that time out
             time.sleep(0.02)
             if time.monotonic() > said:
                 there = store.add(f"{point}/{_COUNT}", 0)

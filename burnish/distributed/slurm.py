@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from burnish.distributed.environment import Place, layout_of, number_of
 from burnish.errors import UsageError
 
-# Linux hands out ports from 32768 up by itself.
+# Below Linux's ephemeral ports, which begin at 32768.
 _PORTS = range(15000, 30000)
 
 

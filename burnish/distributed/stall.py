@@ -1,8 +1,8 @@
-"""Find out why nothing moves: one report on all ranks, after which the run ends (`distributed.stall_seconds`).
+"""Report on all ranks why a run stands still, then end it (`distributed.stall_seconds`).
 
-Each rank has a thread that looks at its main thread. The rank moves if the stack is none of those
-seen lately, if a phase begins or ends, or if a bar advances.
-A rank that stands still says so to rank 0's relay, which then asks every rank and judges the answers.
+In each rank a thread watches the main thread. The rank moves if its stack differs from those
+seen lately, if a phase begins or ends, or if a progress bar advances.
+A rank that stands still alarms rank 0's relay. The relay asks every rank and judges the answers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import torch
 from burnish.distributed.device import current_device, total_memory, used_memory
 from burnish.tracking import logs
 
-# Modules whose frames do not show what a rank was doing. Neither do Python's own.
+# Modules whose frames do not show a rank's work. Frames of Python's standard library do not either.
 _MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
-# Stacks that are remembered. A loop that only waits repeats few.
+# Number of stacks to remember. A loop that only waits repeats a few stacks.
 _REMEMBERED = 16
 _TICK_SECONDS, _LONGEST_PAUSE, _LONGEST_ANSWER = 5.0, 60.0, 30.0
 _WRITING_SECONDS = 2.0
@@ -48,11 +48,11 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _WRAPPERS = "torch.distributed.c10d_logger"
 
 Answer = dict[str, Any]
-"""What a rank says of itself, as JSON."""
+"""A rank's report about itself, as JSON."""
 Frames = Sequence[tuple[FrameType, int]]
-"""Frames and their lines, the innermost last."""
+"""Frames and their line numbers, the innermost last."""
 Process = tuple[str, int]
-"""Where a rank runs: its machine and its process."""
+"""A rank's host name and process id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Patience:
     stall: float
     """Seconds after which the run ends if no rank moves; 0: never."""
     timeout: float = math.inf
-    """Seconds after which a collective fails. Just before, the ranks are looked at, and the run goes on."""
+    """Seconds after which a collective fails. Shortly before, rank 0 reports on all ranks, and the run goes on."""
 
     @property
     def first(self) -> float:
-        """Seconds after which a rank that stands still says so."""
+        """Seconds after which a rank that stands still sends an alarm."""
         return min(self.stall or math.inf, _SHARE_OF_TIMEOUT * self.timeout)
 
     @property
@@ -84,7 +84,7 @@ ENDLESS = Patience(0.0)
 
 
 class Pulse(threading.Thread):
-    """Notices whether the main thread moves; if not for long, `alarm` repeatedly gets the seconds."""
+    """Watches whether the main thread moves; if not, repeatedly calls `alarm` with the seconds."""
 
     def __init__(self, patience: Patience, alarm: Callable[[float], None]) -> None:
         super().__init__(name="burnish-pulse", daemon=True)
@@ -94,7 +94,7 @@ class Pulse(threading.Thread):
         self._seen: deque[int] = deque(maxlen=_REMEMBERED)
         self._moves, self._phase = 0, ""
         self._moved_at = self._phase_at = time.monotonic()
-        self._device = current_device()  # other threads begin on the first
+        self._device = current_device()  # another thread's current device is the first
 
     def run(self) -> None:
         """Look at the main thread until `stop`."""
@@ -126,7 +126,7 @@ class Pulse(threading.Thread):
         return now - self._moved_at
 
     def answer(self) -> Answer:
-        """Say where this process is."""
+        """Return where this process is."""
         frames, spans = sys._current_frames(), logs.spans()
         stack = stack_of(frames.get(self._main))
         if stack and stack[-1][0].f_code.co_name == "_engine_run_backward":
@@ -148,7 +148,7 @@ class Pulse(threading.Thread):
         }
 
     def memory(self) -> Answer:
-        """Say what memory is used, and which collectives torch has under way. May hang with the device."""
+        """Return the used memory, and the collectives that torch has running. May hang with the device."""
         device = self._device
         try:
             said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
@@ -174,7 +174,7 @@ def _is_machinery(frame: FrameType) -> bool:
 
 
 def place_of_work(stack: Frames) -> str:
-    """Return the innermost frame that tells what is done."""
+    """Return the innermost frame that shows a rank's work."""
     for frame, line in reversed(stack):
         if not _is_machinery(frame):
             where = f"{Path(frame.f_code.co_filename).name} line {line}"
@@ -183,7 +183,7 @@ def place_of_work(stack: Frames) -> str:
 
 
 def _collective(stack: Frames) -> str:
-    """Return the innermost frames' collective, with FSDP's layer."""
+    """Return the collective that the innermost frames call, with FSDP's layer."""
     inner = list(takewhile(lambda each: _is_machinery(each[0]), reversed(stack)))
     of_torch = [each for each, _ in inner if _module(each).startswith("torch.distributed")]
     names = [each.f_code.co_name for each in of_torch if _module(each) != _WRAPPERS]
@@ -196,7 +196,7 @@ def _collective(stack: Frames) -> str:
 
 
 def _waits(threads: Collection[FrameType]) -> str:
-    """Return what our objects with a method `waits_for` wait for."""
+    """Return the answers of our objects that have a method `waits_for`."""
     owners: dict[int, Any] = {}
     for thread in threads:
         for frame, _ in stack_of(thread):
@@ -205,7 +205,7 @@ def _waits(threads: Collection[FrameType]) -> str:
                 owners[id(owner)] = owner
     said = []
     for owner in owners.values():
-        with suppress(OSError, ValueError):  # it has stopped waiting
+        with suppress(OSError, ValueError):  # the owner has stopped waiting
             said.append(owner.waits_for())
     return "; ".join(filter(None, said))
 
@@ -213,7 +213,7 @@ def _waits(threads: Collection[FrameType]) -> str:
 def _recorded() -> str:
     said: list[str] = []
     for name in _RECORDERS:
-        with suppress(AttributeError, RuntimeError, ValueError, KeyError):  # not in every torch
+        with suppress(AttributeError, RuntimeError, ValueError, KeyError):  # some builds lack it
             entries = json.loads(getattr(torch._C._distributed_c10d, name)()).get("entries", [])
             said += [
                 f"{each['profiling_name']} number {each['collective_seq_id']} of group {each['process_group'][-1]} ({each['state']})"
@@ -224,7 +224,7 @@ def _recorded() -> str:
 
 
 def process_state(process: Process) -> str:
-    """Return the kernel's state of a process beside this one, such as "T (stopped)"."""
+    """Return the kernel's state of a sibling process, such as "T (stopped)"."""
     with suppress(OSError):
         status = Path(f"/proc/{process[1]}/status").read_text()
         state = re.search(rf"^State:\t(.*)$[^$]*^PPid:\t{os.getppid()}$", status, re.M)
@@ -233,7 +233,7 @@ def process_state(process: Process) -> str:
 
 
 def end_silent(*processes: Process) -> None:
-    """Kill processes beside this one that cannot end by themselves."""
+    """Kill sibling processes that cannot end by themselves."""
     for process in processes:
         if process_state(process):
             with suppress(OSError):
@@ -250,11 +250,11 @@ class Judge:
         ask: Callable[[], None],
         fail: Callable[[int, Process, str, float], None],
     ) -> None:
-        """`ask` asks all ranks; `fail` ends the run for a rank, its process, a cause and seconds."""
+        """`ask()` asks all ranks; `fail(rank, process, cause, seconds)` ends the run."""
         self._patience, self._processes, self._ask, self._fail = patience, processes, ask, fail
         self._answers: dict[int, Answer] = {}
         self._asking: asyncio.Task[None] | None = None
-        self._complete, self._whole = asyncio.Event(), 0
+        self._complete, self._full_answers = asyncio.Event(), 0
         self._ready_at = 0.0
         self._has_reported = False
 
@@ -262,14 +262,14 @@ class Judge:
         """Take an alarm, or a part of an answer."""
         if "alarm" not in message:
             self._answers.setdefault(rank, {}).update(message)
-            self._whole += "memory" in message
-            if self._whole >= len(self._processes):
+            self._full_answers += "memory" in message
+            if self._full_answers >= len(self._processes):
                 self._complete.set()
         elif self._asking is None and time.monotonic() >= self._ready_at:
             self._asking = asyncio.create_task(self._judge())
 
     async def _judge(self) -> None:
-        self._answers, self._complete, self._whole = {}, asyncio.Event(), 0
+        self._answers, self._complete, self._full_answers = {}, asyncio.Event(), 0
         there = dict(self._processes)
         self._ask()
         with suppress(TimeoutError):
@@ -305,7 +305,7 @@ def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tu
         why = f"process {state}" if state else "stopped, or C code holds the interpreter"
         groups[0, f"not answering: {why}"].append(rank)
     for rank, each in answers.items():
-        # A rank whose host code is elsewhere may yet wait for a collective on its device.
+        # A rank's device may wait for a collective while its host code is elsewhere.
         collective = each["collective"] or (not each["waits"] and each.get("recorded"))
         if collective:
             groups[2, f"waiting in {collective} called by {each['place']}"].append(rank)
@@ -362,7 +362,7 @@ def report(
 
 
 def publish(text: str, *, aloud: bool = True) -> None:
-    """Write to this rank's log, and `aloud` to standard error. Either may hang, so wait two seconds."""
+    """Write to this rank's log, and `aloud` to standard error. Either may hang, so wait at most two seconds."""
 
     def write() -> None:
         with suppress(OSError):  # standard error may be closed
@@ -382,7 +382,7 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
     def end(still: float) -> None:
         answers = {0: pulse.answer()}
         asking = threading.Thread(target=lambda: answers[0].update(pulse.memory()), daemon=True)
-        asking.start()  # the device may be what hangs
+        asking.start()  # the device may hang
         asking.join(_WRITING_SECONDS)
         _, cause = likely_cause(answers, {})
         said = f"nothing has moved for {still:.0f} s: {cause}"
