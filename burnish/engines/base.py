@@ -19,44 +19,44 @@ from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
 LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
-"""Pure, without collectives. Returns the micro-batch's part of the loss, and its statistics. Parts add
-up over micro-batches and ranks: each is divided by the *global* counts in the micro-batch."""
+"""A pure function without collectives. It returns the micro-batch's part of the loss, and its statistics. Parts add
+up over micro-batches and ranks, because each is divided by the *global* counts that the micro-batch carries."""
 
 
 class Part(Enum):
-    """Which tensors of an engine are meant."""
+    """The kinds of tensors that an engine holds."""
 
     WEIGHTS = "weights"
-    """What is trained, the model or its adapter; fp32 where the engine keeps fp32 main weights."""
+    """The trained weights, of the model or its adapter; fp32 where the engine keeps fp32 main weights."""
     FROZEN = "frozen"
-    """The model beside a trained adapter, in the compute dtype; none otherwise."""
+    """The frozen model under a trained adapter, in the compute dtype; nothing without an adapter."""
     TRAINING = "training"
     """Optimizer slots, named `exp_avg/<weight>` and so on."""
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """Return the dtype of matrix products, in training and generation. `precision` is no longer auto."""
+    """Return the dtype of matrix products, in training and generation. `precision` must not be auto."""
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.precision]
 
 
 class Engine(Protocol):
-    """A trained model on this process, whatever cuts it."""
+    """This process's part of a trained model, under any parallelism."""
 
     layout: Layout
-    """Where this process stands."""
+    """This process's place in the run."""
     arena: Arena
-    """The process's host memory beside the device."""
+    """The process's host memory for tensors that leave the device."""
     steps: int
-    """Optimizer steps taken, without skipped ones; for Adam's bias correction. Settable, for resuming."""
+    """Optimizer steps taken, not counting skipped ones; for Adam's bias correction. Settable, for resuming."""
     skipped_in_a_row: int
     """Steps skipped since the last one taken. Settable, for resuming."""
     passed: Passed
-    """What `forward_backward` has computed, by all ranks that share this one's tokens. Settable, to count anew."""
+    """Tokens that went through `forward_backward`. Each rank counts its shared micro-batches in full. Settable, to restart the count."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, accumulate gradients, and return statistics reduced over all ranks.
 
-        The statistic `loss` is that of the step. Gradients are reduced once, or each time with `engine.reduce_each_microbatch`.
+        The statistic `loss` is the step's. Gradients are reduced once, or per micro-batch with `engine.reduce_each_microbatch`.
         Another call before `optim_step` adds to them.
         """
 
@@ -66,7 +66,7 @@ class Engine(Protocol):
         """Return the outputs of this rank's micro-batches, on its device, without gradients.
 
         Ranks that share a micro-batch get the same bits.
-        `adapter` False turns an adapter off. `experts` records where tokens go.
+        `adapter` False turns an adapter off. `experts` records each token's experts.
         """
 
     def optim_step(self, lr: float) -> Stats:
@@ -76,13 +76,13 @@ class Engine(Protocol):
         """
 
     def shards(self, what: Part) -> Iterator[Shard]:
-        """Yield this rank's pieces, in the same order of names on every rank."""
+        """Yield this rank's shards, in the same order of names on every rank."""
 
     def published(self) -> Publication:
-        """Return this rank's pieces for a generator, an adapter merged or beside (`model.lora.publish`). Collective."""
+        """Return this rank's shards for a generator, an adapter merged or separate (`model.lora.publish`). Collective."""
 
     def load(self, source: ShardSource, what: Part) -> None:
-        """Fill this rank's pieces. Collective."""
+        """Fill this rank's shards. Collective."""
 
     def parked(self) -> AbstractContextManager[None]:
         """Keep weights, gradients and slots in host memory inside the block, which must not use the engine. Collective."""

@@ -25,7 +25,7 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 
 
 def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
-    """Return the policy's settings for a model beside it, which may have no experts."""
+    """Adapt the policy's settings to another model, which may have no experts."""
     if has_routers(hf_config):
         return config
     none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
@@ -44,7 +44,7 @@ def make_engine(
 ) -> Engine:
     """Make an engine without weights. Collective.
 
-    Without `optim` it is frozen, in the compute dtype. It shares the process groups of `beside`.
+    Without `optim` the engine is frozen, in the compute dtype. It shares the process groups of `beside`.
     """
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})

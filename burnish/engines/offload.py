@@ -15,7 +15,7 @@ from burnish.distributed.host_memory import Arena, storage_bytes
 from burnish.distributed.layout import Layout
 
 WAVE = 256 << 20
-"""Bytes of slots that are on the device in fp32 at one time, or one weight's."""
+"""Most bytes of fp32 slots on the device at one time. The slots of a single weight may exceed it."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def parked(
 ) -> Iterator[None]:
     """Move these tensors' storages from `device` to the arena inside the block, and restore them bit for bit.
 
-    Storages that numpy has seen stay. If one rank of `layout` has no room, all raise. Collective.
+    Storages shared with numpy stay. If one rank of `layout` has no room, all raise. Collective.
     """
     found = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
     here = [
@@ -57,9 +57,9 @@ def step_in_waves(
     slots: Sequence[str],
     steps: int,
 ) -> None:
-    """Step weights by their gradients, as in one step of all.
+    """Step weights by their gradients, in groups, with the result of one step.
 
-    Slots that are on the host or in bf16 come to the device in fp32, some at a time.
+    Slots on the host or in bf16 come to the device in fp32, group by group.
     """
     for wave in _waves(gradients, len(slots)):
         device = wave[0][0].device
@@ -67,19 +67,19 @@ def step_in_waves(
         for group in optimizer.param_groups:
             if "step" in group:  # fused optimizers count here; each wave is part of the same step
                 group["step"] = steps
-        stored = [(optimizer.state[weight], slot) for weight, _ in wave for slot in slots]
-        resting = [state[slot] for state, slot in stored]
-        for (state, slot), rested in zip(stored, resting, strict=True):
-            state[slot] = rested.to(device, torch.float32, non_blocking=pinned, copy=True)
+        entries = [(optimizer.state[weight], slot) for weight, _ in wave for slot in slots]
+        stored = [state[slot] for state, slot in entries]
+        for (state, slot), kept in zip(entries, stored, strict=True):
+            state[slot] = kept.to(device, torch.float32, non_blocking=pinned, copy=True)
         for weight, gradient in wave:
             weight.grad = gradient
         optimizer.step()
         for weight, _ in wave:
             weight.grad = None
-        for (state, slot), rested in zip(stored, resting, strict=True):
-            state[slot] = rested.copy_(state[slot], non_blocking=pinned)
+        for (state, slot), kept in zip(entries, stored, strict=True):
+            state[slot] = kept.copy_(state[slot], non_blocking=pinned)
     for device in {weight.device for weight, _ in gradients}:
-        synchronize(device)  # the host may look at the slots now
+        synchronize(device)  # the host may read the slots from here on
 
 
 def _waves(

@@ -1,4 +1,4 @@
-"""The common part of both engines: count and skip steps, reduce statistics, even out experts."""
+"""The common part of both engines: count and skip steps, reduce statistics, balance experts."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _router_sizes(self) -> tuple[int, int, int]:
-        """Return the number of routers, of each one's experts, and of a token's experts; zeros for a dense model."""
+        """Return the numbers of routers, experts per router, and experts per token; zeros for a dense model."""
 
     def _require_routers(self, batch: Batch, *, record: bool = False) -> None:
-        """Raise `IncompatibleError` for experts of another model, or if there are none to `record`."""
+        """Raise `IncompatibleError` for another model's experts, or if the model has none to `record`."""
         recorded = [
             (len(m.input_ids), m.experts) for m in batch.microbatches if m.experts is not None
         ]
@@ -96,7 +96,7 @@ class ShardedEngine(ABC):
 
         Imbalance is the load of a router's busiest expert over the mean load, averaged over routers.
         """
-        is_routed = batch.is_routed  # raises if it is routed in part
+        is_routed = batch.is_routed  # raises if only some micro-batches are routed
         self._require_routers(batch)
         if self._config.router_aux_loss == 0:
             return batch, None, Stats()
@@ -111,7 +111,7 @@ class ShardedEngine(ABC):
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool
     ) -> Any:
-        """Return the routers' instructions; None if there is nothing to `record` or do."""
+        """Return instructions to the routers; None if there are none."""
         if micro.experts is None and factors is None and not record:
             return None
         module, (part, copies) = import_module(_ROUTING), self._part(plan)
@@ -125,7 +125,7 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
-        """Return the part of a rank's rows that its routers see, and how many ranks see it."""
+        """Return the slice of a rank's rows that its routers see, and how many ranks see it."""
 
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
         """Return the statistics of all ranks, with `loss` and perhaps `moe/aux_loss`. Collective.
@@ -148,6 +148,6 @@ class ShardedEngine(ABC):
                 have=f"gradient norm {norm}",
                 want="a finite norm",
                 do="lower optim.lr, or start from an earlier checkpoint; "
-                "engine.max_skipped_steps sets how many are borne",
+                "engine.max_skipped_steps sets how many are tolerated",
             )
         return Stats(grad_norm=Mean(norm, 1.0), lr=Mean(lr, 1.0), skipped=Sum(float(is_skipped)))

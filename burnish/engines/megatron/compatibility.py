@@ -1,4 +1,4 @@
-"""Whether Megatron computes and divides a model."""
+"""Check that Megatron computes and divides a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burnish.models.routing import require_routers
 
 
 def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
-    """Return the model's sizes. Raises `UsageError` that names what this engine does not compute."""
+    """Return the model's sizes. Raises `UsageError` naming a feature that this engine lacks."""
     kind = hf_config.model_type
     if not family_of(kind).has_llama_layers:
         raise UsageError(
@@ -48,9 +48,9 @@ def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
         yield "heads that are rotated in part (partial_rotary_factor)"
     if has_value_head(hf_config):
         if hf_config.num_labels != 1:
-            yield f"a head that says {hf_config.num_labels} things of a token"
+            yield f"a head with {hf_config.num_labels} values per token"
     elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
-        yield "another head than a vocabulary or a value"
+        yield "a head that is neither a language model's nor a value head"
 
 
 def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:

@@ -1,6 +1,6 @@
 """AdamW by Megatron's distributed optimizer, over gradients that its DDP accumulates; weights and moments as shards.
 
-Main weights, moments and sums of gradients are fp32. Moments on the host (`engine.optimizer_offload`) or in bf16 (`optim.moments`)
+Main weights, moments and accumulated gradients are fp32. Moments on the host (`engine.optimizer_offload`) or in bf16 (`optim.moments`)
 come to the device in fp32 for their step.
 
 Megatron lays parameters end to end and gives each data-parallel rank an equal run. So a rank's part of a parameter is a run of elements
@@ -45,7 +45,7 @@ from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# A matrix of all experts of the rank. With TransformerEngine each expert has its own, by number.
+# One parameter with the matrices of all the rank's experts. With TransformerEngine each expert has its own, which ends in a number.
 _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
 
 
@@ -61,7 +61,7 @@ class MegatronOptimizer:
         layout: Layout,
     ) -> None:
         self.chunks = [_wrapped(stage, mesh) for stage in stages]
-        """The stages with the buffers that their gradients are added up in."""
+        """The stages, wrapped with the buffers in which their gradients accumulate."""
         self._config, self._optim, self._mesh = config, optim, mesh
         self._chained = get_megatron_optimizer(
             _settings(config, optim),
@@ -69,12 +69,12 @@ class MegatronOptimizer:
             use_gloo_process_groups=False,
         )
         self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
-        """Of which it is made: one for experts, one for all else, as far as this rank has any."""
+        """The chained optimizers: one for experts and one for all other weights, if this rank has any."""
         with agree(layout):  # a rank may have no room in the arena
             arena, dtype = mesh.arena if config.optimizer_offload else None, moments_dtype(optim)
             for part in self.parts:
                 prepare_slots(part.optimizer, arena, dtype)
-        self._rests = config.optimizer_offload or dtype is not torch.float32
+        self._in_waves = config.optimizer_offload or dtype is not torch.float32
         self.steps = 0
         """Steps taken; `set_steps` sets it."""
         self.zero_grad()
@@ -92,7 +92,7 @@ class MegatronOptimizer:
         return float(self._chained.get_grad_norm())
 
     def step(self, lr: float, norm: float) -> None:
-        """Clip reduced gradients of this norm and step, unless it is not finite; then forget them. Collective."""
+        """Clip reduced gradients by their `norm` and step, if it is finite; then zero them. Collective."""
         if math.isfinite(norm):
             for part in self.parts:
                 clip_grad_by_total_norm_fp32(
@@ -101,10 +101,10 @@ class MegatronOptimizer:
             for group in self._chained.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
-            if self._rests:
+            if self._in_waves:
                 for part in self.parts:
                     step_offloaded(part.optimizer, self.steps)
-            self._chained.step_with_ready_grads()  # and brings the weights to the model
+            self._chained.step_with_ready_grads()  # also copies the weights to the model
             self.steps += 1
         self.zero_grad()
 
@@ -127,7 +127,7 @@ class MegatronOptimizer:
 def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
     """Give a stage buffers for its gradients.
 
-    Megatron copies the weights, so the unloaded ones are freed first: they get strides of 0.
+    Megatron copies the weights. So the unloaded weights are freed first, by expanding one element.
     """
     for parameter in stage.parameters():
         element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
@@ -172,7 +172,7 @@ def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> No
 
 
 def step_offloaded(optimizer: Any, steps: int) -> None:
-    """Step every weight, with offloaded moments; gradients are gone afterwards."""
+    """Step every weight, with offloaded moments; drop the gradients."""
     weights = list(_weights_of(optimizer))
     gradients = [(weight, weight.grad) for weight in weights]
     for weight in weights:
@@ -203,17 +203,17 @@ class _Range:
     """The part of one parameter that this rank's optimizer steps."""
 
     parameter: str
-    """Whose it is, by its name in the whole model."""
+    """The parameter's name in the whole model."""
     start: int
-    """Its first element, in C order of the parameter on this rank."""
+    """The range's first element, in C order of the parameter on this rank."""
     main: Tensor
-    """The weights, fp32, flat: the optimizer's own, or a view of the parameter where that is fp32."""
+    """The range's flat fp32 weights: the optimizer's copy, or a view of the parameter if that is fp32."""
     optimizer: torch.optim.Optimizer
-    """What steps them, and holds their moments."""
+    """The optimizer that steps these weights and holds their moments."""
 
 
 class MegatronShards:
-    """The pieces of a model and of the optimizer's state."""
+    """This rank's shards of a model and its optimizer's state."""
 
     def __init__(
         self,
@@ -238,28 +238,28 @@ class MegatronShards:
         self._ranges = list(self._stepped())
 
     def weights(self) -> Iterator[Shard]:
-        """Yield what is trained: the optimizer's fp32 weights, without one the model's own."""
+        """Yield the trained weights: the optimizer's in fp32, without one the model's own."""
         if not self._optimizers:
             yield from self.model()
         for part in self._ranges:
             yield from self._pieces(part, part.main.detach())
 
     def slots(self) -> Iterator[Shard]:
-        """Yield the optimizer's moments, `exp_avg/<weight>` and so on, in the dtype in which they rest."""
+        """Yield the optimizer's moments, `exp_avg/<weight>` and so on, in the dtype between steps."""
         for slot in SLOTS:
             for part in self._ranges:
                 state = part.optimizer.state[part.main]
                 yield from self._pieces(part, state[slot], f"{slot}/")
 
     def model(self) -> Iterator[Shard]:
-        """Yield this rank's compute weights, in their dtype; others may hold the same."""
+        """Yield this rank's weights in the compute dtype; other ranks may hold the same."""
         for name, parameter in self._parameters.items():
             held, box = parameter.detach(), whole(tuple(parameter.shape))
             shards = (region.shard_of(held, box) for region in self._regions[name])
             yield from (shard for shard in shards if shard is not None)
 
     def fill(self, source: ShardSource) -> None:
-        """Fill what is trained, and let the model's weights follow. Padding of the vocabulary becomes zero. Collective."""
+        """Fill the trained weights, and copy them to the model. Zero the vocabulary's padding. Collective."""
         for name, parameter in self._parameters.items():
             if sum(region.box.elements for region in self._regions[name]) < parameter.numel():
                 parameter.data.zero_()

@@ -1,7 +1,7 @@
 """Let Megatron-Core 0.16 run on a CPU with gloo, without CUDA.
 
-Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. Every substitution says which
-lines need it; none changes a result.
+Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. A comment at each substitution
+names the lines that need it; none changes a result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _cuda_is_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, value in _substitutions():
             stack.enter_context(mock.patch.object(place, name, value))
-        # megatron/core/jit.py compiles small functions, which here would start a C++ compiler.
+        # megatron/core/jit.py compiles small functions. On a CPU that would start a C++ compiler.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_CudaTensorsAreHostTensors())
         yield
@@ -56,20 +56,20 @@ def _substitutions() -> list[tuple[ModuleType | type, str, Any]]:
         (cuda, "current_device", lambda: CPU),
         # pipeline_parallel/p2p_communication.py `_communicate`, after each exchange
         (cuda, "synchronize", _nothing),
-        # transformer/moe/token_dispatcher.py `MoEAlltoAllTokenDispatcher`, the stream that split sizes are copied on
+        # transformer/moe/token_dispatcher.py `MoEAlltoAllTokenDispatcher`: it copies split sizes on a stream of its own
         (cuda, "Stream", _Stream),
         (cuda, "stream", lambda stream: nullcontext()),
         (cuda, "current_stream", _Stream),
         # tensor_parallel/random.py `model_parallel_cuda_manual_seed` and the tracker, which transformer_block.py
-        # forks under sequence parallelism. Nothing is drawn, for there is no dropout, so the state is empty.
+        # forks under sequence parallelism. Without dropout nothing is drawn, so the state may be empty.
         (cuda, "manual_seed", _nothing),
         (cuda, "get_rng_state", _no_state),
         (megatron_random, "_get_cuda_rng_state", _no_state),
         (megatron_random, "_set_cuda_rng_state", _nothing),
-        # transformer/moe/token_dispatcher.py `token_dispatch`: split sizes are tensors where they were not copied from a device
+        # transformer/moe/token_dispatcher.py `token_dispatch`: split sizes stay tensors if nothing copies them from a device
         (token_dispatcher, "all_to_all", _with_plain_sizes(token_dispatcher.all_to_all)),
-        # tensor_parallel/mappings.py hands pieces of different sizes to all_gather and reduce_scatter, where several
-        # ranks share an expert's matrices; NCCL takes them, gloo does not
+        # tensor_parallel/mappings.py passes tensors of different sizes to all_gather and reduce_scatter, if several
+        # ranks share an expert's matrices; NCCL accepts that, gloo does not
         (
             mappings,
             "_gather_along_first_dim",
@@ -135,7 +135,7 @@ def _with_plain_sizes(all_to_all: Callable[..., Tensor]) -> Callable[..., Tensor
 def _unless_equal(
     equal: Callable[..., Tensor], own: Callable[[Tensor, Any, list[int]], Tensor]
 ) -> Callable[..., Tensor]:
-    """Exchange rows by `own` where pieces differ in size, else as Megatron does."""
+    """Exchange rows by `own` if ranks' sizes differ, else as Megatron does."""
 
     def exchanged(
         rows: Tensor,

@@ -1,10 +1,10 @@
 """The Megatron engine: tensor, pipeline, expert and data parallelism of Megatron-Core.
 
-Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Left out: adapters, activation offloading,
+Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Not supported: adapters, activation offloading,
 compilation.
 
-Ranks that share a micro-batch pass the same ones. One is planned when this rank's first stage needs it, so others take no device
-memory. The last stage computes log-probs and losses.
+Ranks that share micro-batches must pass the same ones. A micro-batch is planned, and takes device memory, when this rank's first
+stage needs it. The last stage computes log-probs and losses.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class _Planned:
     plan: ScoringPlan
     temperature: float
     routing: Routing | None
-    """What routers do; None: nothing out of the ordinary."""
+    """Instructions to the routers; None: they route as usual."""
     micro: MicroBatch | None
-    """None for one that fills a round up and counts for nothing."""
+    """None for a filler, which completes a pipeline's round and counts for nothing."""
 
 
 class MegatronEngine(ShardedEngine):
     """A model trained with Megatron-Core; implements `burnish.engines.base.Engine`.
 
-    Without `optim` it is frozen, in the compute dtype: `forward`, `published` and `load(source, Part.WEIGHTS)` only. Weights are
+    Without `optim` it is frozen, in the compute dtype, and has `forward`, `published` and `load(source, Part.WEIGHTS)` only. Weights are
     undefined until loaded.
     """
 
@@ -79,7 +79,7 @@ class MegatronEngine(ShardedEngine):
             pipeline=config.pipeline_parallel,
         )
         self.mesh = mesh or MegatronMesh.of(config, device)
-        """Its process groups, and host memory."""
+        """The engine's process groups and host memory."""
         super().__init__(config, layout, device, self.mesh.arena)
         self._owns_mesh = mesh is None
         self._optimizer: MegatronOptimizer | None = None
@@ -91,13 +91,13 @@ class MegatronEngine(ShardedEngine):
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
         self._routers = llama_shape(hf_config).routers
-        """Routers, experts of each, and experts that each token goes to; zeros for a dense model."""
-        self._said = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
-        """What the model says of each token."""
+        """Numbers of routers, experts per router, and experts per token; zeros for a dense model."""
+        self._outputs = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
+        """The model's outputs per token, as fields of `TokenOutputs`."""
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
         group = self.mesh.groups.cp if config.sequence_parallel > 1 else None
         self._sharing = group, config.tensor_parallel if scatters else 1
-        """The ranks that share the tokens of a micro-batch, and the number of which each gets a multiple."""
+        """The ranks that share a micro-batch's tokens, and a number that must divide each rank's token count."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""
@@ -123,9 +123,9 @@ class MegatronEngine(ShardedEngine):
         self._run(planned(), len(batch.microbatches), of_micro)
         for routing in routings:
             aux += sum(routing.losses.values())
-        # Of a pipeline the last stage alone has statistics, so its ranks do not count several times.
+        # Only the last stage of a pipeline has statistics, so a pipeline's ranks count once.
         counted = replace(self.layout, pipeline=1)
-        aux *= counted.sharing  # each of which has routers or rows of its own
+        aux *= counted.sharing  # these ranks differ in routers or rows; reducing divides by it
         return Stats(self._reduced(stats, total, aux, counted) | of_experts)
 
     @torch.no_grad()
@@ -151,14 +151,14 @@ class MegatronEngine(ShardedEngine):
         self._run(planned(), len(batch.microbatches), keep, forward_only=True)
         chosen = [self._record(*each) for each in recorded]
         lengths = [len(micro.input_ids) for micro in batch.microbatches]
-        values = torch.zeros(len(self._said), sum(lengths), device=self._device)
+        values = torch.zeros(len(self._outputs), sum(lengths), device=self._device)
         if found:
-            for name, row in zip(self._said, values, strict=True):
+            for name, row in zip(self._outputs, values, strict=True):
                 torch.cat([getattr(output, name) for output in found], out=row)
         if self.layout.pipeline > 1:
             dist.broadcast(values, group=self.mesh.groups.pp, group_src=self.layout.pipeline - 1)
         outputs = [
-            TokenOutputs(**dict(zip(self._said, of_micro, strict=True)))
+            TokenOutputs(**dict(zip(self._outputs, of_micro, strict=True)))
             for of_micro in torch.split(values, lengths, dim=1)
         ]
         if not experts:
@@ -203,7 +203,7 @@ class MegatronEngine(ShardedEngine):
             yield
 
     def close(self) -> None:
-        """See `Engine.close`. Closes the groups too if they were made here. Collective."""
+        """See `Engine.close`. Also destroys groups that this engine made. Collective."""
         del self._chunks, self._optimizer, self._shards
         if self._owns_mesh:
             self.mesh.close()
@@ -229,7 +229,7 @@ class MegatronEngine(ShardedEngine):
                 data_iterator=_dealt(chain(planned, fillers), len(self._chunks)),
                 model=list(self._chunks),
                 num_microbatches=count + len(fillers),
-                # Of no meaning: each exchange says the shape of what comes.
+                # Unused: with variable lengths, each exchange sends the shape first.
                 seq_length=1,
                 micro_batch_size=1,
                 forward_only=forward_only,
@@ -265,7 +265,7 @@ class MegatronEngine(ShardedEngine):
         for number, of_router in chosen.items():
             found[:, number] = of_router.to(kind)
         in_bytes = found.view(torch.uint8)  # since not every backend sends int16
-        if self.mesh.groups.pp.size() > 1:  # each router is in one stage, and zero elsewhere
+        if self.mesh.groups.pp.size() > 1:  # each router is in one stage; other stages hold zeros
             dist.all_reduce(in_bytes, group=self.mesh.groups.pp)
         if tensor.size() > 1:
             in_bytes = gather_rows(in_bytes, tensor)
@@ -273,7 +273,7 @@ class MegatronEngine(ShardedEngine):
 
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
-    """Return iterators that drop an item once all have it. `itertools.tee` drops blocks of 57."""
+    """Return iterators that free an item once all have it; `itertools.tee` frees blocks of 57."""
     source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
 
     def of(own: deque[_Planned]) -> Iterator[_Planned]:
@@ -289,12 +289,12 @@ def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]
     return [of(own) for own in waiting]
 
 
-# Megatron's divisor of gradients. Losses are divided already, so it gets none.
+# The token count by which Megatron would divide gradients. Losses are already divided, so it is 0.
 _NO_TOKENS = 0
 
 
 def _loss_of(batch: _Planned, found: TokenOutputs, loss: LossOf) -> Tensor:
     if batch.micro is not None:
         return loss(found, batch.micro)
-    said = found.values if len(found.values) else found.logprobs
-    return said.sum() * 0.0
+    output = found.values if len(found.values) else found.logprobs
+    return output.sum() * 0.0

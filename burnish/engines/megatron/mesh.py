@@ -28,9 +28,9 @@ class MegatronMesh:
     """The groups that this rank is in, and host memory."""
 
     groups: ProcessGroupCollection
-    """Megatron's, by their names there."""
+    """Megatron's groups, by Megatron's names."""
     arena: Arena
-    """For what has to leave the device."""
+    """Host memory for tensors that leave the device."""
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> MegatronMesh:
@@ -54,12 +54,12 @@ class MegatronMesh:
             )
             for group in _made():
                 wait_as_all(group)
-            # Some layers save and restore random state, which has to be there; nothing is drawn.
+            # Some layers save and restore random state, so it must exist; nothing is drawn from it.
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)
         return cls(ProcessGroupCollection.use_mpu_process_groups(), Arena(device))
 
     def close(self) -> None:
-        """Take the groups down. Collective."""
+        """Destroy the groups. Collective."""
         made = _made()
         _forget()
         for group in made:

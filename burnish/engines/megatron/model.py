@@ -1,6 +1,6 @@
-"""Megatron's GPT model with packed tokens in; hidden states, log-probs and entropies, or values out.
+"""Megatron's GPT model, from packed tokens to hidden states, log-probs and entropies, or values.
 
-`burnish.models.logprobs` replaces Megatron's own loss. A value head replaces the output layer, whole on every tensor rank.
+`burnish.models.logprobs` replaces Megatron's own loss. A value head, whole on every tensor rank, replaces the output layer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 class PackedGPT(GPTModel):
-    """A pipeline stage of the model; one of several of this rank where stages are virtual."""
+    """A pipeline stage of the model. A rank has several if stages are virtual."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class PackedGPT(GPTModel):
         **options: Any,
     ) -> None:
         """`rotary` is transformers' module, `tokens` the vocabulary's real size, `padding` the token whose embedding is not trained, `chunk` the
-        tokens per logits. `value_bias` is None for a language model.
+        tokens per chunk of logits. `value_bias` is None for a language model.
         """
         super().__init__(*args, position_embedding_type="none", **options)
         self.padding, self.chunk = padding, chunk
-        self._rotary = [rotary]  # in a list, so that it is no part of this module
+        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule
         group = self.pg_collection.tp
         rows = self.vocab_size // group.size()
         first = group.rank() * rows
@@ -120,7 +120,7 @@ class PackedGPT(GPTModel):
         return self._scored(hidden, plan, temperature) if self.post_process else hidden
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Return hidden states [C, 1, H]; padding gets no gradient, as in transformers."""
+        """Return hidden states [C, 1, H]; the padding token gets no gradient, as in transformers."""
         hidden: Tensor = self.embedding(ids[None], None)
         if self.padding is not None and hidden.requires_grad:
             own = len(hidden) * self.part.group.rank() if self.config.sequence_parallel else 0
@@ -156,7 +156,7 @@ class PackedGPT(GPTModel):
 
 
 def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
-    """Make a head with undefined weights, whose gradient is of this rank's tokens, as a norm's is."""
+    """Make a head with undefined weights. Its gradient covers this rank's tokens, as a norm's does."""
     head: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
         nn.Linear,
         config.hidden_size,
@@ -173,7 +173,7 @@ def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
 def build_stages(
     hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
 ) -> list[PackedGPT]:
-    """Build this rank's stages, in the compute dtype with undefined weights, inside `megatron_called`. Collective."""
+    """Build this rank's stages, in the compute dtype with undefined weights. Call inside `megatron_called`. Collective."""
     shape = llama_shape(hf_config)
     modules = layer_modules(config, device)
     transformer = _transformer_config(shape, hf_config, config, modules.adds_gradients)
@@ -217,15 +217,15 @@ def _transformer_config(
         pipeline_model_parallel_layout=pipeline_layout(shape.depth, config),
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
-        # With virtual stages two stages may be both before and behind each other, and exchanges in one
-        # batch would be taken for one another. One by one, what is sent is still under way when Megatron would free it
-        # (pipeline_parallel/schedules.py: `pp_pre_forward` frees what `pp_post_forward` waits for later).
+        # With virtual stages, two ranks may each be both before and after the other. Exchanges in one batch would then
+        # be confused. Single exchanges are still running when Megatron would free the sent tensors
+        # (pipeline_parallel/schedules.py: `pp_pre_forward` frees tensors for which `pp_post_forward` waits later).
         overlap_p2p_comm=config.virtual_stages > 1,
         batch_p2p_comm=config.virtual_stages == 1,
         deallocate_pipeline_outputs=config.virtual_stages == 1,
-        moe_token_dispatcher_type="alltoall",  # the one that knows variable lengths; asked of dense models too
+        moe_token_dispatcher_type="alltoall",  # the default, allgather, refuses variable lengths, even for dense models
         cuda_graph_scope=[],
-        # Losses are sums that are divided already: gradients are added up, over micro-batches and ranks.
+        # Losses are already divided by global counts, so gradients are summed over micro-batches and ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=adds_gradients,
         **_RECOMPUTE[config.activation_checkpointing],
@@ -251,7 +251,7 @@ def _of_experts(
 def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:
     """Return the layers of each stage; None for a single stage.
 
-    The last stages, which also compute the output layer, get fewer.
+    The last stages get fewer, since the very last computes the output layer.
     """
     stages = config.pipeline_parallel * config.virtual_stages
     if stages == 1:
@@ -281,7 +281,7 @@ def _stage(
         transformer,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm),
         vocab_size=-(-shape.vocabulary // tensor) * tensor,
-        max_sequence_length=0,  # of learned positions, of which there are none
+        max_sequence_length=0,  # only for learned positions, which the model lacks
         pre_process=pipeline.rank() == 0 and index == 0,
         post_process=last,
         share_embeddings_and_output_weights=shape.tied and options["value_bias"] is None,
@@ -295,7 +295,7 @@ def _stage(
 
 
 def _mark_cut(stage: PackedGPT) -> None:
-    """Mark the weights that differ between tensor ranks; Megatron counts the others once."""
+    """Mark weights that differ between tensor ranks; Megatron's gradient norm counts others once."""
     linear = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
     for module in stage.modules():
         if isinstance(module, linear) and module.weight is not None:

@@ -2,7 +2,7 @@
 
 Megatron's packed attention and router need TransformerEngine, its grouped experts other CUDA packages; ours replace them.
 TransformerEngine's attention does not know shared prefixes, so attention is always ours. TransformerEngine multiplies fp32 in tf32, so it
-serves bf16 only. Left out: dropout, biases of experts, activations other than SiLU, fp8, Apex's layers.
+serves bf16 only. Not supported: dropout, biases of experts, activations other than SiLU, fp8, Apex's layers.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from burnish.models.kernels.fused import rms_norm, rotate
 from burnish.models.routing import Routing
 
 _ALIGNED_BYTES = 16
-"""Grouped products want rows and columns to begin at multiples of it."""
+"""In grouped matrix products, every row and column must begin at a multiple of this many bytes."""
 
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Travels through Megatron's layers beside a micro-batch's hidden states."""
+    """Metadata of a micro-batch that Megatron's layers pass on beside its hidden states."""
 
     attends: Attends | None = None
     """Which tokens see each other."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """Of each token, as `burnish.models.kernels.fused.rotate` takes it."""
+    """Each token's rotation, as `burnish.models.kernels.fused.rotate` takes it."""
     routing: Routing | None = None
-    """What routers do; None: nothing out of the ordinary."""
+    """Instructions to the routers; None: they route as usual."""
 
 
 class PackedAttention(nn.Module):
-    """Grouped attention with rotary positions, between the two linear layers of Megatron's self-attention."""
+    """Grouped-query attention with rotary positions, between the two linear layers of Megatron's self-attention."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class RMSNorm(nn.Module):
         self.epsilon = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Take any shape [..., hidden_size]."""
+        """Normalize `hidden` [..., hidden_size]."""
         return rms_norm(hidden, self.weight, self.epsilon)
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts, whose router obeys a micro-batch's `routing`, also when it is computed again."""
+    """A layer with experts, whose router obeys a micro-batch's `routing`, also when the layer is recomputed."""
 
     def __init__(self, *args: Any, router: int, **options: Any) -> None:
         """`router`: its number among all routers of the model."""
@@ -117,26 +117,26 @@ class RoutedLayer(TransformerLayer):
         self.mlp.router.number = router
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Tell the router what to do, then run Megatron's."""
+        """Pass instructions to the router, then run Megatron's layer."""
         self.mlp.router.instructions = options["packed_seq_params"].routing
         return super().forward(*args, **options)
 
 
 class PlainRouter(TopKRouter):
-    """Chooses experts in the dtype of computing, as the families' own code does, and obeys and records `Routing`.
+    """Chooses experts in the compute dtype, as the families' own code does, and obeys and records `Routing`.
 
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Megatron makes it on the host, and moves it when it is used. Its marks come along.
+        # Megatron makes the weight on the host and moves it at its first use. Move it now, with Megatron's attributes.
         made = self.get_parameter("weight")
         self.weight = nn.Parameter(made.detach().to(torch.cuda.current_device()))
         vars(self.weight).update(vars(made))
         self.number = 0
         self.instructions: Routing | None = None
-        """For the next forward pass; its rows are those of this rank alone."""
+        """Instructions for the next forward pass; their rows are those of this rank alone."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., experts] of hidden states [..., H]."""
@@ -191,7 +191,7 @@ class GroupedExperts(MegatronModule):
 
 
 class GroupedLinear(nn.Module):
-    """A matrix [O, I] for each expert, in one undefined parameter [E, O, I]."""
+    """A matrix [O, I] for each expert, in one uninitialized parameter [E, O, I]."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class GroupedLinear(nn.Module):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows · weightᵀ for each expert; the weight's gradient goes to any `main_grad` of Megatron's."""
+    """rows · weightᵀ for each expert; adds the weight's gradient to Megatron's `main_grad` if there is one."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -259,16 +259,16 @@ def _is_aligned(*factors: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """Classes that a layer spec names, with the signatures of Megatron's; by default those that need torch alone."""
+    """Classes for a layer spec, with the signatures of Megatron's. The defaults need torch alone."""
 
     norm: Any = RMSNorm
     """RMSNorm."""
     block_norm: Any = RMSNorm
-    """The same before a block that begins with `column`; nothing, where that has it."""
+    """RMSNorm before a block that begins with `column`; the identity if `column` includes the norm."""
     column: Any = ColumnParallelLinear
     """The linear layer that a block begins with, whose outputs tensor ranks divide."""
     row: Any = RowParallelLinear
-    """The one that it ends with, whose inputs they divide."""
+    """The linear layer that a block ends with, whose inputs tensor ranks divide."""
     experts: ModuleSpec = field(default_factory=lambda: ModuleSpec(module=GroupedExperts))
     """All experts of a layer."""
     adds_gradients: bool = False
@@ -276,11 +276,11 @@ class LayerModules:
 
 
 def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
-    """Return the modules of `engine.layers`. Raises `UsageError` if it asks for TransformerEngine, which cannot be used."""
+    """Return the modules of `engine.layers`. Raises `UsageError` if it wants TransformerEngine and that cannot be used."""
     is_installed = transformer_engine.TEGroupedLinear is not None
     if config.layers == "transformer_engine" and not (is_installed and device.type == "cuda"):
         raise UsageError(
-            "TransformerEngine's layers are asked for, and cannot be used",
+            "engine.layers asks for TransformerEngine, which cannot be used",
             have=f"device {device}, transformer_engine {'installed' if is_installed else 'not installed, or too old'}",
             want="CUDA, and transformer_engine 1.9 or newer",
             do='pip install --no-build-isolation "transformer_engine[pytorch]", or set engine.layers=torch',

@@ -1,7 +1,7 @@
 """Muon: update a matrix by its orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-Orthogonalizing needs whole matrices, as in the checkpoint: query and key apart, each expert by itself. One rank makes each matrix
-whole, so any layout computes the same, up to the rounding of bf16.
+Orthogonalizing needs whole matrices, as in the checkpoint: query and key apart, each expert by itself. One rank gathers each whole
+matrix, so any layout computes the same, up to the rounding of bf16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from burnish.engines.torch.parallelize import decoder_layers
 from burnish.models.names import Region, is_matrix, model_shards
 
 Describe = Callable[[Mapping[str, Tensor]], Iterator[Shard]]
-"""Local tensors by weight name, each as the shards of checkpoint tensors that it is made of."""
+"""Maps local tensors by weight name to the shards of checkpoint tensors that they hold."""
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
@@ -35,9 +35,9 @@ _TINY = 1e-7
 
 
 class Muon:
-    """Muon on this rank's parts of `weights`, all of matrices. Making it is collective.
+    """Muon on this rank's parts of `weights`, which are all matrices. Making it is collective.
 
-    One step, for a matrix W [m, n] with gradient G (fp32 but for the orthogonalizing):
+    One step, for a matrix W [m, n] with gradient G (fp32 except in orthogonalizing):
 
         B ← μ B + (1 - μ) G        U = (1 - μ) G + μ B        O = orthogonalized(U)
         W ← (1 - lr λ) W - 0.2 √max(m, n) lr O
@@ -62,7 +62,7 @@ class Muon:
         with agree(layout):
             self._buffers = {name: zero_slot(tensor, arena) for name, tensor in weights.items()}
         self.slots = {"momentum_buffer": self._buffers}
-        """By torch's name of the slot, its tensors by weight name."""
+        """Each slot's tensors by weight name, by torch's name of the slot."""
         self._mine = _share(list(matrices), layout)
         updates = list(describe({n: t.bfloat16() for n, t in weights.items()}))
         mine = self._matrices()
@@ -70,7 +70,7 @@ class Muon:
         self._scatter = Transfer(mine, updates, layout)
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update once; a weight without a gradient counts as having one of zeros. Collective."""
+        """Update once; a missing gradient counts as zeros. Collective."""
         directions = {n: self._direction(n, gradients).bfloat16() for n in self.weights}
         updates = list(self._describe(directions))
         mine = self._matrices()
@@ -84,12 +84,12 @@ class Muon:
             weight.tensor.add_(update.tensor, alpha=-lr * size)
 
     def _direction(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
-        resting, device = self._buffers[name], self.weights[name].device
-        buffer = resting.to(device)
+        stored, device = self._buffers[name], self.weights[name].device
+        buffer = stored.to(device)
         gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
         buffer.lerp_(gradient, 1 - self._momentum)
-        if buffer is not resting:
-            resting.copy_(buffer)
+        if buffer is not stored:
+            stored.copy_(buffer)
         return gradient.lerp(buffer, self._momentum)
 
     def _matrices(self) -> list[Shard]:
@@ -99,7 +99,7 @@ class Muon:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return about U Vᵀ of `matrix` = U S Vᵀ [m, n] bf16: singular values in 0.7 to 1.2, by five Newton-Schulz iterations."""
+    """Approximate U Vᵀ of `matrix` = U S Vᵀ [m, n] bf16, with singular values in 0.7 to 1.2, by five Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / x.norm().clamp(min=_TINY)

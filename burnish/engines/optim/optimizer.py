@@ -17,7 +17,7 @@ from burnish.distributed.layout import Layout
 from burnish.models.names import Region, is_matrix, model_shards
 
 SLOTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per weight, by torch's names."""
+"""AdamW's state of a weight, by torch's names."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,16 +31,16 @@ def moments_dtype(config: OptimConfig) -> torch.dtype:
 
 
 def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return zeros in the shape of a tensor, beside it or in the arena."""
+    """Return zeros in the shape of a tensor, on its device or in the arena."""
     if arena is None:
         return torch.zeros_like(tensor, dtype=dtype)
     return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
 
 
 class ShardedOptimizer:
-    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's shards of what `model` trains, and perhaps Muon.
+    """AdamW (arXiv 1711.05101, algorithm 2) on this rank's shards of `model`'s trained weights, and perhaps Muon.
 
-    Slots are zeros from the start, so they can be loaded. Making it is collective.
+    Slots exist from the start, as zeros, so they can be loaded. Making it is collective.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardedOptimizer:
             eps=config.eps,
             fused=True,
         )
-        self._rests = arena is not None or dtype is not torch.float32
+        self._in_waves = arena is not None or dtype is not torch.float32
         with agree(layout):  # a rank may have no room in the arena
             for tensor in (*groups[True], *groups[False]):
                 self._adamw.state[tensor] = {
@@ -110,7 +110,7 @@ class ShardedOptimizer:
         return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
 
     def step(self, lr: float) -> None:
-        """Update once; AdamW leaves a weight without a gradient as it is. Collective for Muon."""
+        """Update once; AdamW does not change a weight without a gradient. Collective for Muon."""
         gradients = self.gradients()
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -119,7 +119,7 @@ class ShardedOptimizer:
             for name, tensor in self._weights.items()
             if name in gradients and tensor.numel() > 0
         ]
-        if self._rests:
+        if self._in_waves:
             waves = import_module("burnish.engines.offload").step_in_waves
             waves(self._adamw, pairs, SLOTS, self.steps)
         else:

@@ -1,8 +1,8 @@
 """Keep activations of decoder layers on the host until the backward pass (vDNN, arXiv 1602.08124).
 
 Whole storages are moved once each, and restored as the same views. On an accelerator, copies run on their own stream, one layer
-behind the forward pass and one ahead of the backward pass, so the device holds two layers. Parameters, small tensors, and what
-selective checkpointing keeps stay.
+behind the forward pass and one ahead of the backward pass, so the device holds two layers. Not moved: parameters, small tensors, and
+results that selective checkpointing keeps.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SMALL_BYTES = 1024
 class _Stored:
     def __init__(self, tensor: Tensor) -> None:
         self.held = tensor
-        """What has its bytes: the tensor that was saved, bytes on the host, or bytes on the device again."""
+        """The tensor with the bytes: the saved tensor, a copy on the host, or a later copy on the device."""
         self.copy: Tensor | None = None
-        """Bytes on the host, on their way."""
+        """A copy on the host that may still be running."""
         self.on_host = False
         self.origin = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        """Keeps its number from being given to another storage."""
+        """Keeps another storage from getting the same address, which identifies this one."""
         self._version: int | None = tensor._version
 
     @property
@@ -72,7 +72,7 @@ class _Layer:
         self._weights: frozenset[int] | None = None
 
     def weights(self) -> frozenset[int]:
-        """Return where its parameters lie; none before they have been gathered."""
+        """Return the addresses of its parameters; none before FSDP gathers them."""
         if self._weights is None:
             parameters = list(self._module.parameters())
             if any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -82,21 +82,21 @@ class _Layer:
 
 
 class ActivationOffload:
-    """Moves what layers save, for one device. Autograd alone holds it; here are weak references."""
+    """Moves tensors that layers save, for one device. Only autograd holds them; here are weak references."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._arena, self._device = arena, device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._moves = False
         self._layers: list[_Layer] = []
-        """Those of this forward pass."""
+        """The layers of this forward pass, in order."""
         self._known: weakref.WeakValueDictionary[tuple[int, int], _Stored] = (
             weakref.WeakValueDictionary()
         )
 
     @contextmanager
     def forward_and_backward(self) -> Iterator[None]:
-        """Move what is saved in both passes over one micro-batch."""
+        """Move saved tensors in both passes over one micro-batch."""
         self._moves = True
         try:
             yield
@@ -120,7 +120,7 @@ class ActivationOffload:
 
     @contextmanager
     def _layer(self, module: nn.Module) -> Iterator[None]:
-        """Note what the block saves; meanwhile move what the layer before saved."""
+        """Note tensors that the block saves; meanwhile move those of the previous layer."""
         before = self._layers[-1] if self._layers else None
         if before is not None:
             before.copied = self._copy_out(before.stored)
@@ -135,7 +135,7 @@ class ActivationOffload:
                     stored.move(stored.copy)
 
     def _pack(self, here: _Layer, tensor: Tensor) -> Tensor | _Saved:
-        tensor = tensor.detach()  # its history would hold what is returned here, and that it
+        tensor = tensor.detach()  # its graph would hold our result, which holds it: a cycle
         storage = tensor.untyped_storage() if self._can_move(tensor) else None
         if storage is None or storage.data_ptr() in here.weights():
             return tensor
@@ -177,7 +177,7 @@ class ActivationOffload:
         return self._copy(pairs)
 
     def _fetch(self, layer: _Layer) -> None:
-        """Begin to copy what a layer saved to the device, once."""
+        """Begin to copy a layer's saved tensors to the device, once."""
         if layer.fetched:
             return
         moving = [stored for stored in layer.stored if stored.on_host]

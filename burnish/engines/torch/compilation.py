@@ -1,6 +1,6 @@
 """Compile decoder layers (torch.compile, doi 10.1145/3620665.3640366).
 
-Equal layers share a result for any length. Attention, collectives, FSDP2's gathers and experts stay eager.
+Equal layers share compiled code, for any length. Attention, collectives, FSDP2's gathers and experts stay eager.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from burnish.distributed.device import uncompiled
 from burnish.errors import refusing
 
 _GROUPED = "grouped_mm"
-# Transformers knows the computation of experts under this name.
+# The name under which transformers finds our uncompiled function for experts.
 _UNCOMPILED = "burnish_uncompiled"
 
 ALL_EXPERTS_FUNCTIONS.register(_UNCOMPILED, uncompiled(ALL_EXPERTS_FUNCTIONS[_GROUPED]))
 
 
 def compile_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
-    """Have `layers` of `model` compiled when they run first. Raises `UsageError` without a C++ compiler."""
+    """Have `layers` of `model` compiled at their first call. Raises `UsageError` without a C++ compiler."""
     _require_compiler()
     config = model.config.get_text_config()
     if config._experts_implementation == _GROUPED:
         config._experts_implementation = _UNCOMPILED
-    # Routers get their hooks when they are first asked for something, which may be after a layer ran without.
+    # Routers may get hooks after their layer was compiled without. So compiled code must check for hooks.
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     for layer in layers:
         layer.compile(dynamic=True)
@@ -38,7 +38,7 @@ def compile_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
 
 def _require_compiler() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch about itself
+        warnings.simplefilter("ignore", DeprecationWarning)  # about torch's own code
         import_module("torch._inductor.compile_fx")
     from torch._inductor.cpp_builder import get_cpp_compiler
 

@@ -45,7 +45,7 @@ _PRODUCTS = frozenset(
         "transformers::grouped_mm_fallback",
     }
 )
-"""Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, which would be done twice."""
+"""Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, and would add twice."""
 
 _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 
@@ -65,7 +65,7 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of a decoder's longest ModuleList outside any other."""
+    """Return the entries of the longest ModuleList that is in no other."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     outer = [
         modules
@@ -157,7 +157,7 @@ def global_norm(
     named = gradients.items()
     counted = [each for name, each in named if each.numel() and (is_first or name in cuts)]
     if device.type == "cpu" or not counted:
-        # Without a copy, and by rows, since a whole matrix's norm is less exact.
+        # This makes no copy. It goes by rows, since the norm of a whole matrix at once is less exact.
         rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in counted]
         squares = [norms.square_().sum() for norms in rows]
     else:

@@ -5,7 +5,7 @@ blocks each rank has some of the tokens (Korthikanti et al., arXiv 2205.05198). 
 ranks.
 
 Cuts follow transformers' plan of the family (`base_model_tp_plan`). An adapter's B is cut with its weight's rows, A with the
-columns. Left out: families without such a plan, and experts on ranks of their own.
+columns. Not supported: families without such a plan, and expert parallelism.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _STYLES: Mapping[str, tuple[int, int]] = {
     "packed_colwise": (-2, 2),
     "rowwise": (-1, 1),
 }
-"""Of a plan's styles those that cut a weight: the dim, and how many tensors it joins along it."""
+"""Styles of a plan that cut a weight: the dim, and how many tensors the weight joins along it."""
 
 _WHOLE_FACTORS = frozenset({("A", -2), ("B", -1)})
-"""An adapter's factors that are not cut with a weight: A [rank, in] where that is cut by rows, B [out, rank] where by columns."""
+"""An adapter's factors that stay whole: A [rank, in] of a weight that is cut by rows, B [out, rank] of one cut by columns."""
 
 _OTHER_STYLES = frozenset({"replicated_with_grad_allreduce", "moe_tp_experts"})
-"""Those about gradients of what is not cut and about sums over ranks, both of which are made here in any case."""
+"""Styles for gradients of uncut weights and for sums over ranks. This module handles both in any case."""
 
 _BLOCK = re.compile(r"^.*?\.\d+\.[^.]+")
 """The part of a parameter's name that names a child of a decoder layer."""
 
 
 def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
-    """Leave this rank's part of every matrix in `scorer` (on meta), and return the cuts by parameter.
+    """Cut every matrix in `scorer` (on meta) to this rank's part, and return the cuts by parameter.
 
     Raises `UsageError` for an unknown plan, and `IncompatibleError` for a bias that would be added per rank or a matrix that would stay
     whole.
@@ -85,7 +85,7 @@ def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
     if strange or not plan:
         found = f"a plan with {', '.join(strange)}" if plan else "no plan"
         raise UsageError(
-            f"tensor parallelism does not know how models of type {text.model_type} are to be cut",
+            f"tensor parallelism does not know how to cut models of type {text.model_type}",
             have=f"{found} in transformers",
             want=f"a plan of {', '.join(sorted((*_STYLES, *_OTHER_STYLES)))} alone",
             do="set engine.tensor_parallel=1; engine.sequence_parallel works for every family",
@@ -96,7 +96,7 @@ def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
 def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collection[str]) -> None:
     """Raise `IncompatibleError` for matrices that the plan leaves whole.
 
-    They would see only some tokens, or be added up over ranks.
+    A whole matrix would see only some tokens, or be summed over ranks.
     """
     lists = {block.rsplit(".", 2)[0] for block in blocks}
     names = plain_names(model)
@@ -144,7 +144,7 @@ def _layer_cuts(
 
 
 def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
-    """Replace cut parameters by smaller ones, tied ones by the same."""
+    """Replace cut parameters by their parts; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):
         if name not in cuts:

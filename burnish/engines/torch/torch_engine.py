@@ -41,7 +41,7 @@ def has_liger(device: torch.device) -> bool:
 class TorchEngine(ShardedEngine):
     """A model trained with FSDP2; implements `burnish.engines.base.Engine`.
 
-    Without `optim` it is frozen, in the compute dtype. With `lora` an adapter is trained beside such a model. Weights are undefined until
+    Without `optim` it is frozen, in the compute dtype. With `lora` an adapter is trained beside a frozen model. Weights are undefined until
     `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
@@ -60,7 +60,7 @@ class TorchEngine(ShardedEngine):
         require_fitting(hf_config, config)
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
         self.mesh = mesh or Mesh.of(layout, config.replicas, device)
-        """Its process groups, and host memory."""
+        """The engine's process groups and host memory."""
         super().__init__(config, layout, device, self.mesh.arena)
         model = build_on_meta(hf_config)
         if optim is None and lora is None:
@@ -136,7 +136,7 @@ class TorchEngine(ShardedEngine):
     def optim_step(self, lr: float) -> Stats:
         """See `Engine.optim_step`."""
         optimizer = trained(self._optimizer)
-        self._reshard()  # what a forward pass after the last backward has gathered would stay as it was
+        self._reshard()  # weights that a forward pass has gathered since the last backward would keep old values
         gradients = optimizer.gradients()
         if self.mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
@@ -224,4 +224,4 @@ class TorchEngine(ShardedEngine):
         reduces = last or (sharded and self._config.reduce_each_microbatch)
         root.set_requires_gradient_sync(reduces)
         root.set_requires_all_reduce(last)
-        root.set_is_last_backward(reduces)  # frees what was sent
+        root.set_is_last_backward(reduces)  # frees the buffers of reduced gradients

@@ -118,7 +118,7 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
     several, other = value_config(tiny_config("qwen3")), tiny_config("qwen3")
     several.num_labels = 3
     other.architectures = ["Qwen3ForQuestionAnswering"]
-    for shape, said in ((several, "a head that says 3 things"), (other, "another head than")):
+    for shape, said in ((several, "a head with 3 values"), (other, "a head that is neither")):
         with pytest.raises(UsageError, match=said):
             require_fitting(shape, EngineConfig(kind="megatron"))
 
