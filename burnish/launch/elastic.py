@@ -37,7 +37,7 @@ _DEGREES = (
 
 
 def adapted(planner: PlannerOf, engine: EngineConfig, layout: Layout) -> EngineConfig:
-    """Return settings for so many processes: the run's own, or if these do not fit, the planner's quickest.
+    """Return settings for the layout's processes: the run's own if they fit, else the planner's quickest.
 
     A model that the planner does not know gets FSDP alone. Ranks with equal devices choose the same.
     """
@@ -56,20 +56,20 @@ def adapted(planner: PlannerOf, engine: EngineConfig, layout: Layout) -> EngineC
     if layout.is_main:
         degrees = {name: getattr(chosen, name) for name in _DEGREES}
         shown = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
-        log.warning("the run's layout does not fit %d processes, but %s", layout.world, shown)
+        log.warning("the run's layout does not fit %d processes; using %s", layout.world, shown)
     return chosen
 
 
 def has_layout(planner: PlannerOf, world: int) -> bool:
-    """Return whether the run can be divided among so many processes, whatever their memory."""
+    """Return whether `world` processes can divide the run, whatever their memory."""
     try:
         return bool(planner(_devices(world, None)).all_plans())
     except BurnishError:
-        return True  # the ranks will say what the planner does not know
+        return True  # the planner does not know the model; the ranks will find out
 
 
 def _devices(world: int, here: int | None) -> Devices:
-    """Return this machine's devices; if they are unknown or not meant, some with any memory."""
+    """Return this machine's devices; made-up ones of unlimited memory if unknown or without `here`."""
     found = None if here is None else devices_here(world, here)
     return found or Devices(world, "CPU", math.inf, Accelerator(1e12, math.inf, 1e12, 1e12))
 

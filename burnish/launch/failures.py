@@ -1,4 +1,4 @@
-"""Note how starts of a run failed, and refuse another one after equal failures.
+"""Note how starts of a run failed, and refuse another start after equal failures.
 
 A launcher cannot tell a machine that died from a reward that always raises at the same step.
 """

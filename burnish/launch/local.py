@@ -16,7 +16,7 @@ from contextlib import suppress
 from burnish.distributed.environment import PARENT
 
 LAST_LINES = 20
-"""Lines that are shown of a rank that fails."""
+"""How many of a failed rank's last lines are shown."""
 _PAUSE_SECONDS = 0.05
 
 
@@ -27,12 +27,12 @@ def free_port(host: str = "") -> int:
 
 
 class RankProcess:
-    """A `burnish` command as a child, which ends with the thread that makes it."""
+    """A `burnish` command in a child process, which dies with the thread that starts it."""
 
     def __init__(
         self, argv: Sequence[str], environ: Mapping[str, str], *, cwd: str, keeps: int | None
     ) -> None:
-        """Start it. Keep its last `keeps` lines; None: it writes where this process does."""
+        """Start it. Keep its last `keeps` lines; None: it inherits this process's output."""
         shown = keeps is None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "burnish", *argv],
@@ -50,14 +50,14 @@ class RankProcess:
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Return its exit status, minus the signal's number if one ended it; None while it runs."""
+        """Return its exit status, or minus the number of the signal that killed it; None while it runs."""
         status = self._process.poll()
         if status is not None:
-            self._reader.join(_PAUSE_SECONDS)  # a process of its own may hold the pipe open
+            self._reader.join(_PAUSE_SECONDS)  # a process that the child started may hold the pipe
         return status
 
     def take_lines(self) -> list[str]:
-        """Return the lines that were not taken."""
+        """Return and forget the kept lines."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def send(self, number: int) -> None:
@@ -77,7 +77,7 @@ class RankProcess:
 
 
 class LocalAttempt:
-    """An `Attempt` on this machine. Rank 0 writes where this process does."""
+    """An `Attempt` on this machine. Rank 0 inherits this process's output."""
 
     def __init__(self, argv: Sequence[str], world: int, attempt: int) -> None:
         shared = {
@@ -133,7 +133,7 @@ class LocalLauncher:
         return 1
 
     def room(self) -> int:
-        """Return 0: devices do not come back here."""
+        """Return 0: this machine's lost devices stay lost."""
         return 0
 
     def start(

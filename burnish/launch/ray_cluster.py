@@ -26,7 +26,7 @@ from burnish.launch.supervisor import REFUSALS
 # Ray's names of accelerators for training.
 _DEVICES = ("GPU", "NPU")
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
-# Ranks get these variables of the driver. Others come from the nodes or from Ray's runtime environment.
+# Prefixes of the driver's variables that ranks get. Others come from the nodes or from Ray's runtime environment.
 _PASSED = ("BURNISH_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_NCCL_")
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The status of a rank whose actor is gone, as if the system had killed it.
@@ -38,7 +38,7 @@ log = logging.getLogger("burnish")
 
 
 class RankActor:
-    """A process of one bundle, with one rank as its child."""
+    """An actor in one bundle, with one rank as its child."""
 
     def where(self) -> Mapping[str, Any]:
         """Return the node, its address, and the accelerators of this process."""
@@ -65,7 +65,7 @@ class RankActor:
         self.start([*argv, "--host", address, "--port", "0"], environ, cwd, LAST_LINES)
 
     def poll(self, seconds: float, take: bool) -> tuple[int | None, list[str]]:
-        """Wait at most so long for its end; return its status, and new lines then or with `take`."""
+        """Wait at most `seconds` for its end. Return its status, and new lines if it ended or with `take`."""
         until = time.monotonic() + seconds
         while (status := self._process.poll()) is None and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
@@ -78,7 +78,7 @@ class RankActor:
 
 @dataclass
 class _Placed:
-    """An actor and what is known of its process."""
+    """An actor and the known state of its process."""
 
     actor: Any
     polled: Any = None
@@ -87,7 +87,7 @@ class _Placed:
     starts: int = 1
 
     def take(self) -> list[str]:
-        """Take the answer, which is there, and return its lines."""
+        """Take the answer, which has arrived; return its lines."""
         answer, self.polled = self.polled, None
         try:
             self.status, lines = ray.get(answer) or (None, [])
@@ -97,7 +97,7 @@ class _Placed:
 
 
 class RayServers:
-    """The generators of a run with `rollout.place: servers`, which outlive its starts."""
+    """The generators of a run with `rollout.place: servers`, which outlive single starts."""
 
     def __init__(self, argv: Sequence[str], count: int, amounts: Mapping[str, Any]) -> None:
         """Ask for `count` actors with `amounts` of resources, each to run `burnish argv`."""
@@ -110,7 +110,7 @@ class RayServers:
         return _Placed(actor, polled, starts=starts)
 
     def keep(self) -> None:
-        """Start those again that died, unless they refused."""
+        """Restart servers that died, unless their exit code is in `REFUSALS`."""
         for number, placed in enumerate(self._running):
             if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
                 continue
@@ -127,7 +127,7 @@ class RayServers:
             self._running[number] = self._made(placed.starts + 1)
 
     def close(self) -> None:
-        """End them, so that they take their notes away."""
+        """End the servers by a signal, so that they remove their address files."""
         for placed in self._running:
             placed.actor.send.remote(signal.SIGTERM)
         waited = [each.actor.poll.remote(_SERVERS_SECONDS, False) for each in self._running]
@@ -137,7 +137,7 @@ class RayServers:
 
 
 class RayAttempt:
-    """An `Attempt` on bundles. Rank 0's lines appear here."""
+    """An `Attempt` on bundles. This process prints rank 0's lines."""
 
     def __init__(self, group: PlacementGroup, actors: Sequence[Any], servers: RayServers) -> None:
         """Take the actors of ranks that have started."""
@@ -197,7 +197,7 @@ class RayLauncher:
     def __init__(
         self, address: str, argv: Sequence[str], servers: int = 0, devices: int = 1
     ) -> None:
-        """Connect, and start `servers` of so many `devices`. Raises `UsageError` without a cluster."""
+        """Connect, and start `servers` with `devices` each. Raises `UsageError` without a cluster."""
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
@@ -215,7 +215,7 @@ class RayLauncher:
         self._servers = RayServers(["serve", *argv[1:]], servers, self._amounts(devices))
 
     def _amounts(self, devices: int) -> dict[str, Any]:
-        """Return the resources of an actor with so many devices."""
+        """Return the resources of an actor with this many devices."""
         amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices * (self._kind == "GPU")}
         if self._kind not in (None, "GPU"):
             amounts["resources"] = {self._kind: devices}
@@ -226,7 +226,7 @@ class RayLauncher:
         left = self._total(self._kind) - self._taken if self._kind else 0
         if left < 1:
             raise UsageError(
-                "how many processes the Ray cluster has accelerators for is not known",
+                "the Ray cluster's accelerators do not give a number of processes",
                 have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {self._taken} for servers",
                 do="give --processes N",
             )
@@ -285,7 +285,7 @@ class RayLauncher:
                 for rank, (actor, environ) in enumerate(zip(actors, environs, strict=True))
             ]
             ray.get(started)
-        except RayError as error:  # a node is gone already
+        except RayError as error:  # a node was lost meanwhile
             log.warning("an actor is gone: %s", str(error).partition("\n")[0])
             remove_placement_group(group)
             return None
@@ -297,7 +297,7 @@ def _passed() -> dict[str, str]:
 
 
 def _ranks(places: Sequence[Mapping[str, Any]], kind: str | None) -> list[dict[str, str]]:
-    """Return the variables of each rank. Ranks see all the run's accelerators on their node, for these talk to each other."""
+    """Return the variables of each rank. A rank sees all the run's accelerators on its node, since these communicate."""
     nodes = [place["node"] for place in places]
     environs = []
     for rank, place in enumerate(places):

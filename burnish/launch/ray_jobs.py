@@ -15,7 +15,7 @@ from burnish.errors import UsageError
 def submit(address: str | None, argv: Sequence[str]) -> int:
     """Submit `burnish argv` in this directory, print its output until it ends, and return its exit code.
 
-    `address` is the dashboard's; None: RAY_API_SERVER_ADDRESS, or that of this machine. Raises `UsageError` if nobody answers.
+    `address` is the dashboard's; None: RAY_API_SERVER_ADDRESS, or this machine's. Raises `UsageError` if no dashboard answers.
     """
     command = shlex.join(["python", "-m", "burnish", *argv])
     try:

@@ -1,4 +1,4 @@
-"""Keep a run going: start its processes, again from the newest commit when one of them dies.
+"""Keep a run going: start its processes, and restart them from the newest commit when one dies.
 
 Only a `Launcher` knows where processes run.
 """
@@ -17,12 +17,12 @@ from burnish.distributed.environment import AFTER_SAVE, STOPPING, handling
 from burnish.errors import BurnishError, MissingError, UsageError, count_text
 
 _LOOK_SECONDS = 0.5
-# Seconds that ranks may go on after one has failed. They hear of it within seconds, unless they have not met yet.
+# Seconds that ranks may go on after one has failed. Connected ranks hear of it within seconds, others do not.
 _GRACE_SECONDS = 20.0
-# Seconds for fewer processes to find their places.
+# Seconds to wait for room for a smaller number of processes.
 _SMALLER_SECONDS = 30.0
 REFUSALS = range(UsageError.exit_code, MissingError.exit_code + 1)
-"""Exit codes of what starting again does not change: settings, data or checkpoints that cannot be used."""
+"""Exit codes of errors that a restart cannot mend: settings, data or checkpoints that cannot be used."""
 
 log = logging.getLogger("burnish")
 
@@ -31,37 +31,37 @@ class Attempt(Protocol):
     """The processes of one start of a run."""
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        """Return each ended rank's exit status, the first one first. Wait at most so long for one.
+        """Return each ended rank's exit status, in order of ending. Wait at most `seconds` for one.
 
         A signal's number counts negative.
         """
 
     def last_lines(self, rank: int) -> Sequence[str]:
-        """Return last lines of a rank that nobody has seen yet."""
+        """Return a rank's last lines that were not shown yet."""
 
     def send(self, number: int) -> None:
         """Send every rank a signal."""
 
     def close(self) -> None:
-        """End what still runs, and wait for it."""
+        """Kill ranks that still run, and wait for them."""
 
 
 class Launcher(Protocol):
     """Starts the processes of a run."""
 
     def processes(self) -> int:
-        """Return a run's number of processes by default. Raises `UsageError` if that is not known."""
+        """Return the default number of processes. Raises `UsageError` if that is not known."""
 
     def room(self) -> int:
-        """Return how many more processes there is room for now."""
+        """Return how many more processes have room now."""
 
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
     ) -> Attempt | None:
-        """Start `world` processes; None if they get no room within `seconds`, or until `stopped`."""
+        """Start `world` processes; return None if they find no room within `seconds` or before `stopped`."""
 
     def close(self) -> None:
-        """End what runs beside the ranks."""
+        """End processes beside the ranks, such as servers."""
 
 
 class Supervisor:
@@ -74,7 +74,7 @@ class Supervisor:
         world: int,
         is_possible: Callable[[int], bool] = lambda world: True,
     ) -> None:
-        """Take the wanted number of processes, and which others have a layout."""
+        """`world` is the wanted number of processes; `is_possible` tells which others have a layout."""
         self._launcher, self._settings = launcher, settings
         self._wanted = self._world = world
         self._is_possible = is_possible
@@ -115,7 +115,7 @@ class Supervisor:
         raise AssertionError
 
     def _placed(self, attempt: int) -> Attempt | None:
-        """Start as many processes as before, or fewer if these find no room; None after a signal."""
+        """Start as many processes as before, or fewer without room for these; None after a signal."""
         settings = self._settings
         for world, seconds in self._worlds():
             started = self._launcher.start(world, attempt, seconds, lambda: bool(self._signals))
@@ -144,11 +144,11 @@ class Supervisor:
         return filter(self._is_possible, range(most, least - 1, -1))
 
     def follow(self, started: Attempt) -> tuple[int, int, int]:
-        """Wait for the end; return a larger number that there is room for, or 0, the first failed rank and its status."""
+        """Wait for the end. Return a larger number with room, or 0, then the first failed rank and its status."""
         with closing(started):
             larger, ended = self._watched(started)
             rank, status = next((each for each in ended.items() if each[1]), (0, 0))
-            is_said = status in REFUSALS and ended.get(0) == status  # by rank 0, in the same words
+            is_said = status in REFUSALS and ended.get(0) == status  # rank 0 has printed this error
             for line in () if is_said or not status else started.last_lines(rank):
                 log.error("rank %d: %s", rank, line)
         return larger, rank, status
@@ -164,7 +164,7 @@ class Supervisor:
                 return larger, ended
             failed = next(filter(None, ended.values()), 0)
             if failed and deadline == float("inf"):
-                # One that was stopped has saved, and others may have more to write.
+                # A rank that a signal stopped has saved, and other ranks may still be writing.
                 is_stopped = failed > 128
                 patience = self._settings.timeout_seconds if is_stopped else _GRACE_SECONDS
                 deadline = time.monotonic() + patience
@@ -176,7 +176,7 @@ class Supervisor:
                 asked = True
 
     def _larger(self) -> int:
-        """Return a larger number that there is room for, or 0."""
+        """Return a larger number of processes with room, or 0."""
         if self._world == self._wanted:
             return 0
         room = min(self._wanted, self._world + self._launcher.room())
