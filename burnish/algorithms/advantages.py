@@ -15,7 +15,7 @@ from burnish.algorithms.base import Array, ScoredRollouts
 from burnish.errors import BurnishError
 
 EPSILON = 1e-6
-"""Added to every standard deviation that is divided by."""
+"""Added to every standard deviation in a denominator."""
 
 
 def grpo(scored: ScoredRollouts) -> Array:
@@ -85,7 +85,7 @@ def pass_at_k(scored: ScoredRollouts) -> Array:
 def gdpo(scored: ScoredRollouts) -> Array:
     """A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), standardised over the step (GDPO, arXiv 2601.05242, equations 4 to 6).
 
-    k runs over the reward's parts. Penalties are one more, of weight 1.
+    k runs over the reward's parts. Penalties form one more part, of weight 1.
     """
     weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))

@@ -1,6 +1,6 @@
-"""Add token losses up with coefficients that are known before the loss.
+"""Sum token losses with coefficients that are known before the loss.
 
-Counts are the *global* batch's, so its cut does not change the total.
+Counts are the *global* batch's, so its division does not change the total.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Aggregation:
     """A micro-batch's part in the step's loss."""
 
     coefficients: Tensor
-    """[T] fp32, what each token's loss is multiplied by; 0 where the token is not trained on."""
+    """[T] fp32, the factor of each token's loss; 0 where the token is not trained on."""
     local_units: Tensor
-    """0-d int64, what is averaged over, counted in this micro-batch: loss tokens or sequences with any."""
+    """0-d int64, this micro-batch's count of the units of the mean: loss tokens, or sequences with any."""
     global_units: int
     """The same count over the global batch."""
 
@@ -68,7 +68,7 @@ def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: i
 def to_tokens(per_sequence: Tensor, micro: MicroBatch) -> Tensor:
     """Give every token its sequence's value, [S] to [T]."""
     lengths = micro.cu_seqlens.diff()
-    # Given the size of the result, the device need not be asked for it.
+    # `output_size` saves a wait for the device.
     return torch.repeat_interleave(per_sequence, lengths, output_size=micro.loss_mask.numel())
 
 

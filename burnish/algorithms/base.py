@@ -36,9 +36,9 @@ POLICY_LOSSES: Registry = {
 }
 """Policy losses by name."""
 LARGEST_REWARD = 1e30
-"""Rewards beyond it are refused: their differences would not fit in fp32."""
+"""Larger rewards are refused: their differences would not fit in fp32."""
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are kept within ± this before exp, so that no ratio overflows; no gradient flows beyond it."""
+"""Log-ratios are clamped to ± this before exp, so that no ratio overflows; no gradient flows beyond it."""
 
 Array = npt.NDArray[np.float64]
 
@@ -54,13 +54,13 @@ class ScoredRollouts:
     lengths: npt.NDArray[np.int64]
     """[N] tokens of each completion; 0 is possible."""
     penalties_of_all: Callable[[], Sequence[Floats]] | None = None
-    """Has all ranks exchange `penalties`. Collective. None without KL in the reward."""
+    """Exchanges `penalties` among all ranks. Collective. None without KL in the reward."""
     parts: Mapping[str, Array] = field(default_factory=dict)
-    """[N] by reward function or model: its own value, unweighted; 0 where it failed."""
+    """By reward function or model: its unweighted values [N]; 0 where it failed."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part in the reward."""
     greedy_rewards: Array | None = None
-    """[N] rewards of the greedy completion of the same prompt; `remax` alone has them generated."""
+    """[N] rewards of the greedy completion of the same prompt. Burnish generates these only for `remax`."""
 
     @cached_property
     def penalties(self) -> tuple[Array, ...]:
@@ -71,7 +71,7 @@ class ScoredRollouts:
         return tuple(zeros[size] for size in self.lengths.tolist())
 
     def within_groups(self, formula: Callable[[Array], Array], values: Array) -> Array:
-        """Apply `formula` to each group's `values`, of [N]."""
+        """Apply `formula` to each group's part of `values` [N]."""
         result = np.zeros_like(values)
         for rows in self.members():
             for members in rows:
@@ -79,14 +79,14 @@ class ScoredRollouts:
         return result
 
     def in_rows(self, formula: Callable[[Array], Array], values: Array) -> Array:
-        """Apply `formula` to `values` [N] as rows [groups, size], by size."""
+        """Apply `formula` to `values` [N], as rows [groups, size] for each group size."""
         result = np.zeros_like(values)
         for rows in self.members():
             result[rows] = formula(values[rows])
         return result
 
     def members(self) -> list[npt.NDArray[np.int64]]:
-        """Return the groups' indices, one [groups, size] for each size."""
+        """Return the rollouts' indices by group, an array [groups, size] for each group size."""
         order = np.argsort(self.groups, kind="stable")
         starts = np.flatnonzero(np.diff(self.groups[order], prepend=np.iinfo(np.int64).min))
         sizes = np.diff(starts, append=len(order))
@@ -101,7 +101,7 @@ Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"
 def load_advantage(name: str) -> Advantage:
     """Return the function that `algorithm.advantage` names.
 
-    Raises `UsageError` if it does not exist, or if a user's fails on made-up rollouts.
+    Raises `UsageError` if it does not exist, or a user's function fails on made-up rollouts.
     """
     function = load_function(name, "algorithm.advantage", ADVANTAGES)
     if name not in ADVANTAGES:

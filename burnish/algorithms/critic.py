@@ -21,7 +21,7 @@ from burnish.tracking.stats import Mean, Stats
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Per completion, an array of its tokens."""
+    """Arrays [tokens], one per completion."""
 
     advantages: list[Array]
     """fp64, not whitened."""
@@ -35,7 +35,7 @@ class Estimates:
         return np.concatenate([token_sums(self.advantages), returns], axis=1)
 
     def whitened(self, sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[Floats, list[Floats]]:
-        """Return mean advantages of all N completions, from `sums` [N, 6], and arrays of these, whitened."""
+        """Whiten advantages: return the means of all N completions, from `sums` [N, 6], and this rank's arrays."""
         mean, scale = whitening(sums[:, :3], lengths)
         means = sums[:, 0] + sums[:, 1] / np.maximum(lengths, 1)
         own = [((each - mean) * scale).astype(np.float32) for each in self.advantages]
@@ -54,14 +54,14 @@ def gae(
         δ_t = r_t + γ V(s_{t+1}) - V(s_t)
         Â_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l},    R_t = Â_t + V(s_t)
 
-    `values[i][t]` is V(s_t), of the state in which token t was chosen. V is 0 behind the last token,
+    `values[i][t]` is V(s_t), of the state in which token t was chosen. V is 0 after the last token,
     even of a truncated completion. r_t is -`token_penalties[i][t]`, plus `rewards[i]` at the last
     token. REINFORCE++ (arXiv 2501.03262) has V = 0 and γ = λ = 1.
     """
     exact = [np.asarray(each, dtype=np.float64) for each in values]
     lengths = [len(each) for each in exact]
     penalties = token_penalties or [np.zeros(length, dtype=np.float32) for length in lengths]
-    deltas = np.zeros((max(lengths, default=0), len(lengths)))  # from each rollout's last token
+    deltas = np.zeros((max(lengths, default=0), len(lengths)))  # row 0: each rollout's last token
     for i, (value, penalty) in enumerate(zip(exact, penalties, strict=True)):
         delta = gamma * np.append(value[1:], 0.0)[: len(value)] - value - penalty
         delta[-1:] += rewards[i]
@@ -113,7 +113,7 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
             old = torch.where(mask, micro.given("old_values"), 0.0)
             moved = values - old
             clipped = (old + moved.clamp(-clip, clip) - returns).square() / 2
-            held = (moved.abs() > clip) & (clipped > losses)  # and not by rounding
+            held = (moved.abs() > clip) & (clipped > losses)  # the first term excludes rounding
             losses = torch.maximum(losses, clipped)
         loss = aggregate(losses)
         return loss, Stats(

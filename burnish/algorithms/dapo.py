@@ -21,7 +21,7 @@ class Selection:
 
 
 def has_variance(rewards: Column, groups: Column, count: int) -> Column:
-    """Return [`count`] whether a group's rewards differ (0 < correct < G in DAPO, equation 8).
+    """Return [`count`] whether each group's rewards differ (0 < correct < G in DAPO, equation 8).
 
     `groups` [N] ascend.
     """

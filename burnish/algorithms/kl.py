@@ -2,7 +2,7 @@
 
 With d = log π(y) - log π_ref(y), the reward uses the value, the loss the gradient (arXiv 2506.09477):
 
-- k1 = d: unbiased, of high variance. Its gradient is 0 on average, so it takes k2's.
+- k1 = d: unbiased, of high variance. Its gradient is 0 on average, so the loss uses k2's.
 - k2 = d²/2: biased, of low variance. On average its gradient is that of KL(π‖π_ref).
 - k3 = e^(-d) - 1 + d: unbiased, of low variance. On average its gradient (1 - e^(-d)) ∇log π is that of KL(π_ref‖π),
   as in GRPO (arXiv 2402.03300, equation 4).
@@ -31,7 +31,7 @@ def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask
 def kl_penalty(
     estimator: KLEstimator, coef: float, logprobs: Floats, ref_logprobs: Floats
 ) -> Floats:
-    """Return `coef` times the estimate, which each token's reward loses, [T] fp32."""
+    """Return the penalty on each token's reward, `coef` times the estimate, [T] fp32."""
     difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
     return (coef * _estimate(estimator, difference)).numpy()
 

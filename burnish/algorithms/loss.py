@@ -25,7 +25,7 @@ from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats, Sum
 
 Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
-"""What an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""
+"""A function that an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""
 
 
 def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
@@ -36,7 +36,7 @@ def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
-    """Return the surrogate, plus `kl.coef` · KL if used, less `entropy_coef` · H, aggregated alike.
+    """Return the surrogate, plus `kl.coef` · KL if used, minus `entropy_coef` · H, aggregated alike.
 
     The entropy bonus needs `TokenOutputs.entropy` with a gradient. The mismatch correction multiplies
     the surrogate alone. Statistics, besides `burnish.algorithms.mismatch`'s:
@@ -44,7 +44,7 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     - `pg_loss`, `kl_loss`: the terms without coefficients
     - `entropy`: nats per token
     - `ppo_kl`: mean of log π_old/π per token
-    - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens held by the clip range, by the dual clip
+    - `pg_clipfrac`, `pg_clipfrac_lower`: share of tokens bounded by the clip range, by the dual clip
 
     The loss raises `BurnishError` without advantages or needed reference or sampled log-probs.
     """

@@ -44,18 +44,18 @@ def mismatch_weights(
 ) -> tuple[Tensor, Stats]:
     """Return the factor [T] fp32 on each token's policy loss, without gradient, and its statistics.
 
-    With ρ_t = π_old(y_t)/μ(y_t) and ρ = Π_t ρ_t, `mismatch_level` gives, with a cap,
+    With ρ_t = π_old(y_t)/μ(y_t) and ρ = Π_t ρ_t, the factor by `mismatch_level` is
 
     - token: min(ρ_t, `mismatch_cap`) (truncated importance sampling, Yao et al. 2025)
     - sequence: min(ρ, `mismatch_cap`) (verl's sequence TIS)
 
-    and else 1. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
+    and 1 without a cap. `mismatch_reject` makes it 0 outside [`mismatch_low`, `mismatch_high`]:
 
     - token: by ρ_t (IcePop, arXiv 2510.18855, equation 3)
     - sequence: by ρ (masked importance sampling; Liu et al. 2025)
     - geometric: by ρ^(1/|y|), which does not fall with the length
 
-    `mismatch_ess` is the effective sample size; it, `mismatch_capped` and `mismatch_rejected` are shares
+    `mismatch_ess` (effective sample size), `mismatch_capped` and `mismatch_rejected` are shares
     of tokens. Raises `BurnishError` without `sampled_logprobs`.
     """
     ratios = _log_ratio(old_logprobs, micro)

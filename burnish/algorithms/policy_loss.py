@@ -71,7 +71,7 @@ def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenL
 def gmpo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
     """Geometric-mean policy optimisation in a token form (GMPO, arXiv 2507.20673, equation 4).
 
-    c_t = min(log r_t, `clip_high`) where A_t > 0, else max(log r_t, -`clip_low`): the clip range is of log-ratios.
+    c_t = min(log r_t, `clip_high`) where A_t > 0, else max(log r_t, -`clip_low`): the clip range bounds log-ratios.
     s = exp(1/|y| Σ_t c_t), s_t = sg[s] · exp(c_t - sg[c_t]), ℓ_t = -s_t A_t. It equals the paper's where `gspo` does.
     """
     advantages = _advantages(micro)

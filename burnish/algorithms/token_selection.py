@@ -1,6 +1,6 @@
 """Select tokens of high covariance or high entropy, to treat them apart.
 
-All ranks' tokens of a mini-batch are compared. The cut does not change the choice.
+All ranks' tokens of a mini-batch are compared. Its division does not change the choice.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def select_tokens(
 
 def _sortable(values: _Array) -> _Keys:
     """Return integers below 2^32 in the same order."""
-    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # no zero is negative
+    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # adding 0 makes -0 positive
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
 
 
@@ -74,15 +74,15 @@ def _choose(keys: _Keys, count: int, sequences: _Integers, layout: Layout) -> _C
     alike = np.flatnonzero(keys == least)
     alike = alike[np.argsort(sequences[alike], kind="stable")]
     numbers, counts = np.unique(sequences[alike], return_counts=True)
-    everywhere, told = gather_rows(numbers, counts.astype(np.float64), layout)
-    before = np.append(told.cumsum() - told, np.inf)[np.searchsorted(everywhere, numbers)]
+    all_numbers, sizes = gather_rows(numbers, counts.astype(np.float64), layout)
+    before = np.append(sizes.cumsum() - sizes, np.inf)[np.searchsorted(all_numbers, numbers)]
     ranks = np.arange(len(alike)) + np.repeat(before - (counts.cumsum() - counts), counts)
     chosen[alike[ranks < room]] = True
     return chosen
 
 
 def _largest(keys: _Keys, count: int, layout: Layout) -> tuple[int, int]:
-    """Return the `count`-th largest key of all ranks, and how many of its equals are chosen."""
+    """Return the `count`-th largest key of all ranks, and how many equal keys to choose."""
     found, left = 0, count
     for shift in (24, 16, 8, 0):  # count the next 8 bits of keys that begin alike
         alike = keys[keys >> np.uint64(shift + 8) == found]
