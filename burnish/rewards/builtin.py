@@ -20,7 +20,7 @@ _MARK = "####"
 
 
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
-    """Return 1 if the completion, stripped, is the ground truth or one of its list. Raises `ValueError` without one."""
+    """Return 1 if the stripped completion is the ground truth or in its list. Raises `ValueError` without one."""
     said = solution_str.strip()
     wanted = [text.strip() for text in _texts(ground_truth)]
     if ignore_case:
@@ -29,9 +29,9 @@ def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = Fal
 
 
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
-    r"""Return 1 if the completion's last number is a ground truth's, at most `tolerance` apart.
+    r"""Return 1 if the completion's last number equals a ground truth's, within `tolerance`.
 
-    Takes the last number in the last `\boxed{...}`, else behind the last `####`, else in the text. It may have a sign, thousands'
+    Takes the last number in the last `\boxed{...}`, else after the last `####`, else in the text. It may have a sign, thousands'
     commas, a decimal point or an exponent, or be a fraction `3/4` or `\frac{3}{4}`. Compares exactly. Raises `ValueError` for a
     ground truth without a number.
     """
@@ -44,7 +44,7 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
-    """Return 1 if `pattern` matches the whole completion, or unless `full` any part. Flags go inside: `(?s)`."""
+    """Return 1 if `pattern` matches the whole completion, or without `full` any part. Flags go inside: `(?s)`."""
     match = re.fullmatch if full else re.search
     return float(match(pattern, solution_str) is not None)
 
@@ -52,7 +52,7 @@ def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
 def math_verify(solution_str: str, ground_truth: Any) -> float:
     """Return 1 if math-verify (extra `math`) finds the final expression equal to the ground truth.
 
-    Both are LaTeX or plain. Over 5 seconds of reading make an expression wrong. Raises `ValueError` for an unreadable ground
+    Both are LaTeX or plain. An expression that takes over 5 seconds to parse is wrong. Raises `ValueError` for an unreadable ground
     truth.
     """
     from math_verify import parse, verify
@@ -71,7 +71,7 @@ def last_number(text: str) -> Fraction | None:
 def extract_answer(completion: str) -> str | None:
     r"""Return a completion's answer for a majority vote.
 
-    It is the content of the last `\boxed{...}`, else the text behind the last `####`, else the last number, else the text. 4, 4.0
+    It is the content of the last `\boxed{...}`, else the text after the last `####`, else the last number, else the text. 4, 4.0
     and 8/2 are one answer.
     """
     part, marked = _final_part(completion)
@@ -112,7 +112,7 @@ def _last_boxed(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
             return text[start:end]
-    return None  # cut off before it was closed
+    return None  # the completion ends before the brace is closed
 
 
 def _texts(ground_truth: Any) -> list[str]:

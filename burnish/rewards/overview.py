@@ -27,7 +27,7 @@ class Complaints:
     def hear(self, table: RolloutTable) -> None:
         """Warn of new kinds of failures in this round.
 
-        Raises `BurnishError` if all rollouts failed in `most_rounds` in a row, or in one way in the first.
+        Raises `BurnishError` if all rollouts failed in `most_rounds` rounds in a row, or alike in the first.
         """
         failed, count = [table.rollout(number) for number in table.failed], len(table.owners)
         kinds: dict[str, str] = {}
@@ -65,7 +65,7 @@ def _no_rewards(rollout: Rollout, when: str) -> BurnishError:
         have=rollout.reward_error,
         want="an answer for some completions at least",
         do=f"mend the function{message_hint(rollout)}; then start the run again, which goes on from its latest "
-        "checkpoint. reward.max_failed_rounds sets how many such rounds are borne after the first",
+        "checkpoint. reward.max_failed_rounds sets how many such rounds are tolerated after the first",
     )
 
 

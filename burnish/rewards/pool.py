@@ -1,6 +1,6 @@
 """Score rollouts: call every configured function, weight and add the values.
 
-Functions that may hang run in worker processes. One that misses a deadline is killed with all it started. Workers are plain
+Functions that may hang run in worker processes. A late worker is killed with all processes that it started. Workers are plain
 interpreters: `multiprocessing` would import the main script and torch again, or fork a process with a GPU and threads.
 """
 
@@ -44,18 +44,18 @@ from burnish.rewards.signature import (
 )
 
 LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
-"""Functions that run in this process: they take linear time. A regular expression can backtrack for ever, and sympy think."""
+"""Functions that run in this process, because they take linear time. Regular expressions and sympy can run for ever."""
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 BORNE_TIMEOUTS = 8
-"""How many calls of one function may miss their deadline or end their process in a row, beside one per worker, before it is given up."""
-# Seconds after a deadline until a worker that is silent about async calls counts as blocked.
+"""How many calls of one function in a row may miss their deadline or end their process, besides one per worker. Then it is given up."""
+# A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 
 Check = Callable[[], None]
-"""Called at least each second while answers are waited for. An exception that it raises ends the wait."""
+"""A function that is called at least each second during a wait for answers. An exception that it raises ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RewardPool:
     """Score rollouts with configured functions."""
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
-        """Load every function; `moved` hears of each ended call. Raises `UsageError` for an unusable one."""
+        """Load every function; `moved()` is called as calls end. Raises `UsageError` for an unusable function."""
         self._config = config
         self._workers: Workers | None = None
         if any(each.function not in LOCAL for each in config.functions):
@@ -113,16 +113,16 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A failure counts as `on_error`. A TRL function's None takes no part; None from all is a failure. Further numbers of a verl
+        A failure counts as `on_error`. A TRL function's None is left out; None from all is a failure. Further numbers of a verl
         function are parts, not added.
         """
         calls = self._calls(rollouts)
-        away = [each for each in calls if self._local(each.function) is None]
-        said = iter(self._workers.run(away, check) if self._workers and away else [])
+        remote = [each for each in calls if self._local(each.function) is None]
+        results = iter(self._workers.run(remote, check) if self._workers and remote else [])
         answers: list[list[Answer]] = [[] for _ in self._signatures]
         for each in calls:
             local = self._local(each.function)
-            answered = call(local, "verl", each.arguments, 1) if local else next(said)
+            answered = call(local, "verl", each.arguments, 1) if local else next(results)
             answers[each.function] += answered
         return [
             self._scored(rollout, [column[i] for column in answers])
@@ -178,10 +178,10 @@ class RewardPool:
 
 
 class Workers:
-    """Up to `reward.workers` processes that each know all functions."""
+    """Up to `reward.workers` processes that each load all functions."""
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
-        """Start one worker, or raise what it raises while it loads the functions."""
+        """Start one worker. Raises the error with which the worker fails to load functions."""
         self._config, self._moved = config, moved
         self._all: list[_Worker] = []
         self._idle = [self._started()]
@@ -190,9 +190,9 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in order. One thread waits for each worker.
 
-        A missed deadline or a worker's death is an error for the call. More than `BORNE_TIMEOUTS` lost calls in a row, beside one
-        per worker, give a function up. One worker makes an async function's calls, `concurrency` at a time. All that run are killed
-        if one blocks the event loop. If `check` raises, all workers are killed.
+        A missed deadline or a worker's death is an error for the call. A function is given up after more than `BORNE_TIMEOUTS`
+        lost calls in a row, besides one per worker. One worker makes an async function's calls, `concurrency` at a time. If one
+        blocks the event loop, all running ones are killed. If `check` raises, all workers are killed.
         """
         todo = _Todo(calls, self.signatures, self._config, self._moved)
         count = min(self._config.workers, len(todo.waiting))
@@ -205,7 +205,7 @@ class Workers:
                     for each in ended:
                         each.result()
             except BaseException:
-                # Whoever interrupts this must not find late answers here at the next call.
+                # After an interruption, the next `run` must not find late answers of this one.
                 todo.given_up |= dict.fromkeys(range(len(self.signatures)), "the run stops")
                 while serving:
                     for worker in list(self._all):
@@ -216,7 +216,7 @@ class Workers:
         return [todo.answers[number] for number in range(len(calls))]
 
     def waits_for(self) -> str:
-        """Say which function has been called for longest, and its line. For any thread."""
+        """Return the function that runs longest, and its current line. For any thread."""
         asked = [(each.asked, each) for each in list(self._all) if each.asked is not None]
         if not asked:
             return ""
@@ -226,7 +226,7 @@ class Workers:
     def close(self) -> None:
         """End all workers."""
         for worker in self._all:
-            worker.kill_programs()  # before it leaves them to others
+            worker.kill_programs()  # before the worker ends and orphans them
             worker.release()
         for worker in self._all:
             worker.end(_CLOSE_SECONDS)
@@ -248,7 +248,7 @@ class Workers:
         self._all.remove(worker)
 
     def _serve(self, todo: _Todo) -> None:
-        """Make calls in one worker, or the next if it was killed, until none waits."""
+        """Make calls in one worker, or another if it was killed, until none waits."""
         worker: _Worker | None = None
         with suppress(IndexError):
             worker = self._idle.pop()
@@ -300,7 +300,7 @@ class _Todo:
         self.calls, self._moved = calls, moved
         self.answers: dict[int, list[Answer]] = {}
         self.given_up: dict[int, str] = {}
-        """Functions whose calls are lost, and how."""
+        """Functions that were given up, by index, each with the error of its calls."""
         self.late = f"no answer within {config.timeout_seconds:g} s"
         borne = 1 + BORNE_TIMEOUTS / config.workers
         self._borne = [
@@ -312,12 +312,12 @@ class _Todo:
         for number, each in enumerate(calls):
             together = signatures[each.function].is_async
             bundles[each.function, -1 if together else number].append(number)
-        # Mixed, so that calls that hang, such as all samples of one prompt, do not come in a row.
+        # Shuffled, so that hanging calls, such as all samples of one prompt, do not come in a row.
         rng = random.Random(0)
         mixed = [rng.sample(bundle, len(bundle)) for bundle in bundles.values()]
         rng.shuffle(mixed)
         self.waiting = deque(sorted(mixed, key=len, reverse=True))
-        """Bundles that a worker gets together: the calls of an async function, or one of another."""
+        """Bundles of calls that a worker gets together: all calls of an async function, or one call of another."""
 
     def take(self) -> list[int] | None:
         with self._lock:
@@ -359,7 +359,7 @@ class _Worker:
         self.connection, theirs = Pipe()
         self.signatures: Sequence[Signature] = ()
         self.asked: tuple[float, int] | None = None
-        """When it got the calls that it makes, and the function's index."""
+        """When the worker got its current calls, and the function's index."""
         self._stack = TemporaryFile()  # noqa: SIM115 - closed by `release`
         with theirs:
             command = [sys.executable, "-m", "burnish.rewards.worker"]
@@ -368,7 +368,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 env=environ_of_child(),
                 pass_fds=[theirs.fileno(), self._stack.fileno()],
-                # A session of its own: the terminal's ctrl-C is for us, and the whole group can be killed.
+                # With a session of its own, the worker does not get the terminal's ctrl-C, and its group can be killed.
                 start_new_session=True,
             )
 
@@ -391,19 +391,19 @@ class _Worker:
         self.signatures = message
 
     def receive(self, patience: float) -> Any:
-        """Return the next message. Raises `TimeoutError`, or `EOFError` or `OSError` if it died."""
+        """Return the next message. Raises `TimeoutError`, or `EOFError` or `OSError` if the worker died."""
         deadline = time.monotonic() + patience
         while not self.connection.poll(min(patience, _CHECK_SECONDS)):
             patience = deadline - time.monotonic()
             if patience <= 0:
                 raise TimeoutError
-            # What it started may hold its end of the connection open.
+            # A process that the worker started may hold its end of the connection open.
             if self._process.poll() is not None and not self.connection.poll():
                 raise EOFError
         return self.connection.recv()
 
     def line(self) -> str:
-        """Return where a call is, such as `rewards.py line 12 in check`."""
+        """Return a call's current line, such as `rewards.py line 12 in check`."""
         self._stack.seek(0)
         self._stack.truncate()
         self._process.send_signal(STACK_SIGNAL)
@@ -428,11 +428,11 @@ class _Worker:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, patience: float) -> int:
-        """End what it started and it, by force after `patience` seconds."""
+        """Kill the worker's programs and end it, by force after `patience` seconds."""
         self.kill_programs()
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(patience)
-        with suppress(ProcessLookupError):  # another thread was faster
+        with suppress(ProcessLookupError):  # another thread has killed it
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
@@ -444,7 +444,7 @@ class _Worker:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below one, in any session."""
+    """Return a process's descendants, in any session."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

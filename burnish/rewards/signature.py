@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from burnish.errors import UsageError, refusing
 from burnish.functions import did_you_mean
 
-if TYPE_CHECKING:  # it loads torch, which workers do without
+if TYPE_CHECKING:  # importing it loads torch, which workers do not need
     from burnish.records import Rollout
 
 _LONGEST = 500
-"""Characters of an error's text; rollouts and the terminal have it once per completion."""
+"""Most characters of an error's text, which rollouts and the terminal repeat per completion."""
 
 Style = Literal["trl", "verl"]
 """Whose signature a function has."""
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Has a worker write the stack of its main thread."""
+"""The signal that has a worker write the stack of its main thread."""
 BUILTINS: Mapping[str, str] = {
     name: f"burnish.rewards.builtin:{name}"
     for name in ("exact_match", "numeric", "regex", "math_verify")
@@ -52,11 +52,11 @@ class Signature:
     style: Style
     """One call for all rollouts (trl), or one for each (verl)."""
     accepts: frozenset[str] | None
-    """The keywords it takes; None: any."""
+    """The keywords that the function takes; None: any."""
     columns: frozenset[str]
     """Columns of the data that it requires."""
     is_async: bool = False
-    """Whether it is declared with `async def`, so that its calls can wait beside each other."""
+    """Whether it is declared with `async def`, so that its calls can wait concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class Answer:
     """A function's result for one rollout."""
 
     value: float | None
-    """A finite number; None where there is an error, or where a TRL function says by None that it does not apply."""
+    """A finite number; None for an error, or if a TRL function returned None because it does not apply."""
     error: str | None = None
     extras: Mapping[str, float] = field(default_factory=dict)
-    """Further finite numbers that a verl function gave beside the score, by name: shown, and no part of the reward."""
+    """Further finite numbers that a verl function returned beside the score, by name. They are shown, and not added to the reward."""
     began: float | None = field(default=None, compare=False)
-    """When it was called, in seconds since 1970; None if it was not."""
+    """When the function was called, in seconds since 1970; None if it was not called."""
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -105,7 +105,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
         )
         with refusing(problem, do="correct pattern in the function's kwargs"):
             re.compile(kwargs["pattern"])
-    declared = (function, type(function).__call__)  # an instance is what its class is
+    declared = (function, type(function).__call__)  # an instance is async if its __call__ is
     return Signature(
         style="trl" if trl else "verl",
         accepts=None if anything else named,
@@ -166,7 +166,7 @@ def call(
 ) -> list[Answer]:
     """Call `function` for `count` rollouts and return `count` answers.
 
-    An exception, or a result of wrong type or length, is every answer's error; NaN and infinities only their own.
+    An exception, or a result of wrong type or length, is every answer's error; NaN or infinity only its own.
     """
     began = time.time()
     try:
@@ -176,7 +176,7 @@ def call(
                 raise TypeError("an async function needs an event loop")
             result = runner.run(_finish(result))
         answers = _answers(result, style, count)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary behind which code is not ours
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         answers = [Answer(None, _text(error))] * count
     return timed(answers, began)
 
@@ -184,7 +184,7 @@ def call(
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
-    """Call an `async def` function. Cancelling itself counts as failing."""
+    """Call an `async def` function. If it cancels itself, it fails."""
     began = time.time()
     try:
         answers = _answers(await function(**arguments), style, count)
@@ -194,7 +194,7 @@ async def call_async(
 
 
 def timed(answers: Sequence[Answer], began: float) -> list[Answer]:
-    """Note a call's times."""
+    """Add a call's times."""
     seconds = time.time() - began
     return [replace(answer, began=began, seconds=seconds) for answer in answers]
 
@@ -240,6 +240,6 @@ def _plain(value: Any) -> Any:
 def _text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    # Its own text may fail to be made.
+    # `str(error)` may raise; `format_exception_only` handles that.
     said = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
     return f"{type(error).__name__}: {said[:_LONGEST]}{place}"

@@ -1,7 +1,7 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT STACK`.
 
-It imports nothing heavy. It gets calls over the connection FD: an async function's in bundles, others alone. It
-cancels late async calls; for any other late call the parent kills it.
+It imports nothing heavy. It gets calls over the connection FD: those of async functions in bundles, others alone. It
+cancels late async calls; for any other late call the parent kills the worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Asked = tuple[int, Mapping[str, Any], int]
 def main(descriptor: int, parent: int, stack: int) -> None:
     """Report signatures, then serve calls until the connection closes or the process `parent` is gone.
 
-    Answers None for an async call that missed its deadline.
+    Sends None for an async call that missed its deadline.
     """
     # A program that a reward function starts must not hold the connection open.
     for each in (descriptor, stack):
