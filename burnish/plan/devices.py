@@ -37,26 +37,26 @@ PER_MACHINE = 8
 NETWORK = 50e9
 """Bytes per second from one device to other machines."""
 _CPU = Accelerator(flops=1e12, memory_gib=16, bandwidth=30e9, link=5e9)
-# Share of an accelerator's memory. Driver, communication and fragmentation take the rest.
+# Share of an accelerator's memory that a run can use. Driver, communication and fragmentation take the rest.
 _USABLE = 0.94
 _SPEC = re.compile(r"(\d+)x([A-Za-z].*?)(?:-(\d+(?:\.\d+)?)G(?:i?B)?)?", re.IGNORECASE)
 _EFFICIENCY = 0.4
 _BANDWIDTH = 0.6
 _LINKS = 0.7
 _DISK = 2e9
-# Share of the forward pass that the backward pass computes again.
+# Share of the forward pass that the backward pass recomputes.
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
 ASSUMPTIONS = (
-    "every sequence as long as it may be: without data.max_length a whole batch.tokens_per_device, "
-    f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion's; no two sequences share a prompt",
+    "every sequence is as long as allowed: without data.max_length a whole batch.tokens_per_device, "
+    f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion; no two sequences share a prompt",
     f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
-    f"links at {_LINKS:.0%} of theirs, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
+    f"links at {_LINKS:.0%} of their peak, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
     "communication hidden behind arithmetic where that takes longer",
     f"checkpoints at {_DISK / 1e9:.0f} GB/s for each machine",
     "a pipeline is idle while its stages wait for the first and the last micro-batch, and tokens fall on experts evenly",
-    "what leaves the device for the host and comes back takes no time",
+    "offloading to the host and back takes no time",
 )
-"""What the times rest on, for people."""
+"""The assumptions behind the times, as text for users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,22 @@ class Devices:
     count: int
     """How many."""
     name: str
-    """The model, as `H100`; `CPU` for a process on a CPU."""
+    """The model, such as `H100`; `CPU` for a process on a CPU."""
     memory: float
     """Bytes of each."""
     kind: Accelerator
-    """Its speeds and kernels."""
+    """Speeds and kernels of each."""
     shared_cache: bool = False
     """Whether the generator stores each prompt once and in fp32, as on this machine's CPU."""
 
     @property
     def cpu(self) -> bool:
-        """Whether they are CPUs."""
+        """Whether the devices are CPUs."""
         return self.name == "CPU"
 
     @property
     def usable(self) -> float:
-        """Bytes of each that a run can have."""
+        """Bytes of each that a run can use."""
         return self.memory * (1.0 if self.cpu else _USABLE)
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def parse_devices(
 def devices_here(processes: int, local_processes: int) -> Devices | None:
     """Return this machine's device per process; None for an accelerator that is not in the table.
 
-    Processes without one share its memory.
+    Without accelerators, processes share the machine's memory.
     """
     if (found := _nvidia()) is not None:
         name, memory = found
@@ -225,7 +225,7 @@ class Clock:
         return found
 
     def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
-        """Cost of learning in forward passes: gradients, layers run again, experts counted."""
+        """Cost of training in forward passes: gradients, recomputed layers, counts of experts' tokens."""
         learning = 3.0
         if self.model.adapter and not critic:
             every = Passed.all_of([self.work.length])
@@ -327,6 +327,6 @@ class Clock:
         return token * work.trained * -(-mine // slots) + reading
 
     def _travel(self, size: float, ranks: int) -> float:
-        """Seconds until all of `ranks` have all bytes, of which each has a part."""
+        """Seconds of an all-gather of `size` bytes over `ranks`."""
         link = min(self.devices.kind.link, NETWORK if ranks > PER_MACHINE else math.inf)
         return size * (ranks - 1) / ranks / (link * _LINKS)

@@ -57,7 +57,7 @@ class Plan:
 
     @cached_property
     def fullest(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs most memory."""
         return max(self.phases, key=self.total)
 
     @cached_property
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that much."""
+        """Whether a device has as much as `need`."""
         return self.need <= self.devices.usable
 
     @cached_property
@@ -80,12 +80,12 @@ class Plan:
         return total_of(self.phases[phase])
 
     def divides_like(self, other: Plan) -> bool:
-        """Return whether both divide alike."""
+        """Return whether both plans divide alike."""
         return self.overrides() == other.overrides()
 
     @property
     def is_default(self) -> bool:
-        """Whether it divides as by default."""
+        """Whether it divides as the default does."""
         return self.divides_like(replace(self, engine=EngineConfig(kind=self.engine.kind)))
 
     def overrides(self) -> list[str]:
@@ -152,7 +152,7 @@ class Planner:
         parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:4])
         settings = self._config.model_copy(update={"engine": plan.engine})
-        # Only a smaller model makes the generator smaller, so that comes last unless nothing else can help.
+        # Only a smaller model makes the generator smaller, so its remedies come last unless nothing else can help.
         usable = self._devices.usable
         last = [name for name, size in parts if name == "generator" and size <= usable]
         names = [name for name, _ in parts if name not in last]
@@ -201,7 +201,7 @@ class Planner:
         return next(self._indivisible(engine), None) is None
 
     def _machine(self) -> Iterator[EngineConfig]:
-        """Ways to share a micro-batch within a machine."""
+        """Yield ways to share a micro-batch within a machine."""
         for tensor, sequence in product(divisors(PER_MACHINE), repeat=2):
             if tensor * sequence <= PER_MACHINE and self._devices.count % (tensor * sequence) == 0:
                 yield self._config.engine.model_copy(

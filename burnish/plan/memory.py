@@ -26,14 +26,14 @@ from burnish.plan.model import (
 )
 
 Parts = dict[str, float]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 _MIB = 1 << 20
 _BF16 = 2
 _PUBLISH_WAVE = 64 * _MIB
 _MUON_WAVE = 64 * _MIB
 _OPTIMIZER_WAVE = 256 * _MIB
-# Rows of the output layer whose gradient is added up at one time.
+# Rows of the output layer whose gradient is summed at one time.
 _SUMMED_ROWS = 2048
 # Bytes of logits that a CPU converts to fp32 at one time.
 _CPU_LOGITS = 2 * _MIB
@@ -156,7 +156,7 @@ class Needs:
     def _root(self) -> float:
         return held(self._model.root, self._shards, self._tensor) * self._shards
 
-    # What is there between phases, in bytes.
+    # Memory that is held between phases, in bytes.
 
     @cached_property
     def _state(self) -> Parts:
@@ -166,7 +166,7 @@ class Needs:
 
     @cached_property
     def _slots(self) -> float:
-        """The optimizer's state: Muon keeps one number of a matrix, AdamW two."""
+        """The optimizer's state: Muon keeps one number per matrix element, AdamW two."""
         width = _BF16 if self._optim.moments == "bf16" else FP32
         single = self._matrices if self._optim.kind == "muon" else 0.0
         return 2 * width * self._stepped - FP32 * single
@@ -190,7 +190,7 @@ class Needs:
 
     @property
     def _reference(self) -> float:
-        """A frozen copy; a fresh adapter's reference is the model beneath it."""
+        """A frozen copy; a fresh adapter's reference is the model under it."""
         lora = self._model.lora
         if not self._work.has_reference or (lora is not None and lora.path is None):
             return 0.0
@@ -203,7 +203,7 @@ class Needs:
 
     @property
     def _learning(self) -> Parts:
-        """What rests beside an update: no generator that gets all its weights anew."""
+        """Memory held during an update, without a generator that gets all weights anew."""
         if self._cpu or self._model.published_adapter or self._work.generates_beside:
             return self._resting
         return {name: size for name, size in self._resting.items() if name != "generator"}
@@ -228,10 +228,10 @@ class Needs:
         )
         return layers + self._model.shape.vocabulary * self._model.shape.hidden
 
-    # What is on the host.
+    # Memory of the host.
 
     def _away(self, checkpointing: str) -> Parts:
-        """Optimizer state, and what takes turns in one arena."""
+        """Optimizer state, and the largest part that takes turns in the arena."""
         engines = [self, self._critic] if self._critic else [self]
         offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
         in_turn: Parts = {}
@@ -358,7 +358,7 @@ class Needs:
         words = self._model.outputs / engine.tensor_parallel
         rows = engine.logprob_rows(shape.vocabulary)
         chunk = min(rows, self._scored) * words
-        sm80 = self._devices.kind.is_sm80_or_newer  # its kernels write over logits
+        sm80 = self._devices.kind.is_sm80_or_newer  # kernels for sm80 overwrite the logits
         exact = 0.0 if sm80 else 2 * FP32 * chunk
         exact = min(exact, 2 * _CPU_LOGITS) if self._cpu else exact
         forward = self._width * chunk + exact
@@ -367,7 +367,7 @@ class Needs:
             return forward, self._width * chunk + max(exact, self._width * head)
         product = self._width * head * min(1.0, _SUMMED_ROWS / words)
         if sm80 and self._width != FP32:
-            product = 0.0  # added to the sum by the product itself
+            product = 0.0  # the matrix product adds its result to the sum
         summed = self._width * chunk + max(exact, product)
         converted = self._width * head if self._width != FP32 else 0.0
         return forward, FP32 * head + max(summed, converted)
@@ -388,7 +388,7 @@ class Needs:
         kept, shards, root = self._kept(checkpointing), self._shards, self._root
         offloads, trained = self._engine.activation_offload, self._held(self._model.trained)
         reduces = self._engine.reduce_each_microbatch or shards == 1
-        # fp32 gradients of earlier micro-batches: whole if they wait to be reduced.
+        # fp32 gradients of earlier micro-batches, which are unsharded until they are reduced.
         earlier = FP32 * self._trained * (1 if reduces else shards) * (self.microbatches > 1)
         largest = max(trained.values())
         reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
@@ -421,7 +421,7 @@ class Needs:
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
         """The backward pass's end, when FSDP2 reduces the last gradients in fp32."""
         shards, root = self._shards, 0.0 if self._model.lora else self._root
-        # A process alone divides into a third copy.
+        # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * largest * shards * copies
         yield self._moment(self._root, gradients=self._head_gradient + others + own)
@@ -438,7 +438,7 @@ class Needs:
         if self._engine.optimizer_offload or optim.moments == "bf16":
             parts["optimizer step"] = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * self._widest))
         if is_muon and not self._model.lora:
-            # Directions in bf16, the whole matrices of this process, and what is on its way.
+            # Updates in bf16, the whole matrices that this process orthogonalizes, and tensors in transfer.
             world, whole = self._world, self._model.matrices
             passing = _BF16 * self._matrices if world > 1 else 0
             parts["muon"] = _BF16 * (self._matrices + whole / world) + 2 * min(_MUON_WAVE, passing)
@@ -581,7 +581,7 @@ class MegatronNeeds(Needs):
         """Bytes of micro-batches in flight at the first backward pass (1F1B)."""
         stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
-        if virtual > 1:  # chunks take turns of as many micro-batches as there are stages
+        if virtual > 1:  # each chunk in turn runs as many micro-batches as there are stages
             begun = 2 * begun - 1 + (virtual - 1) * stages
         turns, rest = divmod(begun, stages * virtual)
         total = 0.0
@@ -600,7 +600,7 @@ class MegatronNeeds(Needs):
         }
 
     def _made_at_once(self, weight: Weight) -> float:
-        """Elements of a gradient on its way to the buffer; a CPU has one expert's."""
+        """Elements of a gradient before it joins the buffer; a CPU makes one expert's at once."""
         single = (
             self._engine.expert_parallel / weight.experts if self._cpu and weight.experts else 1
         )
@@ -610,11 +610,11 @@ class MegatronNeeds(Needs):
     def _stepping(self) -> Parts:
         every = [w for kind in self._counts for w in self._model.layers[kind]] + [*self._outside]
         alone = min(max(map(self._elements, every)), self._stepped)
-        rests = self._engine.optimizer_offload or self._optim.moments == "bf16"
-        slots = 2 * FP32 * self._stepped if rests else 0.0
+        in_waves = self._engine.optimizer_offload or self._optim.moments == "bf16"
+        slots = 2 * FP32 * self._stepped if in_waves else 0.0
         wave = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * alone))
-        # torch's AdamW has temporaries: of one weight on CPUs, of all that it steps together elsewhere.
-        single, together = 2 * FP32 * alone, wave / 2 if rests else FP32 * self._stepped
+        # torch's AdamW has temporaries: of one weight on CPUs, of all weights of a step elsewhere.
+        single, together = 2 * FP32 * alone, wave / 2 if in_waves else FP32 * self._stepped
         return {"optimizer step": wave + (single if self._cpu else together)}
 
     def _publishing(self) -> Parts:

@@ -22,7 +22,7 @@ from burnish.models.flops import ModelFlops
 from burnish.models.lora.adapter_config import are_parameters, require_targets
 
 FP32 = 4
-"""Bytes of a number."""
+"""Bytes of an fp32 number."""
 ASSUMED_PROMPT = 512
 """Tokens of a prompt, if `data.max_prompt_length` is not given."""
 _BF16 = 2
@@ -49,11 +49,11 @@ class Weight:
     columns: int = 1
     """Elements of a row."""
     linear: str = ""
-    """Name that `model.lora.targets` knows it by; empty for norms and tables."""
+    """The layer's name in `model.lora.targets`; empty for norms and tables."""
     shared: bool = False
     """Whether tensor parallelism divides it."""
     experts: int = 0
-    """Experts whose matrices it holds; 0: it is not of experts."""
+    """The number of experts whose matrices it holds; 0 if it belongs to no experts."""
     width: int = 0
     """Size of the last dim."""
 
@@ -64,7 +64,7 @@ class Weight:
 
     @property
     def is_mlp(self) -> bool:
-        """Whether it is of the MLP or of experts."""
+        """Whether it belongs to an MLP or to experts."""
         return self.experts > 0 or self.linear in ("gate_proj", "up_proj", "down_proj")
 
     def held(self, shards: int, tensor: int) -> int:
@@ -72,7 +72,7 @@ class Weight:
         return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
 
     def factors(self, rank: int) -> tuple[Weight, Weight]:
-        """Return this rank's A and B of a LoRA. Tensor parallelism divides one."""
+        """Return A and B of a LoRA of this `rank`. Tensor parallelism divides one."""
         inner, by_columns = rank * (self.experts or 1), self.linear.endswith(_CUT_BY_COLUMNS)
         rows = self.elements // ((self.experts or 1) * self.width)
         a = Weight(inner, self.width, self.linear, self.shared and by_columns)
@@ -80,7 +80,7 @@ class Weight:
 
 
 def held(weights: Iterable[Weight], shards: int, tensor: int) -> int:
-    """Return the fullest rank's elements of weights."""
+    """Return the fullest rank's elements of all `weights`."""
     return sum(weight.held(shards, tensor) for weight in weights)
 
 
@@ -113,13 +113,13 @@ class PlannedModel:
                 yield from weight.factors(self.lora.rank)
 
     def adapts(self, linear: str) -> bool:
-        """Return whether the adapter is for such layers."""
+        """Return whether the adapter covers layers of this name."""
         if self.lora is None or not linear:
             return False
         return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
 
     def trains(self, linear: str) -> bool:
-        """Return whether such layers, or their adapter, get gradients."""
+        """Return whether layers of this name, or their adapter, get gradients."""
         return self.lora is None or self.adapts(linear)
 
     @cached_property
@@ -207,15 +207,15 @@ class TokenBytes(NamedTuple):
     none: float
     """Kept for the backward pass."""
     selective: float
-    """Kept when elementwise operations are computed again; with Megatron, when attention is."""
+    """Kept when elementwise operations are recomputed; with Megatron, when attention is recomputed."""
     full: float
-    """Kept when the whole layer is computed again."""
+    """Kept when the whole layer is recomputed."""
     forward: float
     """Most at one time while nothing is kept."""
     mlp_backward: float
     """Most while the backward pass is in the MLP."""
     attention_backward: float
-    """Most while it is in attention."""
+    """Most while the backward pass is in attention."""
 
 
 def token_bytes(
@@ -334,7 +334,7 @@ def _of_megatron(
     exact, tensor, shape = FP32 / width, engine.tensor_parallel, model.shape
     part = _hidden(model, engine, width)
     query, key = _heads(shape, engine, width)
-    # Where ranks outnumber key heads, each computes parts of heads and gathers whole ones.
+    # If ranks outnumber key heads, each rank computes parts of heads and gathers whole heads.
     mixed = (shape.query + 2 * shape.key) * width / (tensor if tensor <= shape.key_heads else 1)
     heads, normed = query + 2 * key, model.shape.family.query_norms == "head"
     copies = heads if cpu else query + key
@@ -376,7 +376,7 @@ class Workload:
     updates: int = 1
     """Optimizer steps in one epoch."""
     epochs: int = 1
-    """Times that the sequences are learned from."""
+    """Passes of training over the sequences."""
     scorings: int = 0
     """Forward passes of policy and reference before the updates."""
     has_reference: bool = False
@@ -388,13 +388,13 @@ class Workload:
     generates_beside: bool = False
     """Whether completions are generated on the same device during updates."""
     fits_slots: bool = False
-    """Whether they are halved until memory has room for them."""
+    """Whether `slots` is halved until memory has room for the sequences."""
     is_nucleus: bool = False
     """Whether sampling sorts the vocabulary."""
     samples: int = 1
     """Sequences of each prompt."""
     is_replayed: bool = False
-    """Whether the updates know which experts tokens go to."""
+    """Whether the updates know the experts of each token."""
     saves_in_background: bool = False
     """Whether a save begins with a copy of the state in host memory."""
 
