@@ -1,6 +1,6 @@
-"""The files of batches that are drawn and not trained on, in a step's `ahead/` (docs/reference/checkpoint-format.md).
+"""Write and read a step's `ahead/`: batches drawn but not yet trained on (docs/reference/checkpoint-format.md).
 
-Prompts lack messages and columns, since rewards are there.
+Prompts lack messages and columns, because rewards are computed already.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ahead_files(
     for step in sorted({key.step for key in begun}):
         mine = {key: each for key, each in sorted(begun.items()) if key.step == step}
         for key, each in mine.items():
-            if not each.stop_reason:  # what goes on makes these anew
+            if not each.stop_reason:  # the generator recomputes the experts when it continues
                 mine[key] = replace(each, experts=None)
         lines, tensors = _paths(step, "partial")
         files[lines] = "".join(_partial_line(*each) for each in mine.items()).encode()

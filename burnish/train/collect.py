@@ -1,6 +1,6 @@
-"""From prompts to scored rollouts. Every rank generates and scores its share.
+"""Turn prompts into scored rollouts. Every rank generates and scores its share.
 
-Which weights draw a step's batch follows from `rollout.ahead` alone, never from time.
+`rollout.ahead` alone decides which weights draw a step's batch, never timing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from burnish.train.signals import StopRequested
 
 T = TypeVar("T")
 Prompts = Sequence[Prompt] | Subset[Prompt]
-"""Prompts, or some of a data set, of which each rank makes its own."""
+"""Prompts, or a subset of a data set, from which each rank reads only its share."""
 Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
-"""Fills in the rewards of rollouts, in order. Calls what it is given again and again while it waits: it may raise."""
+"""Fills in the rewards of rollouts, in order. While it waits, it keeps calling its second argument, which may raise."""
 Judge = Callable[[RolloutTable], RolloutTable]
-"""Adds to the rewards of rollouts, which all ranks have alike. Collective."""
+"""Adds reward models' scores to the rewards in a table, which all ranks share. Collective."""
+# Seconds between looks at a queue, and between signs of life to other ranks.
 _POLL_SECONDS, _BEAT_SECONDS = 0.1, 1.0
 
 
@@ -54,24 +55,24 @@ class Collector:
 
     generator: Generator
     decode: Callable[[Sequence[int]], str]
-    """Token ids to text, special tokens removed."""
+    """Turns token ids into text, without special tokens."""
     score: Score
     layout: Layout
     check: Callable[[], None]
-    """Called between decoding steps, and while rewards are waited for. It may raise `StopRequested`."""
+    """The generator calls it between decoding steps, and `score` while it waits. It may raise `StopRequested`."""
     progress: Progress
     complaints: Complaints
-    """Hears of what reward functions fail at."""
+    """Warns of failing reward functions, and raises if they fail for every rollout."""
     judge: Judge = RolloutTable.of
-    """Adds what reward models say."""
+    """Adds the scores of reward models."""
     stragglers: Any = None
-    """Hears how long each rank generates and scores: a `burnish.train.stragglers.Stragglers`; None with one rank."""
+    """A `burnish.train.stragglers.Stragglers`, which gets each rank's seconds of generating and scoring; None with one rank."""
     parks: Sequence[Engine] = ()
     """Engines that leave the device while completions are generated (`engine.park`)."""
     beside: bool = False
-    """Whether the generator is another process on this device, and takes the room."""
+    """Whether the generator is another process on this device, which uses the memory that parking frees."""
     partial: PartialCompletions | None = None
-    """Knows how far the generator is, where a save asks."""
+    """Tracks begun completions for saves; None without `rollout.in_flight`."""
 
     @contextmanager
     def parked(self) -> Iterator[None]:
@@ -88,9 +89,9 @@ class Collector:
     ) -> RolloutTable:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
-        Every rank has its own tokens and texts, and the numbers of all. Prompt i is drawn with key
-        `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError` if
-        reward functions fail for all rollouts, round after round.
+        Every rank gets tokens and texts of its own rollouts, and the numbers of all. Prompt i is drawn with
+        key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
+        if reward functions fail for all rollouts repeatedly.
         """
         if self.generator.central and self.layout.world > 1:
             own: list[RolloutTable] = []
@@ -168,7 +169,7 @@ class Collector:
 
 
 Share = tuple[int | None, EncodedTable, dict[str, Column]]
-"""A signal, rollouts, and the seconds of each rank by part of the work: of some ranks."""
+"""What some ranks report: a signal or None, their rollouts, and each rank's seconds by part of the work."""
 
 
 def merged_shares(shares: Sequence[Share]) -> Share:
@@ -195,7 +196,7 @@ class DrawnBatch:
         return RolloutTable.of(self.groups), RolloutTable.of(self.left_out)
 
     def on_main(self, layout: Layout) -> DrawnBatch:
-        """Return it whole on rank 0. Collective."""
+        """Return it, with all tokens and texts on rank 0. Collective."""
         tables = self.tables
         rollouts = iter(on_main(RolloutTable.joined(tables), layout))
         if not layout.is_main:
@@ -204,7 +205,7 @@ class DrawnBatch:
         return DrawnBatch(self.step, *whole)
 
     def encoded(self) -> tuple[int, EncodedTable, EncodedTable]:
-        """Return what all ranks know of it."""
+        """Return the numbers that all ranks share."""
         groups, left_out = (table.encoded() for table in self.tables)
         return self.step, groups, left_out
 
@@ -212,7 +213,7 @@ class DrawnBatch:
     def from_main(
         cls, mine: DrawnBatch | None, encoded: tuple[int, EncodedTable, EncodedTable]
     ) -> DrawnBatch:
-        """Return rank 0's batch: there `mine`, elsewhere as it was `encoded`."""
+        """Return rank 0's batch: `mine` on rank 0, the decoded numbers elsewhere."""
         step, *both = encoded
         if mine is not None:
             return cls(step, *(RolloutTable.of(table, 0) for table in mine.tables))
@@ -221,7 +222,7 @@ class DrawnBatch:
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Takes the groups of a step from the data."""
+    """Draws the groups of a step."""
 
     config: RunConfig
     collector: Collector
@@ -231,7 +232,7 @@ class GroupSampler:
     def sample(self, step: int) -> DrawnBatch:
         """Draw the batch of a step with the generator's current weights. Collective.
 
-        Dynamic sampling compares rewards before the penalty for length.
+        Dynamic sampling compares rewards before the overlong penalty.
         """
         config, collect = self.config, self.collector.collect
         how = replace(
@@ -273,10 +274,10 @@ class GroupSampler:
 
 
 class RolloutQueue:
-    """Draws each batch `rollout.ahead` steps before it is taken, and publishes. Collective.
+    """Draws each batch `rollout.ahead` steps before it is taken, and publishes weights. Collective.
 
-    With a central generator a thread of rank 0 draws while training goes on: until new weights are
-    published, or with `rollout.in_flight` beyond that.
+    With a central generator, a thread of rank 0 draws while training goes on. It finishes before new
+    weights are published, unless `rollout.in_flight` is set.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class RolloutQueue:
         self._waited = 0.0
 
     def publish(self, weights: Publication, version: int) -> None:
-        """Give the generator new weights, by default once the old ones have drawn their batches."""
+        """Give the generator new weights, by default after the old weights have drawn their batches."""
         count = self._left
         if self._in_flight and self._drawing is not None:
             count = from_main(self._drawing.ready(), self._sampler.collector.layout)
@@ -308,7 +309,7 @@ class RolloutQueue:
             self._check(version)
 
     def take(self, step: int) -> DrawnBatch:
-        """Draw what is due before `step`, and return its batch. Steps are taken in order."""
+        """Draw the batches due before `step`, and return that of `step`. Take steps in order."""
         collector = self._sampler.collector
         last = min(step + self._ahead, self._total_steps - 1)
         if not collector.generator.central:
@@ -323,7 +324,7 @@ class RolloutQueue:
             if not self._pending:
                 with collector.parked():
                     self._take_over(1, collector.check)
-        if self._left == 0 and step >= self._waiting:  # new weights come with this step
+        if self._left == 0 and step >= self._waiting:  # this step publishes new weights
             collector.generator.release()
         self._taken = step + 1
         return self._pending.popleft()
@@ -333,9 +334,9 @@ class RolloutQueue:
         return 0 if self._drawing is None else self._drawing.left
 
     def _take_over(self, count: int, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for batches that rank 0 draws, and have them on all ranks. Collective.
+        """Wait for batches that rank 0 draws, and share them with all ranks. Collective.
 
-        `check` is called meanwhile. It may raise only before an update: after it a save needs these batches.
+        It calls `check` meanwhile, which may raise only before an update: a save after one needs these batches.
         """
         drawing, collector, began = self._drawing, self._sampler.collector, time.monotonic()
         if drawing is None or count == 0:
@@ -356,11 +357,11 @@ class RolloutQueue:
             self._pending.append(DrawnBatch(batch.step, *map(collector.judge, batch.tables)))
 
     def idle(self) -> None:
-        """Wait until nothing is drawn."""
+        """Wait until drawing pauses."""
         self._take_over(self._left, self._sampler.collector.check)
 
     def pending(self) -> tuple[DrawnBatch, ...]:
-        """Return the batches drawn and not taken, up to the loader's state."""
+        """Return the batches drawn and not taken; the loader's state is after them."""
         if self._partial is not None:
             self._partial.forget(self._taken + len(self._pending))
         return tuple(self._pending)
@@ -371,14 +372,14 @@ class RolloutQueue:
         return {} if self._partial is None else self._partial.so_far(generator)
 
     def close(self) -> None:
-        """Draw no more."""
+        """Stop drawing."""
         if self._drawing is not None:
             self._drawing.close()
 
     def restore(
         self, pending: Sequence[DrawnBatch], partial: Mapping[SampleKey, Completion]
     ) -> None:
-        """Go on with what a save held; completions too old for `rollout.ahead` are drawn again."""
+        """Restore a save's batches and completions, except completions too old for `rollout.ahead`."""
         self._pending = deque(pending)
         if self._partial is not None:
             young = {
@@ -389,7 +390,7 @@ class RolloutQueue:
             self._partial = PartialCompletions(young)
 
     def _age(self, step: int, versions: Any) -> Any:
-        """Count the steps of learning from these versions to a step."""
+        """Count the policy's steps of learning between weight versions and a step."""
         return max(0, step - self._waiting) - np.maximum(0, versions - self._waiting)
 
     def stats(self, batch: DrawnBatch) -> Stats:
@@ -422,14 +423,14 @@ class Drawing:
     ) -> None:
         """Begin with batch `first`, once `go_on` lets it."""
         self.left = 0
-        """Batches that may be drawn and are not taken over."""
+        """Batches that the thread may draw or has drawn, and that nobody has taken over."""
         self._last, self._failed = first - 1, False
         self._may_draw: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
+        # Not a SimpleQueue, whose `get` can wait for ever if a signal arrives at the end of its time-out.
         self._drawn: queue.Queue[tuple[DrawnBatch, State] | BaseException] = queue.Queue()
         collector = sampler.collector
         if collector.layout.is_main:
-            # Nobody waits for most of it, and training has the terminal, and the signals.
+            # The thread shows no progress and checks no signals, because training does both.
             unseen = Progress(False, moved=collector.progress.moved)
             main = replace(collector.on_main, progress=unseen, check=lambda: None)
             alone = replace(main, partial=partial)
@@ -437,14 +438,14 @@ class Drawing:
             Thread(target=self._draw, args=(sampler,), daemon=True).start()
 
     def go_on(self, last: int) -> None:
-        """Let it draw up to batch `last`."""
+        """Allow drawing up to batch `last`."""
         for number in range(self._last + 1, last + 1):
             self._may_draw.put(number)
             self.left += 1
         self._last = max(self._last, last)
 
     def ready(self) -> int:
-        """Count the batches that are drawn and not taken over, without errors."""
+        """Count the batches that are drawn and not taken over, excluding errors."""
         return max(0, self._drawn.qsize() - self._failed)
 
     def next(self, check: Callable[[], None]) -> tuple[DrawnBatch, State]:
@@ -459,14 +460,14 @@ class Drawing:
         return drawn
 
     def close(self) -> None:
-        """Draw no more."""
+        """Stop drawing."""
         self._may_draw.put(None)
 
     def _draw(self, sampler: GroupSampler) -> None:
         while (number := self._may_draw.get()) is not None:
             try:
                 self._drawn.put((sampler.sample(number), sampler.loader.state))
-            except BaseException as error:  # noqa: BLE001 - raised where the batch is waited for
+            except BaseException as error:  # noqa: BLE001 - `next` raises it
                 self._failed = True
                 self._drawn.put(error)
                 return
@@ -481,9 +482,9 @@ def _both(check: Callable[[], None], beat: Callable[[], None]) -> Callable[[], N
 
 
 def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
-    """Return what rank 0 makes, or raise what it raises, on all ranks. Collective.
+    """Return rank 0's result of `make`, or raise its error, on all ranks. Collective.
 
-    `make` calls its argument again and again, so that it may take longer than a collective.
+    `make` keeps calling its argument, so that it may outlast the time-out of a collective.
     """
     told: tuple[T | None, StopRequested | BurnishError | None] | None = None
     last = time.monotonic()
@@ -511,7 +512,7 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
 
 
 def compared(groups: Groups, part: str | None, names: Sequence[str]) -> tuple[Column, Column]:
-    """Return what dynamic sampling compares, the reward or its `part`, and of which groups.
+    """Return the values that dynamic sampling compares, the reward or its `part`, and their groups.
 
     Raises `UsageError` if this part is neither in `names` nor in any completion.
     """
@@ -532,7 +533,7 @@ def compared(groups: Groups, part: str | None, names: Sequence[str]) -> tuple[Co
 
 
 def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
-    """Return parameters of `how`, with the run's limit and stops."""
+    """Return parameters of `how`, with the run's length limit and stops."""
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=how.temperature,

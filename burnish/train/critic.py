@@ -31,7 +31,7 @@ from burnish.train.setup import Foundation, Learner, make_engine, prove, with_as
 def critic_foundation(policy: Foundation) -> Foundation:
     """Return the critic's start: `critic.path`, or the policy's backbone with a fresh head.
 
-    All of it is trained, even if the policy trains an adapter.
+    Every weight is trained, even if the policy trains an adapter.
     """
     config = policy.config
     model = config.model
@@ -85,7 +85,7 @@ class Critic:
 
 
 def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) -> ShardSource:
-    """Return the first weights of a model with a value head. A language model gives the backbone."""
+    """Return the initial weights of a model with a value head. A language model gives the backbone only."""
     if config.path is None or has_value_head(backbone := read_model_config(config)):
         return weights_source(config, hf_config, seed)
     has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
@@ -96,12 +96,12 @@ def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) ->
 
 @dataclass(frozen=True, slots=True)
 class PartlyFresh:
-    """Weights of which some are drawn."""
+    """Weights partly read from files, partly initialized at random."""
 
     read: ShardSource
     fresh: FreshSource
     names: frozenset[str]
-    """The tensors that are drawn."""
+    """The tensors that are initialized at random."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """See `ShardSource.fill`."""

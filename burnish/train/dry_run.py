@@ -1,7 +1,7 @@
-"""A dry run: the setup of a run without weights, on the first rows of its data, in this process alone.
+"""Set up a run without weights, on the first rows of its data, in this process alone.
 
-It refuses what the run would refuse. Left out: later rows and what only several processes find. Behind URLs and ids of the hub it
-leaves out unstreamed data, critics, reward models and headers of weights.
+A dry run raises the errors that the run would raise, except errors in later rows and those that only several processes find. It
+skips unstreamed data, critics, reward models and weight headers behind URLs and ids of the hub.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROWS = 512
 def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> RunConfig:
     """Set `command` up without weights, and return the configuration that a run would record.
 
-    Raises what the run would raise, several errors as one.
+    Raises the errors that the run would raise, as one.
     """
     errors: list[BurnishError] = []
     if run_dir is not None:
@@ -95,7 +95,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
 
 
 def _require_generator(foundation: Foundation, device: torch.device) -> None:
-    """Raise `IncompatibleError` if a vLLM beside this process would not take the model."""
+    """Raise `IncompatibleError` if vLLM in a child process would refuse the model."""
     rollout = foundation.config.rollout
     if rollout.engine == "vllm" and rollout.place == "child":
         vllm = import_module("burnish.rollout.vllm.vllm_generator")

@@ -1,7 +1,7 @@
-"""Validation on held-out data, during training and by itself.
+"""Validate on held-out data, during training or alone.
 
-The first reward function scores n answers to each prompt (mean@n, pass@n, maj@n). `val/reward` is the weighted sum of all.
-Examples are scored by their loss. Draws do not depend on the step. Left out: benchmarks with harnesses of their own.
+The first reward function scores n completions of each prompt (mean@n, pass@n, maj@n). `val/reward` is the weighted sum of all.
+Examples are scored by their loss. Every step samples with the same seed. Benchmarks with their own harnesses are not supported.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def prompt_validation(
     dataset: PromptDataset,
     before: Callable[[], None] = lambda: None,
 ) -> Validation:
-    """Return a function that calls `before`, answers held-out prompts and scores the answers."""
+    """Return a function that calls `before`, completes held-out prompts and scores the completions."""
     config = foundation.config
     collector = replace(collector, stragglers=None)
     prompts = [dataset[index] for index in _measured_rows(dataset, config.evaluation.prompts)]
@@ -90,18 +90,18 @@ def prompt_validation(
 
 
 def _measured_rows(dataset: Sized, wanted: int | None) -> list[int]:
-    """Return evenly spaced rows, so that each file has its share."""
+    """Return evenly spaced rows, so that each file contributes."""
     count = len(dataset)
     wanted = min(wanted or count, count)
     return [place * count // wanted for place in range(wanted)]
 
 
 Answers = Sequence[Sequence[Any]]
-"""What completions answer, by prompt."""
+"""Digests of the answers in completions, by prompt; None for no answer."""
 
 
 def _answers(table: RolloutTable, layout: Layout) -> Answers:
-    """Return a digest of each answer; None where no votes are counted. Collective."""
+    """Return a digest of each answer; only None with one completion per prompt. Collective."""
     if len(table.owners) == len(table):
         return [[None] for _ in table.sizes]
     texts = (table.rollout(n).text for n in table.of_rank(layout.rank))
@@ -130,7 +130,7 @@ def _by_source(
 def _numbers(
     table: RolloutTable, answers: Answers, judged_by: str, solved: float
 ) -> dict[str, float]:
-    # Where the first function says by None that it does not apply, no other one stands in for it.
+    # If the first function returns None (it does not apply), no other function's score replaces it.
     scores = table.by_group(table.part(judged_by)[0])
     worth = evaluation_stats(scores, answers, solved).values_by_name()
     all_of_it = rollout_stats(table).values_by_name()
@@ -163,7 +163,7 @@ def example_validation(
             examples = dataset.items(rows[start : start + size])
             batch = make_batch(examples, layout, budget, foundation.flops)
             for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
-                # Tokens outside the loss mask are not scored, and hold 0.
+                # The log-probs of tokens outside the loss mask are 0.
                 part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
                 stats = stats.merge(Stats({"val/loss": part}))
         return reduce_stats(stats, layout, device).values_by_name(), None
@@ -181,7 +181,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Validate a model, with the weights of `step` if given. Collective.
 
-    With reward functions the held-out data are prompts, else examples. Completions are kept below `root`.
+    With reward functions, held-out data are prompts, else examples. Writes completions below `root`.
     """
     with catch_signals(layout) as stopper:
         try:
@@ -223,10 +223,10 @@ def _keep(
     measured: Mapping[str, float],
     groups: Groups,
 ) -> None:
-    """Write `evaluations/N` below `root`, like a run. Collective."""
+    """Write `evaluations/N` below `root` as a run's directory. Collective."""
     layout, table = foundation.layout, RolloutTable.of(groups)
     order = table.order
-    come = arriving(table, order, chosen(step, table.rewards, order), layout)
+    incoming = arriving(table, order, chosen(step, table.rewards, order), layout)
     settings, texts = foundation.config, None
     if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
         texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
@@ -234,7 +234,7 @@ def _keep(
         try:
             if layout.is_main:
                 kept = RunDirectory(_next_directory(root / "evaluations"))
-                write_rollouts(kept.rollouts, step, table, None, texts, arriving=come)
+                write_rollouts(kept.rollouts, step, table, None, texts, arriving=incoming)
                 write_atomically(kept.config, config)
                 with closing(JsonlTracker(kept.metrics)) as metrics:
                     metrics.log(step, measured)
@@ -242,15 +242,15 @@ def _keep(
                 found = environment(device_name(foundation.device), layout.world)
                 kept.write_environment({TRAINER: "eval", **found})
                 log.info("the completions are in %s", kept.rollouts)
-        except OSError as error:  # somebody else's run, or a full disk
+        except OSError as error:  # another user's run directory, or a full disk
             log.warning("the completions are not kept: %s", error)
         finally:
-            for _ in come:  # on all ranks, whatever was raised
+            for _ in incoming:  # every rank has to exhaust it, even after an error
                 pass
 
 
 def _next_directory(parent: Path) -> Path:
-    """Make a numbered directory that no other process has."""
+    """Make the first free numbered directory, safe from races."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 0
     while True:
@@ -290,7 +290,7 @@ def _measured(
 def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, Committed]:
     """Return the settings of the model in a run's newest committed step, and that step.
 
-    An adapter's base stays where it was. Raises `MissingError` without a step.
+    An adapter keeps its base model. Raises `MissingError` without a step.
     """
     step = newest_step(RunDirectory(run_directory).checkpoints)
     for damage in verify_files(step, small_files(step)):

@@ -19,27 +19,27 @@ from burnish.functions import fingerprint
 from burnish.rewards.signature import BUILTINS
 
 INPUTS = "inputs"
-"""The key of state.json under which they are."""
+"""The key of state.json that holds the fingerprints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Digests of what is trained on."""
+    """Digests of a run's inputs."""
 
     vocabulary: str
-    """Of every token with its id, and of the ids with a meaning."""
+    """Digest of every token with its id, and of the ids of bos, eos and pad."""
     tokenizer: str
-    """Of all else that makes tokens out of text: its rules, and the chat template."""
+    """Digest of the tokenizer's rules and chat template."""
     samples: int
-    """How many samples there are to train on; of streamed data the bytes."""
+    """Number of samples to train on; for streamed data, of bytes."""
     data: str
-    """Of their tokens and answers, in order; of streamed data the list of files."""
+    """Digest of the samples' tokens and answers, in order; for streamed data, of the list of files."""
     formula: str = ""
-    """Of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
+    """Digest of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
     model: str = ""
-    """Of the model that training started from; "" where its weights are not on this machine."""
+    """Digest of the model that training started from; "" if its weights are not on this machine."""
     rewards: str = ""
-    """Of the files of reward functions."""
+    """Digest of the files of reward functions."""
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class Inputs:
         return cls(*digests, formula, _weights_digest(model), _digest(scores))
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
-        """Return the inputs that changed and may, in words for a warning.
+        """Return the changed inputs that are allowed to change, worded for a warning.
 
         Raises `IncompatibleError` if vocabulary, formula or number of samples changed: the position counts samples, and weights
         belong to token ids.
@@ -85,7 +85,7 @@ class Inputs:
                 f"{where} was trained on other data",
                 have=f"{before.samples} samples, and a position among them (of streamed data, bytes)",
                 want=f"{self.samples} samples, as data.train holds",
-                do="restore data.train and what leaves samples out, or begin another run with name=NAME",
+                do="restore data.train and the settings that leave samples out, or begin another run with name=NAME",
             )
         if self.formula != before.formula:
             raise IncompatibleError(
@@ -106,7 +106,7 @@ class Inputs:
         return told
 
     def as_state(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return plain JSON."""
         return asdict(self)
 
 
@@ -129,7 +129,7 @@ def _weights_digest(path: str | None) -> str:
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return a fast tokenizer's rules without the traces of calls."""
+    """Return a fast tokenizer's rules, except padding and truncation, which calls change."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,4 +1,4 @@
-"""Hold the generator to the engine: both score a few completions, and the run stops where they disagree."""
+"""Compare the generator with the engine: both score a few completions, and the run stops if they disagree."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from burnish.rollout.base import Generator
 from burnish.train.collect import sampling
 from burnish.train.policy_update import PolicyUpdate
 
-# Fewest prompts, and most tokens of a completion.
+# Least number of prompts, and most tokens of a completion.
 _PROMPTS, _TOKENS = 4, 16
-# Nats. Rounding causes less, even in mixtures, where it sometimes sends a token to another expert.
+# Nats per token. Rounding causes less, even if it sometimes routes a token to another expert.
 _ROUNDING_NATS = {"fp32": 0.01, "bf16": 0.2}
 
 
@@ -33,12 +33,12 @@ class Guard:
     prompts: Sequence[Prompt]
     layout: Layout
     first: int
-    """The first version that this process publishes."""
+    """The first version of the weights that this process publishes."""
 
     def check(self, version: int) -> None:
-        """Compare, the first time and after every `rollout.check_every`-th version. Collective.
+        """Compare after the first and every `rollout.check_every`-th version. Collective.
 
-        Raises `BurnishError`, naming the first tensor that differs, beyond `rollout.max_disagreement`.
+        Raises `BurnishError`, naming the first tensor that differs, above `rollout.max_disagreement`.
         """
         config = self.update.config
         rollout, limit = config.rollout, config.rollout.max_disagreement
@@ -61,7 +61,7 @@ class Guard:
             want=f"rollout.max_disagreement: {limit:g} at most",
             do="set rollout.max_disagreement higher if the two compute this differently for a reason you know"
             if name is None
-            else "start the same command again; if it comes again, it is a mistake in publishing this tensor",
+            else "start the same command again; if the error returns, report that this tensor is published wrongly",
         )
 
     def _drawn(self) -> RolloutTable:

@@ -1,6 +1,6 @@
 """Check weights that a run reads from another run's step against the hashes in its manifest.
 
-Left out: plain Hugging Face directories, which have none, and copies from a URL.
+It skips plain Hugging Face directories, which have no hashes, and copies from a URL.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Intact:
         self._seen: set[str] = set()
 
     def require(self, *places: str | None) -> None:
-        """Compare the hashes of each model that lies in a committed step; pass any other place. Collective.
+        """Verify each model that lies in a committed step; skip any other place. Collective.
 
-        A machine's processes share the files. Raises `CorruptError` naming file and tensors if one differs or the step is
-        unhealthy, and `BurnishError` if machines hold different steps.
+        A machine's processes divide the files. Raises `CorruptError` naming file and tensors if a hash differs or the step
+        is unhealthy, and `BurnishError` if machines hold different steps.
         """
         for place in places:
             if place is None or place in self._seen:
@@ -52,7 +52,7 @@ class Intact:
 
 
 def _step_of(directory: Path) -> Committed | None:
-    """Return the step whose `model/` or `ROLE/model/` this is, with those files alone."""
+    """Return the step whose `model/` or `ROLE/model/` is `directory`, with only those files."""
     for path in directory.parents[:2]:
         if step_number(path.name) is not None and (path / COMMIT).is_file():
             below = f"{directory.relative_to(path).as_posix()}/"

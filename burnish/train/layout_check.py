@@ -1,7 +1,7 @@
 """`burnish check`: compare one step of a shrunken model at the user's layout with plain PyTorch in one process.
 
-The user's data, loss and optimizer settings run on a small model of the same family (fp32, fresh weights). Left out: the
-generator, Muon (AdamW steps), speed.
+The user's data, loss and optimizer settings run on a small model of the same family (fp32, fresh weights). AdamW replaces
+Muon. The generator and speed are not checked.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _check_model(given: Material, layout: Layout, device: torch.device) -> None:
 
 
 def material(foundation: Foundation) -> Material:
-    """Take the first sequences, cut short, the run's loss, and a small model.
+    """Return the first sequences, shortened, with the run's loss and a small model.
 
     With rewards, prompts get random completions and advantages.
     """
@@ -97,7 +97,7 @@ def material(foundation: Foundation) -> Material:
 
 
 def critic_material(foundation: Foundation) -> Material:
-    """Return the same for the critic, without an adapter."""
+    """Return the critic's material, without an adapter."""
     config, given = foundation.config, material(foundation)
     hf_config = shrunk(critic_foundation(foundation).hf_config, config.engine)
     return replace(

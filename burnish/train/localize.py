@@ -26,7 +26,7 @@ from burnish.tracking.progress import Progress
 from burnish.train.pins import beginning, hub_entries, pin
 
 _SMALL_FILE = 256 << 20
-"""Of a data set, for a dry run."""
+"""Most bytes of a data set's file that a dry run downloads."""
 _WEIGHTS = ".safetensors"
 _MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
 
@@ -41,11 +41,11 @@ def local_inputs(
 ) -> tuple[RunConfig, RunConfig]:
     """Return the configuration to record, and the one to work with. Collective.
 
-    The first has ids of the hub at commits, and the precision in which rank 0's `device` is quick. The second has paths instead
-    of ids and URLs, and rank and layers of its first adapter. Only one that `trains` copies training data and a critic.
+    The first pins ids of the hub to commits, and has the precision that suits rank 0's `device`. The second has paths instead of
+    ids and URLs, and rank and layers of its first adapter. Only a run that `trains` copies training data and a critic.
 
-    With `only_small`, critic, reward models and data behind URLs stay where they are. A data set of the hub is its first file, if
-    small. A model elsewhere becomes a new one with its config.json and tokenizer. Raises `MissingError` for missing files, and
+    With `only_small`, critic, reward models and data behind URLs are not copied. A data set of the hub shrinks to its first file,
+    if small. A remote model becomes a fresh one with its config.json and tokenizer. Raises `MissingError` for missing files, and
     `BurnishError` if copying fails.
     """
     layout = layout or Layout()
@@ -64,7 +64,7 @@ def local_inputs(
     local = found
     shown = config.tracking.progress and place_of(os.environ).layout.is_main
     watch = Progress(True).phase if shown else None
-    for first in (True, False):  # the other processes of a machine find what its first has brought
+    for first in (True, False):  # a machine's first process copies; then its others find the copies
         with agree(layout):
             if (layout.local_rank == 0) is first:
                 _copy_all(values, watch, trains=trains, only_small=only_small)
@@ -85,7 +85,7 @@ def _copy_all(
         is_beside = setting in ("critic.path", "reward.models")
         stays = (is_beside and only_small) or (setting == "critic.path" and not trains)
         if kind == "model" and not stays and is_elsewhere(section.get(key)):
-            if setting == "reward.models":  # the copy's directory has another name
+            if setting == "reward.models":  # keep the name: the copy's directory has another one
                 section["name"] = RewardModelConfig(**section).part_name
             section[key] = str(local_directory(section[key], watch, weights=has_weights))
     for setting in ("chat_template", "fresh"):
@@ -104,7 +104,7 @@ def _copy_all(
             if name == "train" and data["weights"] and len(files) > 1:
                 raise UsageError(
                     f"data.weights cannot weigh {entry}, which is {len(files)} files",
-                    want="entries elsewhere that are one file each",
+                    want="remote entries of one file each",
                     do="copy it to a directory of this machine, and name that in data.train",
                 )
             data[name] += files
@@ -141,7 +141,7 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
 
 
 def local_directory(place: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
-    """Bring a Hugging Face directory here, its own code included. Raises `MissingError` if it has no files."""
+    """Copy a Hugging Face directory, with custom code, to this machine. Raises `MissingError` if it has no files."""
     suffixes = _MODEL_SUFFIXES if weights else _MODEL_SUFFIXES - {_WEIGHTS}
 
     def wanted(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The README.md of a trained model, from the configuration alone, so that an interrupted run writes the same."""
+"""Write a trained model's README.md from the configuration alone, so that an interrupted run writes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TRAINERS = {"sft": "supervised fine-tuning", "rl": "reinforcement learning"}
 def model_card(
     trainer: str, model: ModelConfig, data: DataConfig, settings: Mapping[str, Any]
 ) -> str:
-    """Return the text, with only the last part of local paths."""
+    """Return the card, with only the last part of local paths."""
     base = HubPlace.of(model.path, "model")
     sets = [place for entry in data.train if (place := HubPlace.of(entry, "dataset"))]
     facts = {

@@ -15,16 +15,16 @@ from burnish.errors import BurnishError
 from burnish.train.ownership import Session
 
 _CPU_SAYS = "can't allocate memory"
-"""How torch's allocator on a CPU says it, in a plain RuntimeError."""
+"""Text of the plain RuntimeError that torch's CPU allocator raises."""
 _ALLOCATOR_EVENTS = 100_000
-"""Only the newest events are kept; one takes a few KB of host memory."""
+"""Most events that are kept, the newest ones; each takes a few KB of host memory."""
 
 
 def explained(error: RuntimeError, session: Session) -> BurnishError | None:
-    """Return what to tell of `error`; None if it is no lack of memory.
+    """Explain an out-of-memory error; return None for any other error.
 
-    Leaves a snapshot of the allocator for https://pytorch.org/memory_viz if the backend can. With `tracking.allocations` it names
-    lines of the program.
+    Writes a snapshot of the allocator for https://pytorch.org/memory_viz if the backend can. With `tracking.allocations` the
+    snapshot names lines of code.
     """
     if not isinstance(error, torch.OutOfMemoryError) and _CPU_SAYS not in str(error):
         return None
@@ -47,10 +47,10 @@ def _snapshot(session: Session) -> str:
     try:
         if not write_snapshot(session.device, path):
             return ""
-    except OSError as failed:  # the lack of memory is what has to be told
-        return f"; what was allocated could not be written: {failed}"
-    lines = "" if session.config.tracking.allocations else " (for what: tracking.allocations=true)"
-    return f"; what was allocated{lines} is in {path}"
+    except OSError as failed:  # the user still has to hear of the lack of memory
+        return f"; the snapshot of allocations could not be written: {failed}"
+    more = "" if session.config.tracking.allocations else " (tracking.allocations=true adds lines)"
+    return f"; a snapshot of allocations{more} is in {path}"
 
 
 @contextmanager

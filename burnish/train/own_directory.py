@@ -34,7 +34,7 @@ def recorded_config(run_dir: Path) -> Path:
 def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
     """Refuse the directory of another command or configuration, or one with steps if `resume` is never.
 
-    One that makes way passes, and one of a start that failed before it did anything.
+    Accepts a directory that `make_way` renames, and one whose run never logged a step.
     """
     steps = [path.name for path in committed_steps(directory.root)]
     if (steps or directory.begun) and not _may_make_way(directory, run):
@@ -45,7 +45,7 @@ def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
 
 
 def make_way(directory: RunDirectory, run: RunIdentity) -> None:
-    """Rename a directory in which another configuration has saved nothing, or any if `resume` is fresh.
+    """Rename a directory in which another configuration has saved nothing, or any one if `resume` is fresh.
 
     Raises `BurnishError` if a run is using it. Call it in one process, before the run begins.
     """
@@ -63,7 +63,7 @@ def make_way(directory: RunDirectory, run: RunIdentity) -> None:
 
 
 def _may_make_way(directory: RunDirectory, run: RunIdentity) -> bool:
-    """Whether nothing has to stay where it is. What was saved may be on a mirror, or damaged."""
+    """Return whether the directory may be renamed. Saved steps may be on a mirror, or in quarantine."""
     saved = committed_steps(directory.root) or (directory.checkpoints / QUARANTINE).exists()
     return run.config.mirror_url is None and (run.config.resume == "fresh" or not saved)
 
@@ -81,6 +81,6 @@ def committed_steps(directory: Path) -> list[Path]:
     raise UsageError(
         f"{directory} cannot be a run's directory",
         have=have,
-        want="a directory that may be read, or a name that is free",
-        do="set output_dir and name to others",
+        want="a readable directory, or a free name",
+        do="set output_dir or name to another",
     )

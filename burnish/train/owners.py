@@ -1,4 +1,4 @@
-"""Rollouts that one rank has whole, of which all others know the numbers."""
+"""Send rollouts to rank 0. Tokens and texts are on one rank each; all ranks know the numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
 def arriving(
     table: RolloutTable, order: Sequence[int], whole: Collection[int], layout: Layout
 ) -> Iterator[tuple[int, Rollout]]:
-    """Yield rollouts by number on rank 0, in this order. Collective.
+    """Yield numbers and rollouts on rank 0, in `order`. Collective.
 
-    It gets their texts, and those of `whole` entirely, in rounds of about a million tokens. All ranks
-    must take all.
+    Rank 0 gets texts of all, and tokens only of `whole`, in rounds of about a million tokens. Every rank
+    must exhaust the iterator.
     """
     if not (table.owners > 0).any():
         yield from ((number, table.rollout(number)) for number in order if layout.is_main)
@@ -44,11 +44,11 @@ def arriving(
             for n, each in mine.items()
         }
         parcels = [] if layout.is_main or not mine else [([0], pickle.dumps(parts))]
-        came: dict[int, Any] = {}
+        received: dict[int, Any] = {}
         for data in deliver(parcels, layout):
-            came |= pickle.loads(data)  # noqa: S301 - of this run
+            received |= pickle.loads(data)  # noqa: S301 - from a rank of this run
         for number in numbers.tolist() if layout.is_main else ():
-            known, got = table.rollout(number), came.get(number)
+            known, got = table.rollout(number), received.get(number)
             if isinstance(got, tuple):
                 text, asked, answer = got
                 prompt = replace(known.prompt, text=asked, answer=answer)
@@ -59,10 +59,10 @@ def arriving(
 def arrays_on_main(
     arrays: Mapping[str, Mapping[int, Floats]], numbers: Collection[int], layout: Layout
 ) -> Mapping[str, Mapping[int, Floats]]:
-    """Return these rollouts' arrays, all on rank 0. Collective."""
+    """Return these rollouts' arrays; rank 0 gets those of all ranks. Collective."""
     found = {name: {n: each[n] for n in numbers if n in each} for name, each in arrays.items()}
     sends = layout.is_first_peer and not layout.is_main and any(found.values())
     for data in deliver([([0], pickle.dumps(found))] if sends else [], layout):
-        for name, each in pickle.loads(data).items():  # noqa: S301 - of this run
+        for name, each in pickle.loads(data).items():  # noqa: S301 - from a rank of this run
             found[name] |= each
     return found

@@ -1,6 +1,6 @@
-"""Ownership of a run: its directory and its mirror belong to this run, or are refused unchanged.
+"""Own a run's directory and mirror, or refuse them, unchanged, if another run owns them.
 
-environment.json names the owner: `run` is the run's id for life, `start` that of one start.
+environment.json names the owner: `run` is the run's lifelong id, `start` the id of one start.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_run(
 ) -> Iterator[Session]:
     """Own the run that `config` names inside the block; explain an out-of-memory error. Collective.
 
-    First refuses a directory that is in use or not its own, and ranks with different configurations.
+    First refuses a directory that another process uses or another run owns, and ranks with different configurations.
     """
     directory, settings = RunDirectory(config.directory), config.checkpoint
     spans = Spans(
@@ -140,10 +140,10 @@ def open_run(
 
 
 def _claim(session: Session) -> None:
-    """Make the directory and its mirror this run's, before anything expensive. For rank 0.
+    """Name this run as owner of directory and mirror, before anything expensive. For rank 0.
 
-    Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never. Both stay
-    unchanged.
+    Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never. Errors
+    change nothing.
     """
     directory, mirror = session.directory, session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}

@@ -1,4 +1,4 @@
-"""Settle for the life of a run what its settings leave open: newest steps of other runs, commits of the hub, the precision.
+"""Pin what a run's settings leave open, for all its starts: newest steps of other runs, commits of the hub, the precision.
 
 config.yaml records them. Loads no torch.
 """
@@ -28,9 +28,9 @@ _log = logging.getLogger("burnish")
 
 
 def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> RunConfig:
-    """Return the configuration of `values` with a step's model for each run's directory, `latest` or step.
+    """Return the configuration of `values`, where each run's directory, `latest` or step is replaced by the step's model.
 
-    The run in `run_dir` keeps its steps. Raises `MissingError` for a run without one. Changes `values`.
+    The run in `run_dir` keeps its steps. Raises `MissingError` for a run without steps. Changes `values`.
     """
     runs = [
         (number, section, key, root)
@@ -78,7 +78,7 @@ def beginning(
     values: Mapping[str, Any], run_dir: Path, mirror: str | None = None
 ) -> Mapping[str, Any] | None:
     """Return the values that a run began with, here or on its `mirror`, if `values` leave something open."""
-    is_open = values["engine"]["precision"] == "auto" or any(_moving(values))
+    is_open = values["engine"]["precision"] == "auto" or any(_unpinned(values))
     if not is_open or values["resume"] == "fresh":
         return None
     path = RunDirectory(run_dir).config
@@ -94,15 +94,15 @@ def beginning(
 
 
 def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: bool = True) -> None:
-    """Put ids of the hub at the commits of the run's `beginning`, else of today. An auto precision becomes that of the beginning.
+    """Pin ids of the hub to their commits in `before`, else to the newest. Take an auto precision from `before`.
 
-    Without `ask` other ids stay as they are.
+    Without `ask`, ids that `before` lacks stay as they are.
     """
     engine = values["engine"]
     if before is not None and engine["precision"] == "auto":
         engine["precision"] = before["engine"]["precision"]
     began = {} if before is None else _commits(before)
-    for section, key, place, setting in list(_moving(values)):
+    for section, key, place, setting in list(_unpinned(values)):
         if commit := began.get((setting, place.repo)):
             _log.info("%s stays at commit %s, with which the run began", place, commit)
             section[key] = str(replace(place, revision=commit))
@@ -113,7 +113,7 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
             section[key] = str(found)
 
 
-def _moving(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:
+def _unpinned(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:
     for section, key, kind, setting in hub_entries(values):
         if (place := HubPlace.of(section[key], kind)) and not place.commit:
             yield section, key, place, setting

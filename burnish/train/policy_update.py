@@ -1,4 +1,4 @@
-"""From scored groups to the batches of a step's updates."""
+"""Turn scored groups into the batches of a step's updates."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _CRITIC = "burnish.algorithms.critic"
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What completion tokens are trained towards."""
+    """Advantages, and a critic's targets, of completions."""
 
     batches: list[Batch]
-    """The step's mini-batches, with it."""
+    """The step's mini-batches, with advantages and targets filled in."""
     advantages: Floats
     """[N] how much better each rollout was than expected: the mean over its tokens."""
     by_token: Mapping[str, Mapping[int, Floats]]
-    """By their names in an `Example`: arrays of the completions in this rank's micro-batches, by rollout."""
+    """Arrays over completion tokens, by field of `Example` and then by rollout, for this rank's micro-batches."""
     stats: Stats
-    """The critic's `critic/...`; nothing without one."""
+    """The critic's `critic/...` metrics; empty without a critic."""
     kl: float = 0.0
-    """With KL in the reward: its mean over all tokens, in nats."""
+    """Mean KL over all tokens, in nats, if KL is in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +61,31 @@ class PolicyUpdate:
 
     engine: Engine
     reference: Forward | None
-    """Scores by the model that training started from; None where no KL term wants it."""
+    """Scores with the model that training started from; None without a KL term."""
     critic: Any
     """A `burnish.train.critic.Critic`; None without one."""
     costs: ModelFlops
-    """What sequences cost in an update, by which batches are balanced."""
+    """FLOPs of sequences in an update, by which batches are balanced."""
     config: RunConfig
 
     def minibatches(self, groups: Groups) -> list[Batch]:
-        """Return the step's mini-batches, among which groups are divided evenly. Collective.
+        """Divide the groups evenly into the step's mini-batches. Collective.
 
-        Rollouts without a trained token, and mini-batches of nothing else, are left out.
+        Rollouts without a trained token are left out, and so are mini-batches that would be empty.
         """
         table = RolloutTable.of(groups)
         trained = np.flatnonzero(self._trained(table))
         parts = np.array_split(table.sizes, self.config.batch.minibatches)
         ends = np.searchsorted(trained, np.cumsum([part.sum() for part in parts]))
         some = filter(len, np.split(trained, ends[:-1]))
-        return [self._batch(table, numbers, self._kept) for numbers in some]
+        return [self._batch(table, numbers, self._logprob_column) for numbers in some]
 
     def assign_credit(
         self, groups: Groups, batches: Sequence[Batch], kl_coef: float | None = None
     ) -> Credit:
         """Return advantages, and a critic's targets, of these mini-batches. Collective.
 
-        `kl_coef` replaces `algorithm.kl.coef` where it adapts.
+        `kl_coef` replaces an adaptive `algorithm.kl.coef`.
         """
         table, algorithm = RolloutTable.of(groups), self.config.algorithm
         kind, kl, scored = algorithm.advantage, algorithm.kl, list(batches)
@@ -124,7 +124,7 @@ class PolicyUpdate:
     def _advantages(
         self, table: RolloutTable, rewards: Column, penalties: Mapping[int, Floats] | None
     ) -> tuple[Floats, Sequence[Floats] | None]:
-        """Return each rollout's mean advantage, and what a function says of tokens."""
+        """Return each rollout's mean advantage, and those of tokens if the function gives them."""
 
         def of_all() -> list[Floats]:
             found: list[Floats] = [np.zeros(0, np.float32)] * len(rewards)
@@ -176,20 +176,20 @@ class PolicyUpdate:
         return means, columns, stats
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """Add the log-probs that the policy's updates are measured against. Collective.
+        """Add the old and reference log-probs that the loss needs. Collective.
 
-        A single update is measured against itself. Several need the policy's log-probs, and with
-        `algorithm.router_replay=recompute` its experts. KL in the loss needs the reference's log-probs.
+        The old log-probs of a single update equal the new ones. Several updates need old log-probs, and with
+        `algorithm.router_replay=recompute` experts. KL in the loss needs the reference's log-probs.
         """
         algorithm, batches = self.config.algorithm, list(batches)
-        kept = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
+        has_old = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
         replayed = algorithm.router_replay == "recompute"
         several = len(batches) * self.config.batch.epochs > 1
         selecting = selects_tokens(algorithm)
-        if selecting or (several and (replayed or not kept)):
+        if selecting or (several and (replayed or not has_old)):
             for number, batch in enumerate(batches):
                 outputs = self.engine.forward(batch, experts=replayed and several)
-                if several and not kept:
+                if several and not has_old:
                     batch = batch.with_old_logprobs(outputs)
                 if several and replayed:
                     batch = batch.with_experts(outputs)
@@ -205,7 +205,7 @@ class PolicyUpdate:
         return batches
 
     def in_epochs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """Return the mini-batches by update; later epochs draw their order from (seed, step, epoch)."""
+        """Return a mini-batch for each update; later epochs draw their order from (seed, step, epoch)."""
         ordered = list(batches)
         for epoch in range(1, self.config.batch.epochs):
             seed = derive_seed(self.config.seed, "mini-batches", step)
@@ -213,7 +213,7 @@ class PolicyUpdate:
         return ordered
 
     def _with_selected(self, batch: Batch, outputs: Sequence[TokenOutputs], seed: int) -> Batch:
-        """Add the tokens that the policy loss treats apart, of all ranks' batches. Collective."""
+        """Mark the tokens, among those of all ranks, that the policy loss treats differently. Collective."""
         micros = batch.microbatches
         masks = [micro.loss_mask.cpu().numpy() for micro in micros]
         examples = [
@@ -243,7 +243,7 @@ class PolicyUpdate:
         return replace(batch, microbatches=tuple(microbatches))
 
     def _example(self, rollout: Rollout, column: str | None) -> Example:
-        """Return a rollout's sequence; `column` names log-probs of the generator."""
+        """Return a rollout's sequence, with the generator's log-probs in `column`."""
         prompt, made = rollout.prompt.token_ids, rollout.completion
         values = made.logprobs if column == "old_logprobs" else made.sampled_logprobs
         zeros = np.zeros(len(prompt), dtype=np.float32)
@@ -260,12 +260,12 @@ class PolicyUpdate:
         return self.config.algorithm.router_replay == "rollout"
 
     @property
-    def _kept(self) -> str:
+    def _logprob_column(self) -> str:
         of_rollout = self.config.algorithm.old_logprobs == "rollout"
         return "old_logprobs" if of_rollout else "sampled_logprobs"
 
     def _kl_estimates(self, table: RolloutTable, batches: list[Batch]) -> dict[int, Floats]:
-        """Return the KL estimate of each token, by rollout; for several updates, `batches` get log-probs."""
+        """Return the KL estimates of tokens, by rollout; for several updates, add old log-probs to `batches`."""
         if self.reference is None:
             raise ValueError("KL in the reward needs a reference model")
         algorithm, found = self.config.algorithm, dict[int, Floats]()
@@ -310,7 +310,7 @@ class PolicyUpdate:
     def _of_all(
         self, table: RolloutTable, own: Mapping[int, Any], columns: int | None = None
     ) -> Column:
-        """Return fp64 numbers of all rollouts, [N] or [N, `columns`]. Collective."""
+        """Gather fp64 numbers of all rollouts, [N] or [N, `columns`]. Collective."""
         shape = () if columns is None else (columns,)
         found = np.zeros((len(table.owners), *shape))
         rows = np.array([*own.values()], np.float64).reshape(-1, *shape)
@@ -319,7 +319,7 @@ class PolicyUpdate:
         return found
 
     def outlines(self, table: RolloutTable, numbers: Column, column: str | None) -> Outlines:
-        """Return what all ranks know of the `_example`s of some rollouts."""
+        """Return lengths and columns of some rollouts' `_example`s, from shared numbers."""
         found, prompts = np.empty((4, len(numbers)), np.int64), table.groups[numbers]
         names = np.frombuffer(table.prompts["digest"].tobytes(), np.int64)[::2]
         found[1], found[2] = table.prompts["length"][prompts], table.rows["length"][numbers]
@@ -332,7 +332,7 @@ class PolicyUpdate:
     def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
         """Return this rank's part of a batch of rollouts. Collective."""
         layout, owners = self.engine.layout, table.owners[numbers]
-        outlines = self.outlines(table, numbers, column)  # which refuses, on all ranks alike
+        outlines = self.outlines(table, numbers, column)  # raises on all ranks or on none
         own = np.flatnonzero((owners < 0) | (owners == layout.rank)).tolist()
         batch = make_batch(
             {i: self._example(table.rollout(numbers[i]), column) for i in own},
@@ -343,7 +343,7 @@ class PolicyUpdate:
             outlines=outlines,
             owners=owners,
         )
-        names = np.append(numbers, -1)  # examples have the numbers of their rollouts
+        names = np.append(numbers, -1)  # number examples as their rollouts
         return replace(batch, examples=tuple(tuple(names[[*e]].tolist()) for e in batch.examples))
 
 
@@ -352,7 +352,7 @@ def _numbers_of(batches: Iterable[Batch]) -> list[int]:
 
 
 def _of_completions(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> dict[int, Floats]:
-    """Return the completions' parts of rows of all tokens."""
+    """Cut the completions' tokens out of rows over whole sequences."""
     starts = table.prompt_lengths
     return {n: row[starts[n] :] for n, row in batch.by_example(rows).items()}
 
@@ -369,14 +369,14 @@ def policy_stats(learned: Stats) -> Stats:
 
 
 def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]:
-    """Return the shape of a token's experts. Raises `BurnishError` if any but the last token's are missing."""
+    """Return the shape of one token's experts. Raises `BurnishError` if any but the last token's are missing."""
     shapes = [kind.experts and kind.experts[0] for kind in table.kinds]
     told = table.by_kind(lambda kind: -1 if kind.experts is None else kind.experts[0][0])[numbers]
     tokens = (table.prompt_lengths + table.lengths)[numbers]
     for place in np.flatnonzero(told != tokens - 1)[:1]:
         index = table.rollout(numbers[place]).prompt.index
         raise BurnishError(
-            f"the generator has not said which experts the tokens of prompt {index} went to",
+            f"the generator did not report the experts of the tokens of prompt {index}",
             have="none" if told[place] < 0 else f"those of {told[place]} tokens",
             want=f"those of all {tokens[place]} tokens but the last",
             do="set algorithm.router_replay=recompute, which asks the engine for them, or none",
@@ -391,5 +391,5 @@ def _to_the_end(experts: Any) -> Experts:
 
 def _numbers(tensor: Tensor | None) -> Floats:
     if tensor is None:
-        raise ValueError("a micro-batch of reinforcement learning has advantages")
+        raise ValueError("a micro-batch or its outputs lack an array that an RL update needs")
     return tensor.float().cpu().numpy()

@@ -38,13 +38,13 @@ from burnish.rewards.signature import BUILTINS
 
 _CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""One of these makes a directory a tokenizer's."""
+"""A tokenizer's directory holds at least one of these."""
 
 _CONFIG_LIMIT = 1 << 24
 SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-"""What generates with packages of their own, by package."""
+"""Inference engines that need their own package, by package."""
 
 # A user should see soon that a service is down or a host does not exist.
 _PATIENCE = RetryPolicy(seconds=20)
@@ -86,7 +86,7 @@ def is_asked_here(place: str, kind: Kind) -> bool:
 
 
 def data_sizes(path: str, setting: str) -> list[int]:
-    """Return the sizes of the files of an entry, here or elsewhere."""
+    """Return the sizes of an entry's files, local or remote."""
     if hub := HubPlace.of(path, "dataset"):
         return list(split_files(hub.at_commit(), setting).values())
     if is_url(path):
@@ -112,7 +112,7 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def small_file(place: str, name: str) -> bytes:
-    """Return a small file of a directory here or elsewhere; for "" the place itself."""
+    """Return a small file of a directory, local or remote; for "" the place itself."""
     if hub := HubPlace.of(place, "model"):
         return hub.file(name).read_bytes()
     place = f"{place.rstrip('/')}/{name}" if name else place
@@ -124,7 +124,7 @@ def small_file(place: str, name: str) -> bytes:
         raise MissingError(
             f"there is no file {path}",
             want=f"a file {path.name}; weights are not needed",
-            do="set model.path, model.lora.path and reward.models to directories that have theirs, or to ids of the hub, or model.fresh to the file",
+            do="set model.path, model.lora.path and reward.models to directories with this file or to ids of the hub, or model.fresh to the file",
         )
     return path.read_bytes()
 
@@ -216,7 +216,7 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
         return
     try:
         have = "" if data_sizes(path, setting) else neighbours(Path(path).expanduser())
-    except MissingError as error:  # of a URL
+    except MissingError as error:  # nothing is at a URL
         have = str(error.have)
     if have:
         yield MissingError(

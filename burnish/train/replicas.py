@@ -19,7 +19,7 @@ from burnish.errors import BurnishError, few
 def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layout: Layout) -> None:
     """Raise `BurnishError` on every rank if trained weights differ between copies. Collective.
 
-    Names the ranks in the minority and their tensors; of two copies both.
+    Names the ranks in the minority, or all without a majority, and their tensors.
     """
     mine = {
         f"{shard.spec.name} of the {role}": shard.checksum()

@@ -1,7 +1,7 @@
 """Reward models: trained models that judge completions, beside the reward functions.
 
-One is a frozen classifier with one label, of sequences or tokens; its reward is the output at the last token. It reads a
-conversation with its own tokenizer and template. Left out: several labels, process rewards.
+A reward model is a frozen sequence or token classifier with one label; its reward is the output at the last token. It reads
+conversations with its own tokenizer and template. It cannot have several labels or give process rewards.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from burnish.train.setup import Foundation, prove
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """One model that judges."""
+    """A reward model."""
 
     part: str
-    """Its name in `Rollout.reward_parts`."""
+    """The model's name in `Rollout.reward_parts`."""
     weight: float
     engine: Engine
     encoder: ChatEncoder
     flops: ModelFlops
     positions: int
-    """Places for tokens that it has. The longest text takes one less: the token after it (`_examples`) is computed as well."""
+    """Most tokens that the model takes. The longest text has one less, because `_examples` appends a token."""
 
     def values(self, table: RolloutTable, tokens_per_device: int) -> tuple[Column, Column]:
-        """Return [N] its value of each rollout, and [N] whether it has the positions. Collective."""
+        """Return [N] each rollout's reward, and [N] whether the model has enough positions. Collective."""
         layout = self.engine.layout
         own = table.of_rank(layout.rank)
         texts = [table.rollout(i) for i in own]
@@ -99,9 +99,9 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
 def read_judge(
     settings: RewardModelConfig, seed: int, layout: Layout, device: torch.device
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, ShardSource]:
-    """Return a reward model's configuration, tokenizer and weights, of which only headers are read.
+    """Return a reward model's configuration, tokenizer and weights; reads only the weights' headers.
 
-    Raises `IncompatibleError` for one that is no classifier with one label.
+    Raises `IncompatibleError` for any model but a classifier with one label.
     """
     model = ModelConfig(path=settings.path)
     hf_config = read_model_config(model)
@@ -162,7 +162,7 @@ def _text(encoder: ChatEncoder, rollout: Rollout) -> str:
 
 
 def _examples(texts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> Iterator[Example]:
-    """Return each text with one more token: a value belongs to the state before a token."""
+    """Yield each text with one more token: a value belongs to the state before a token."""
     ids = iter(texts)
     for _, group in groupby(rollouts, key=lambda rollout: rollout.prompt.index):
         same = [next(ids) for _ in group]

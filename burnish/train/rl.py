@@ -1,7 +1,7 @@
 """Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
 
 A step generates completions for each prompt, scores them, turns rewards into advantages, updates critic and policy, and publishes
-the weights. Left out: turns.
+the weights. Multi-turn rollouts are not supported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from burnish.train.trainer_state import weights_version
 
 
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
-    """Learn from rewards as `config` says, from where its run directory left off. Collective.
+    """Train with rewards as `config` says, from where its run directory left off. Collective.
 
     `local` has paths of copies in place of URLs and ids.
     """

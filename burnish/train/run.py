@@ -1,6 +1,6 @@
 """The protocol of a training loop, `steps` and `finish`, with its validations, saves, logs, stops and resumes.
 
-A signal in the middle of a step saves the frozen `Position` after the step before.
+A signal in the middle of a step saves the frozen `Position` after the previous step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
 from burnish.train.trainer_state import Position, Updates, counts, state_of, take_up
 
-# Seconds that a run waits for its mirror after it was told to stop. The step is on its disk already.
+# Seconds that a run waits for its mirror after a signal to stop. The step is on the local disk already.
 _GRACE_SECONDS = 10.0
 # Seconds between checkpoints with save_every: auto.
 _SAVE_SECONDS = 1800.0
@@ -62,7 +62,7 @@ _SAVE_SECONDS = 1800.0
 log = logging.getLogger("burnish")
 
 Validation = Callable[[], tuple[dict[str, float], Groups | None]]
-"""Validates the current weights: `val/...`, the same numbers on every rank, and the rollouts that they are of, if any. Collective."""
+"""Validates the current weights. Returns `val/...`, the same on every rank, and the rollouts behind them, if any. Collective."""
 
 
 class Run:
@@ -83,9 +83,9 @@ class Run:
         inputs: Inputs,
         total_steps: int,
     ) -> None:
-        """Fill the models, by role, from the newest committed step or from where they begin. Collective.
+        """Load the models, by role, from the newest committed step, else their initial weights. Collective.
 
-        Raises `CorruptError` if a model to begin from lies in a damaged step, and `BurnishError` if ranks have different inputs.
+        Raises `CorruptError` if initial weights lie in a damaged step, and `BurnishError` if ranks have different inputs.
         """
         self._session, self._layout, self._config = session, session.layout, session.config
         self._learners, self._inputs, self._total_steps = learners, inputs, total_steps
@@ -107,7 +107,7 @@ class Run:
         self.pending: Sequence[DrawnBatch] = ()
         """Batches drawn and not trained on at this position."""
         self.partial: Mapping[SampleKey, Completion] = {}
-        """Completions of the batches after them that the step resumed from held."""
+        """Completions begun for later batches, as the step that the run resumed from held them."""
         resumed = session.checkpoints.resume(self._load, main.engine.arena)
         if resumed is None:
             places = main.foundation.places(fresh=True)
@@ -126,7 +126,7 @@ class Run:
     def _introduce(self) -> None:
         made, total = self.position.step, self._total_steps
         if made >= total:
-            log.info("step %d of %d is made already: nothing is left to do", made, total)
+            log.info("step %d of %d is done already: nothing is left to do", made, total)
             return
         parameters = self._learners[MAIN].foundation.flops.parameters
         log.info(
@@ -148,8 +148,8 @@ class Run:
     ) -> Iterator[None]:
         """Train inside the block: validate first if configured, and commit at the end. Collective.
 
-        A save holds the batches of `drawn_ahead` for later steps, and the completions `begun`. A signal ends the block with a
-        commit and `StoppedError`.
+        A save stores the batches of `drawn_ahead` and the completions of `begun`. A signal ends the block with a commit and
+        `StoppedError`.
         """
         self._validate, self._drawn_ahead, self._begun = validate, drawn_ahead, begun
         try:
@@ -166,7 +166,7 @@ class Run:
             self._close()
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, 0-based. Late saves are made between them; a signal on any rank ends them. Collective."""
+        """Yield the remaining steps, 0-based. Make late saves between them; end on a signal on any rank. Collective."""
         done, total = self.position.step, self._total_steps
         patience = _SAVE_SECONDS if self._config.checkpoint.save_every == "auto" else math.inf
         with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
@@ -192,7 +192,7 @@ class Run:
     ) -> None:
         """Count a step as done; validate, save and log it where due. Collective.
 
-        `batches` are those of its updates, made of `rollouts`; see `Credit`.
+        `batches` are its updates' mini-batches, made of `rollouts`; see `Credit`.
         """
         self._hear_of_saving(wait=False)
         main, pending = self._learners[MAIN].engine, self._drawn_ahead()
@@ -226,7 +226,7 @@ class Run:
             self._session.stopper.check_saved()
 
     def _begin(self) -> None:
-        """Open the observers, and do what the last step left undone."""
+        """Open the observers, and finish an interrupted step's validation and log."""
         session, position = self._session, self.position
         session.spans.step = position.step
         logged: dict[str, float] = {}
@@ -254,7 +254,7 @@ class Run:
     def _record(self, values: Mapping[str, float], *, validate: bool, save: bool = False) -> None:
         """Validate and save where due, then log.
 
-        Until then the position holds the line, so neither a signal nor a kill loses it.
+        Until then the position holds the metrics, so neither a signal nor a kill loses them.
         """
         spans = self._session.spans
         self.position = replace(self.position, unlogged=json_numbers(values))
@@ -278,30 +278,30 @@ class Run:
         advantages: Floats | None = None,
         by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
-        """Have rank 0 write rollouts if due. A validation has no `advantages`. Collective."""
+        """Write rollouts on rank 0 if due. A validation has no `advantages`. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
         table = RolloutTable.of(groups)
         wanted = wanted_rollouts(settings, step, total, table, advantages is None)
         if wanted is None:
             return
         order, whole = wanted
-        come = arriving(table, order, whole, self._layout)
+        incoming = arriving(table, order, whole, self._layout)
         if settings.rollout_tokens:
             by_token = arrays_on_main(by_token, whole, self._layout)
         with agree(self._layout), self._writing():
             try:
                 if self._observers is not None:
                     means = None if advantages is None else advantages.tolist()
-                    told = (step, table, means, by_token, come, whole)
+                    told = (step, table, means, by_token, incoming, whole)
                     self._observers.rollouts_scored(*told)
             finally:
-                for _ in come:  # on all ranks, whatever was raised
+                for _ in incoming:  # every rank has to exhaust it, even after an error
                     pass
 
     def _keep_measured(
         self, measured: Mapping[str, float | str], line: Mapping[str, float | str]
     ) -> None:
-        """Keep a validation's numbers for this step's save, or for a later one's."""
+        """Keep a validation's numbers for the save of this or a later step."""
         later = self.position.measured_later
         if self._saved_step == self.position.step:
             later = {**later, str(self.position.step): measured}
@@ -337,9 +337,9 @@ class Run:
         return found
 
     def _save(self, *, background: bool = False) -> None:
-        """Commit the position unless it is committed; with `background`, only begin to. Collective.
+        """Commit the position unless it is committed; with `background`, only start. Collective.
 
-        A failed save in the background stops nothing.
+        Training goes on if a background save fails.
         """
         self._saved_at = time.monotonic()
         with self._session.spans("save"), self._session.progress.phase("save", lines=False):
@@ -347,7 +347,7 @@ class Run:
             if self._saved_step == self.position.step:
                 return
             self._check_replicas()
-            self._tell(Observers.sync)  # a committed step's line may be missing, but none before it
+            self._tell(Observers.sync)  # then only this step's own line of metrics can be missing
             if not background:
                 self._session.checkpoints.save(self.position.step, self._contents())
                 self._committed(self.position.step)
@@ -367,7 +367,7 @@ class Run:
             self._compared_step = step
 
     def _hear_of_saving(self, *, wait: bool) -> None:
-        """Note how the save in the background went. Collective."""
+        """Record how the background save ended. Collective."""
         finished = self._session.checkpoints.finished(wait=wait)
         if finished is None:
             return
@@ -403,7 +403,7 @@ class Run:
         )
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
-        """Fill models and position from a step, once all of it fits."""
+        """Load models and position from a step, if all of it fits."""
         pending: Sequence[DrawnBatch] = ()
         partial: Mapping[SampleKey, Completion] = {}
         files = source.files(AHEAD)
@@ -458,7 +458,7 @@ class Run:
             place, patience = session.mirror.url, self._config.checkpoint.mirror_patience_seconds
             if self._layout.is_main:
                 log.warning(
-                    "waiting at most %.0f seconds for %s, where alone step %d is committed; a second signal ends the run without it",
+                    "waiting at most %.0f seconds for %s, the only place where step %d is committed; a second signal ends the run without it",
                     patience,
                     place,
                     step,
@@ -478,7 +478,7 @@ class Run:
                 log.warning("report.html is not written: %s", error)
 
     def _settle_mirror(self, seconds: float) -> BurnishError | None:
-        """Wait for the mirror, or until a signal; return why it lacks something. Collective."""
+        """Wait until the mirror is complete or a signal comes; return why it lacks something. Collective."""
         session = self._session
         if session.mirror is None:
             return None
@@ -487,10 +487,10 @@ class Run:
         with session.progress.phase("mirror", 100) as bar:
 
             def show(part: float) -> None:
-                nonlocal shown  # a sync that begins again does not move the bar back
+                nonlocal shown  # a sync that starts over does not move the bar back
                 bar.advance(max(0.0, 100 * part - shown))
                 shown = max(shown, 100 * part)
-                session.spans.move()  # whoever is patient with a mirror may be so for hours
+                session.spans.move()  # tells the stall watch that a wait of hours is no stall
 
             return session.checkpoints.settle_mirror(seconds, session.stopper.changed(), show)
 
@@ -521,7 +521,7 @@ class Run:
 
 
 def counted(loss: LossFn, bar: Bar) -> LossFn:
-    """Return the loss, which advances the bar."""
+    """Wrap a loss to advance the bar."""
 
     def counting(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
         bar.advance()

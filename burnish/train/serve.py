@@ -1,6 +1,6 @@
-"""Generators in processes of their own: start one beside each rank, find those that serve a run, and be one.
+"""Run generators in their own processes: start one beside each rank, find those that serve a run, and serve.
 
-`burnish serve` notes its address and token in `servers/` of the run's directory, where the trainer finds them.
+`burnish serve` writes its address and token to `servers/` of the run's directory, where the trainer finds them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from burnish.tracking.rundir import RunDirectory, write_atomically
 from burnish.train.setup import Foundation, lay_foundation, local_generator
 from burnish.train.signals import StopRequested, catch_signals
 
-# Seconds for generators to start, less than other ranks wait by default, and to describe themselves.
+# Seconds for generators to start, less than the default time-out of other ranks, and for a server to describe itself.
 _START_SECONDS, _PROBE_SECONDS = 500.0, 5.0
-# Variables of launchers that a process beside a rank must not get.
+# Prefixes of launchers' environment variables, which a generator's own process removes.
 _LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -97,7 +97,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
 
 
 def _leads(layout: Layout, devices: int) -> bool:
-    """Return whether this rank has a generator beside it: the first of every `devices`."""
+    """Return whether this rank starts a generator: the first of every `devices` does."""
     if layout.local_world % devices:
         raise UsageError(
             "the processes of this machine cannot be divided into groups that share a generator",
@@ -130,7 +130,7 @@ class Child:
     """A generator in a process beside this one."""
 
     def __init__(self, foundation: Foundation, devices: str | None = None) -> None:
-        """Start it; it sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
+        """Start the process, which sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
         self.token, self.url = secrets.token_urlsafe(24), ""
         self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         layout = foundation.layout if devices is None else replace(foundation.layout, local_rank=0)
@@ -144,7 +144,7 @@ class Child:
         self._process.send(self._given)
 
     def revive(self, lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Start it again if it is lost."""
+        """Restart the process if it is `lost`."""
         before = self.url
         if before not in lost:
             return {}
@@ -160,12 +160,12 @@ class Child:
         return {before: (self.url, self.token)}
 
     def wait(self) -> None:
-        """Wait until it listens. Raises `BurnishError` if it does not."""
+        """Wait until the generator listens. Raises `BurnishError` if it does not."""
         told: str | BurnishError | None = self._process.answer(_START_SECONDS)
         if told is None:
             self._process.kill()
             told = BurnishError(
-                "the process that generates completions does not begin",
+                "the process that generates completions does not start",
                 have=f"nothing in {_START_SECONDS:g} s; it was ended: {self._process.died().have}",
                 want="a generator that listens",
                 do="look at its last lines, for a slow disk or a model that takes long to load",
@@ -175,7 +175,7 @@ class Child:
         self.url = told
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._log.close()
 
@@ -214,7 +214,7 @@ def _made(foundation: Foundation, token: str, host: str, port: int) -> Generator
 
 
 def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return the tensors that a generator wants each time, and those that it wants once."""
+    """Return the tensors that a generator gets with every publication, and those that it gets once."""
     dtype, model = compute_dtype(foundation.config.engine), build_on_meta(foundation.hf_config)
     lora, sides = foundation.config.model.adapter_beside, (regions(model), ())
     if lora is not None:
@@ -225,7 +225,7 @@ def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
 
 
 def _fitting(specs: Sequence[TensorSpec]) -> str:
-    """Return a digest that a generator and its trainer share."""
+    """Return a digest of tensors, equal for a generator and its trainer."""
     return xxhash.xxh3_128_hexdigest(repr(sorted(map(str, specs))).encode())
 
 
@@ -251,7 +251,7 @@ def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str,
 def _others(
     look: Callable[[], dict[str, str]], layout: Layout, lost: Sequence[str], others: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return servers for lost ones, perhaps the same."""
+    """Return free servers for lost ones, perhaps the same, restarted."""
     if not layout.is_main:
         return {}
     try:
@@ -263,7 +263,7 @@ def _others(
 
 
 def _answering(directory: Path, model: str) -> dict[str, str]:
-    """Return addresses and tokens of the servers that answer. Raises `UsageError` for one of another model."""
+    """Return addresses and tokens of the servers that answer. Raises `UsageError` for one with another model."""
     notes = dict(filter(None, map(_note, directory.glob("*.json"))))
     with ThreadPoolExecutor(max(1, len(notes))) as pool:
         told = dict(zip(notes, pool.map(_about, notes, notes.values()), strict=True))
@@ -292,7 +292,7 @@ def _about(url: str, token: str) -> dict[str, Any] | None:
 
 
 def serve(pipe: int, parent: int) -> None:
-    """Be the generator beside the rank `parent`."""
+    """Run the generator beside the rank with process id `parent`."""
     accompany(parent)
     os.set_inheritable(pipe, False)
     with Connection(pipe) as connection:
@@ -300,7 +300,7 @@ def serve(pipe: int, parent: int) -> None:
         try:
             share_cores(layout.local_world)
             device = pick_device(layout.local_rank)
-            # Rank 0 asks the processes beside all ranks, which may be on other machines.
+            # Rank 0 sends requests to the generators of all ranks, which may be on other machines.
             host = "127.0.0.1" if layout.world == layout.local_world else "0.0.0.0"
             server = _made(lay_foundation(config, Layout(), device), token, host, 0)
         except BurnishError as error:

@@ -57,18 +57,18 @@ Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
 
 @dataclass(frozen=True, slots=True)
 class TextFoundation:
-    """What the evaluation of an endpoint starts from: a tokenizer, no model."""
+    """The setup to evaluate an endpoint: a tokenizer, no model."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
-    """Pad and eos are repaired."""
+    """The tokenizer, with repaired pad and eos."""
     layout: Layout
-    """The processes; how a model is cut among them is in its engine's layout."""
+    """The processes. An engine's own layout says how they divide its model."""
     device: torch.device
 
     @property
     def prompt_limits(self) -> dict[str, int]:
-        """Return the most tokens of a prompt, by what limits them."""
+        """Return the most tokens of a prompt, by the limit's name."""
         return {}
 
 
@@ -78,14 +78,14 @@ class Foundation(TextFoundation):
 
     hf_config: PretrainedConfig
     source: ShardSource
-    """First values of what is trained: the model's weights, or its adapter's."""
-    base: ShardSource
+    """Initial values of the trained weights: the model's, or its adapter's."""
+    base: ShardSource  # the model's weights, which stay frozen where an adapter is trained
     adapter: Mapping[str, Any] | None
     """The record of the adapter for state.json; None where the model itself is trained."""
     eos_token_ids: tuple[int, ...]
     """All ids that end a completion."""
     flops: ModelFlops
-    """What its sequences cost, forward."""
+    """FLOPs of a forward pass over the model's sequences."""
     card: str = ""
     """The README.md of the trained model; "" for none."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
@@ -113,18 +113,18 @@ class Foundation(TextFoundation):
 
     @property
     def costs(self) -> ModelFlops:
-        """What its sequences cost in an update."""
+        """FLOPs of sequences in an update."""
         return self.flops.of_training(frozen=self.adapter is not None)
 
     def places(self, *, fresh: bool) -> list[str | None]:
-        """Return where the weights lie that a run reads, and if `fresh` those that it trains."""
+        """Return where the weights lie that a run only reads, and if `fresh` those that it trains."""
         model = self.config.model
         started = [model.path, model.lora.path] if fresh else []
         frozen = [] if self.adapter is None else [model.path]
         return [*(judge.path for judge in self.config.reward.models), *frozen, *started]
 
     def write_assets(self, directory: Path) -> None:
-        """Write what makes trained weights a Hugging Face model or PEFT's adapter."""
+        """Write the files that make trained weights a Hugging Face model or PEFT adapter."""
         if self.adapter is None:
             is_fp32 = self.config.checkpoint.model_dtype == "fp32"
             dtype = torch.float32 if is_fp32 else torch.bfloat16
@@ -145,13 +145,13 @@ class Learner:
     foundation: Foundation
 
     def take_flops(self) -> float:
-        """Operations of this rank's passes since the last call."""
+        """Return the FLOPs of this rank's passes since the last call."""
         passed, self.engine.passed = self.engine.passed, Passed()
         frozen = self.foundation.adapter is not None
         return self.foundation.flops.training(passed, frozen=frozen) / self.engine.layout.sharing
 
     def contents(self) -> ModelContents:
-        """What a checkpoint of it holds."""
+        """Return its checkpoint's contents."""
         weights = list(self.engine.shards(Part.WEIGHTS))
         return ModelContents(
             weights=weights,
@@ -268,7 +268,7 @@ def prompt_dataset(
 ) -> PromptDataset:
     """Read the prompts in `paths`, or their `first` rows, that leave room for a completion. Collective.
 
-    Errors name `setting`. Raises `MissingError` for lack of a column that a reward needs.
+    Errors name `setting`. Raises `MissingError` if a reward needs a missing column.
     """
     config = foundation.config
     rows = _rows(foundation, paths, setting, progress).first(first)
@@ -312,7 +312,7 @@ def make_loader(
     *,
     by_epoch: bool,
 ) -> Loader:
-    """Return what draws samples of `data.train`."""
+    """Return the loader of `data.train`."""
     shuffle = data.shuffle
     if data.streaming:
         return import_module("burnish.data.streaming").StreamLoader(dataset, data.weights)
@@ -443,7 +443,7 @@ def make_collector(
     progress: Progress,
     judge: Judge,
 ) -> Collector:
-    """Make generator, without weights, and rewards."""
+    """Make a collector; its generator has no weights."""
     generator, tokenizer = make_generator(foundation), foundation.tokenizer
 
     def decode(token_ids: Sequence[int]) -> str:

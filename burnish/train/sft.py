@@ -74,7 +74,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 count = len(batch.microbatches)
                 with spans("update"), session.progress.phase("update", count) as bar:
                     stats = engine.forward_backward(batch, counted(sft_loss, bar))
-                    # while an accelerator computes; a stream's row that fails would end this step too
+                    # Prepares the next batch while an accelerator computes. A bad row of a stream would end this step too.
                     ahead = None if streaming or step + 1 == total else make_next()
                     stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
                 run.finish(stats.prefixed("train/"), cursor=cursor, batches=[batch])

@@ -1,7 +1,7 @@
 """Turn signals into a flag that training checks where it can stop cleanly.
 
-A second SIGINT or SIGTERM ends the process at once; a closing terminal may send SIGHUP twice. SIGUSR1 is what Slurm's --signal
-mostly sends. `AFTER_SAVE` lets the run go on until its next regular save.
+A second SIGINT or SIGTERM ends the process at once, a second SIGHUP does not: a closing terminal may send two. Slurm's --signal
+mostly sends SIGUSR1. `AFTER_SAVE` lets the run go on until its next regular save.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from burnish.distributed.layout import Layout
 from burnish.tracking.progress import leave_lost_terminal
 
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
-_HEARD = (
-    "{name}: stopping as soon as nothing is lost by it; another SIGINT or SIGTERM stops at once\n"
-)
+_HEARD = "{name}: stopping at the next point where nothing is lost; another SIGINT or SIGTERM stops at once\n"
 
 
 class StopRequested(Exception):
-    """A signal asked for an end. Raised only where the trained state is consistent."""
+    """A signal asked the run to stop. Raised only where the trained state is consistent."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -61,7 +59,7 @@ class Stopper:
             raise StopRequested(AFTER_SAVE)
 
     def changed(self) -> Callable[[], bool]:
-        """Return what tells whether a first signal has arrived since this call."""
+        """Return a function that tells whether a first signal has arrived since this call."""
         before = self.received
         return lambda: self.received != before
 

@@ -1,4 +1,4 @@
-"""Which rank is slowest in the parts of a step that a rank spends by itself."""
+"""Find the slowest rank in those parts of a step in which ranks work independently."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from burnish.tracking.stats import Max, Stats
 
 log = logging.getLogger("burnish")
 
-# A straggler takes so many times as long as the median rank, so many seconds longer, in so many steps in a row.
+# A straggler takes _FACTOR times as long as the median rank, and _SECONDS longer, in _STEPS steps in a row.
 _FACTOR, _SECONDS, _STEPS = 1.5, 1.0, 3
 
 
 class Stragglers:
-    """Counts every rank's seconds of a step by part; the same on every rank."""
+    """Adds every rank's seconds in a step's parts; the same on every rank."""
 
     def __init__(self, *, warns: bool) -> None:
         self._seconds = dict[str, npt.NDArray[np.float64]]()

@@ -1,4 +1,4 @@
-"""Say what a run will do: briefly where it begins, in a screenful for `--dry-run`. Loads no torch."""
+"""Summarize what a run will do: briefly at its start, fully for `--dry-run`. Loads no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from burnish.train.own_directory import committed_steps
 from burnish.train.preflight import data_sizes, is_asked_here, model_fields
 
 _BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
-# Seconds for counting the rows of a data set.
+# Most seconds for counting the rows of a data set.
 _COUNTING_SECONDS = 0.3
 _CHUNK = 1 << 20
 _Row = tuple[str, str]
@@ -46,7 +46,7 @@ def summary(
     *,
     brief: bool = False,
 ) -> str:
-    """Return aligned lines of what a run does, if not `brief` also sizes, formula, saving and `memory`."""
+    """Return aligned lines that say what a run does; unless `brief`, also sizes, formula, saving and `memory`."""
     engine, data, evaluation = config.engine, config.data, config.evaluation
     processes = count_text(world, "process")
     rows = [
@@ -186,7 +186,7 @@ def _parameters(model: ModelConfig) -> str:
     except UsageError:
         if model.path and not is_elsewhere(model.path):
             count = _elements(Path(model.path).expanduser())
-    except BurnishError:  # the run itself says what is missing
+    except BurnishError:  # the run itself reports what is missing
         count = 0
     return f", {count:,} parameters" if count else ""
 
@@ -200,7 +200,7 @@ def _elements(directory: Path) -> int:
 
 
 def _data(paths: Sequence[str], setting: str) -> tuple[str, int, str]:
-    """Return a line about the files of `setting`, and `_count` of them."""
+    """Return a line about the files of `setting`, and their `_count`."""
     named = ", ".join(paths)
     if not all(is_asked_here(path, "dataset") for path in paths):
         return named, 0, ""
@@ -213,7 +213,7 @@ def _data(paths: Sequence[str], setting: str) -> tuple[str, int, str]:
 
 
 def _count(paths: Sequence[str]) -> tuple[int, str]:
-    """Count rows for a moment: 0 if that fails, and "about " if a part tells how many there are."""
+    """Count rows for a moment: 0 if that fails; with "about ", the count is extrapolated."""
     deadline = time.monotonic() + _COUNTING_SECONDS
     rows = read = 0
     try:
@@ -228,7 +228,7 @@ def _count(paths: Sequence[str]) -> tuple[int, str]:
                 rows, read = rows + found, read + size
                 if time.monotonic() > deadline and 0 < read < total:
                     return round(rows * total / read), "about "
-    except (OSError, ValueError):  # reading the data says what is wrong
+    except (OSError, ValueError):  # the run reports what is wrong when it reads the data
         return 0, ""
     return rows, ""
 

@@ -1,4 +1,4 @@
-"""The trainer's state: how far a run is, what state.json holds of it, and how a run takes it up again."""
+"""The trainer's state: how far a run is, its record in state.json, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Position:
     skipped_in_a_row: Count = 0
     """Updates skipped, for a gradient that was not finite, since the last one made."""
     measured: Numbers | None = None
-    """What the validation after this step measured, by which the best steps are kept; None where none was due or done."""
+    """Numbers of the validation after this step, by which the best steps are kept; None without a validation."""
     unlogged: Numbers | None = None
-    """The last step's line of metrics as far as it is known; None once it is logged, which is after its save."""
+    """The last step's metrics as far as they are known; None once they are logged, which happens after the step's save."""
     unvalidated: Annotated[bool, Strict()] = False
     """Whether the last step's validation was interrupted and is still to be done."""
     measured_later: Mapping[str, Numbers] = field(default_factory=dict)
-    """What the validation of earlier steps measured, by step, where a signal came before it and so the save did."""
+    """Numbers of earlier steps' validations, by step, that came after the step's save because a signal interrupted the step."""
     roles: Mapping[str, Updates] = field(default_factory=dict)
-    """`optimizer_steps` and `skipped_in_a_row` of each further model that is trained, by its role."""
+    """`optimizer_steps` and `skipped_in_a_row` of each trained model but the main one, by role."""
     kl_coef: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] | None = None
     """The weight of KL in the reward for the next step, where it adapts."""
     ahead: Count = 0
@@ -92,7 +92,7 @@ def weights_version(steps: int, warmup_steps: int) -> int:
 
 
 def counts(engine: Engine) -> Updates:
-    """Return what `Position.roles` holds of a model."""
+    """Return a model's entry of `Position.roles`."""
     return {"optimizer_steps": engine.steps, "skipped_in_a_row": engine.skipped_in_a_row}
 
 
@@ -114,7 +114,7 @@ def state_of(
 
 
 def position_of(step: Committed) -> Position:
-    """Return a step's position. Raises `IncompatibleError` for what no trainer writes."""
+    """Return a step's position. Raises `IncompatibleError` for state that no trainer writes."""
     if IMPORTED in step.state:
         raise IncompatibleError(
             f"{step.path} was imported and has no training state to continue",
@@ -154,9 +154,9 @@ def take_up(
     *,
     may_be_fresh: bool,
 ) -> Position:
-    """Fill the models, by role, from a step, and return its position. Collective.
+    """Load the models, by role, from a step, and return its position. Collective.
 
-    With `may_be_fresh` a model without optimizer state gets a fresh one. Raises, before anything is filled, if state, tokenizer,
+    With `may_be_fresh` a model without optimizer state gets a fresh one. Raises, before loading anything, if state, tokenizer,
     data, adapter or tensors do not fit.
     """
     main = learners[MAIN]
@@ -166,7 +166,7 @@ def take_up(
     if step.state.get(CONFIG_DIGEST, config_digest) != config_digest:
         changed.append("the settings that decide the outcome, or which of them there are")
     if changed and main.engine.layout.is_main:
-        _log.warning("since %s was saved there changed: %s", step.path, ", ".join(changed))
+        _log.warning("changed since %s was saved: %s", step.path, ", ".join(changed))
     sources = {role: source.of(role) for role in learners}
     made = {role: position.counts(role) for role in learners}
     fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}

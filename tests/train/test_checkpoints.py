@@ -74,8 +74,8 @@ def test_a_step_that_other_settings_made_is_told(work):
     shutil.copytree(first / "checkpoints", second / "checkpoints")
     code, output = burnish(work, *argv)
     assert code == 0, output
-    assert "there changed: the settings that decide the outcome" in output
-    assert "step 1 of 1 is made already: nothing is left to do" in output
+    assert "was saved: the settings that decide the outcome" in output
+    assert "step 1 of 1 is done already: nothing is left to do" in output
 
 
 @pytest.mark.nightly
