@@ -42,7 +42,7 @@ class Sampling:
 
 
 class Underway(NamedTuple):
-    """A request under way, with its completions so far."""
+    """A running request, with its partial completions."""
 
     sampling: Sampling
     request: Request
@@ -50,7 +50,7 @@ class Underway(NamedTuple):
 
 
 class Generator(Protocol):
-    """Samples from the current weights. A subclass may omit the last four."""
+    """Samples from the current weights. A subclass may omit the last four methods."""
 
     central: bool
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
@@ -60,18 +60,18 @@ class Generator(Protocol):
     ) -> list[list[Completion]]:
         """Return each request's `samples` completions, in order.
 
-        Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone. `drawn` tokens count.
+        Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone; t counts `drawn` tokens.
         """
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Copy weights from every rank's shards, frozen ones once only, so from one engine. Collective."""
+        """Copy weights from every rank's shards, frozen ones only once, so always from one engine. Collective."""
 
     def so_far(self) -> list[Underway]:
-        """Return what a `generate` under way has made. In one process, call it from `watch`."""
+        """Return the partial completions of a running `generate`. In one process, call it from `watch`."""
         return []
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
-        """Yield each tensor that it computes with, by canonical name, and its `Shard.checksum`.
+        """Yield each tensor in use, by canonical name, and its `Shard.checksum`.
 
         A tied weight in two places appears twice.
         """
@@ -87,7 +87,7 @@ class Generator(Protocol):
 def require_valid(
     requests: Sequence[Request], sampling: Sampling, max_positions: int | None
 ) -> None:
-    """Raise `UsageError` for a prompt that is empty or leaves no room."""
+    """Raise `UsageError` for a prompt that is empty or leaves its completion no room."""
     for request in requests:
         length = len(request.token_ids) - request.drawn
         if length == 0:

@@ -1,4 +1,4 @@
-"""A generator in other processes: servers share the requests, and take over from one that dies."""
+"""A generator in other processes: servers share the requests, and take over from a lost server."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ log = logging.getLogger("burnish")
 _POLL_SECONDS = 0.1
 # Seconds that a signal may take to reach this process after it has ended all servers.
 _GRACE_SECONDS = 2.0
-# Seconds for a server to tell how far it is.
+# Seconds for a server to send its partial completions.
 _TOLD_SECONDS = 10.0
 _WRONG = (OSError, HTTPException, *messages.NONSENSE)
 
 T = TypeVar("T")
 Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
-"""Given the urls of lost servers and of the others, returns urls and tokens of what stands in for which lost one. Raises nothing."""
+"""Gets the URLs of lost servers and of the others. Returns a replacement's URL and token by the lost server's URL. Never raises."""
 
 
 class ServerLost(Exception):
-    """A server is gone, hangs, or talks nonsense."""
+    """A server is gone, hangs, or sends invalid messages."""
 
 
 class Server:
     """A client of one server. Its methods raise `ServerLost`."""
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
-        """Count it as lost after a silence of `timeout` seconds."""
+        """The server counts as lost after `timeout` silent seconds."""
         self.url, self.timeout = url, timeout
         self._headers = {"Authorization": f"Bearer {token}"}
         self._asking: HTTPConnection | None = None
 
     def about(self) -> dict[str, Any]:
-        """Return what it is."""
+        """Return the server's description: model, engine, version."""
         return dict(self._message("/").fields)
 
     def checksums(self) -> list[tuple[TensorSpec, str]]:
@@ -71,11 +71,11 @@ class Server:
             ]
 
     def release(self) -> None:
-        """Have it free device memory."""
+        """Free the server's device memory."""
         self._message("/release", method="POST")
 
     def upload(self, version: int, owner: str = "", *, anew: bool = False) -> Upload:
-        """Begin to send it `owner`'s weights, with `anew` fixed ones first."""
+        """Start to send `owner`'s weights, with `anew` fixed ones first."""
         with self.losing():
             connection = self._connection()
             more = "&anew=1" if anew else ""
@@ -95,7 +95,7 @@ class Server:
         *,
         in_flight: bool = False,
     ) -> list[list[Completion]]:
-        """Return completions; `told` gets how many have ended."""
+        """Return completions; put into `told` how many have ended."""
         asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
         with self.losing(), closing(self._connection()) as self._asking:
             answer = self._ask(self._asking, "POST", "/completions", b"".join(asked))
@@ -106,7 +106,7 @@ class Server:
             )
 
     def so_far(self, owner: str) -> list[Underway]:
-        """Return what it has made for `owner`."""
+        """Return the partial completions for `owner`."""
         with self.losing(), closing(self._connection(_TOLD_SECONDS)) as connection:
             answer = self._ask(connection, "GET", "/completions")
             asked = self.next(answer)
@@ -122,7 +122,7 @@ class Server:
         """End `complete` from another thread."""
         asked = None if self._asking is None else self._asking.sock
         if asked is not None:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the request has ended
                 asked.shutdown(socket.SHUT_RDWR)
 
     def _message(self, path: str, method: str = "GET") -> messages.Message:
@@ -131,7 +131,7 @@ class Server:
 
     @contextmanager
     def losing(self) -> Iterator[None]:
-        """Raise `ServerLost` for whatever a network or server does wrong."""
+        """Raise `ServerLost` for errors of the network or server."""
         try:
             yield
         except _WRONG as error:
@@ -147,7 +147,7 @@ class Server:
         return self.answer(connection)
 
     def answer(self, connection: HTTPConnection) -> HTTPResponse:
-        """Return the answer."""
+        """Return a response with status 200."""
         answer = connection.getresponse()
         if answer.status != 200:
             answer.close()
@@ -168,7 +168,7 @@ class Server:
 
 
 class Upload:
-    """Weights on their way to a server."""
+    """An upload of weights to a server."""
 
     def __init__(self, server: Server, connection: HTTPConnection) -> None:
         self._server, self._connection = server, connection
@@ -190,12 +190,12 @@ class Upload:
             self._server.next(self._server.answer(self._connection))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
 class ServedGenerator:
-    """Generators in other processes."""
+    """Generates with servers in other processes."""
 
     central = True
 
@@ -211,21 +211,21 @@ class ServedGenerator:
         revive: Revive = lambda lost, others: {},
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`servers`, the same on all ranks, get tensors of `specs` always and `fixed` ones once. Collective.
+        """`servers`, the same on all ranks, get tensors of `specs` at each load and `fixed` ones once. Collective.
 
-        With `in_flight` they take weights while they generate. Before weights each rank calls `make_room`, and `revive` if a server is lost.
+        With `in_flight` they load weights while they generate. At each load, each rank calls `make_room`, and `revive` if a server is lost.
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
         self._make_room = make_room
         self._servers, self._layout = tuple(servers), layout
-        self._asked_of = self._servers
-        """Those that got the last weights: one that takes the place of another is asked for nothing before."""
+        self._loaded = self._servers
+        """Servers that got the last weights. A replacement gets no requests before it has weights."""
         self._specs, self._fixed = tuple(specs), tuple(fixed)
-        self._begun: set[Server] = set()
-        """Those that have the fixed weights."""
+        self._have_fixed: set[Server] = set()
+        """Servers that have the fixed weights."""
         self._lost: dict[Server, str] = {}
-        """Why each of them is lost. Rank 0 hears of it at any time, from the thread that draws."""
-        self._owner = from_main(secrets.token_hex(8), layout)  # an evaluation may use them, too
+        """Why each lost server is lost. On rank 0 the thread that draws may add one at any time."""
+        self._owner = from_main(secrets.token_hex(8), layout)  # evaluations may share the servers
         self._gather: Gather | None = None
         self._version: int | None = None
         self._ended: list[Underway] = []
@@ -235,8 +235,8 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`. Raises `BurnishError` if no server is left.
 
-        Deals requests by length, a share to each server, before any begins: time decides no bit. With `in_flight`, where it does,
-        servers take smaller shares from one queue. A lost server's whole share goes to another, which computes the same together.
+        Deals requests by length, a share to each server, before any begins, so timing changes no bit. With `in_flight`, where it
+        does, servers take smaller shares from one queue. Another server gets a lost server's whole share and computes the same.
         """
         if self._version is None:
             raise UsageError("the servers have no weights", do="call load_weights first")
@@ -244,14 +244,12 @@ class ServedGenerator:
         shares = _shares(requests, len(self._servers), in_flight=self._in_flight)
         found: dict[int, list[Completion]] = {}
         while waiting := [share for share in enumerate(shares) if share[1][0] not in found]:
-            servers = self._asked_of
+            servers = self._loaded
             alive = [server for server in servers if server not in self._lost]
             if not alive:
                 raise self._none_left(watch)
-            together = deque[list[int]]()
-            dealt = {
-                server: together if self._in_flight else deque[list[int]]() for server in alive
-            }
+            common = deque[list[int]]()
+            dealt = {server: common if self._in_flight else deque[list[int]]() for server in alive}
             for number, share in waiting:
                 own = servers[number % len(servers)]
                 dealt[own if own in dealt else alive[number % len(alive)]].append(share)
@@ -268,12 +266,12 @@ class ServedGenerator:
         found: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()
-        left, version = threading.Event(), self._version or 0
+        interrupted, version = threading.Event(), self._version or 0
 
         def ask(server: Server, shares: deque[list[int]]) -> None:
             share: list[int] = []
             try:
-                # One that is lost in the meantime may lack the newest weights.
+                # A server that was lost meanwhile may lack the newest weights.
                 while not errors and server not in self._lost and (share := next_of(shares) or []):
                     mine = [requests[number] for number in share]
                     groups = server.complete(
@@ -284,7 +282,7 @@ class ServedGenerator:
                     self._ended.extend(Underway(sampling, *each) for each in whole)
             except ServerLost as error:
                 shares.appendleft(share)
-                if not left.is_set():
+                if not interrupted.is_set():
                     self._lose(server, str(error))
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
@@ -292,7 +290,7 @@ class ServedGenerator:
         try:
             in_threads([partial(ask, *each) for each in dealt.items()], partial(_tell, told, watch))
         except BaseException:
-            left.set()
+            interrupted.set()
             for server in dealt:
                 server.hang_up()
             raise
@@ -301,34 +299,34 @@ class ServedGenerator:
         return found
 
     def so_far(self) -> list[Underway]:
-        """See `Generator.so_far`. Any thread may call it; a silent server is left out."""
+        """See `Generator.so_far`. Any thread may call it. It skips silent servers."""
 
         def told(server: Server) -> list[Underway]:
             try:
                 return server.so_far(self._owner)
             except (ServerLost, BurnishError) as error:
-                log.warning("a generator does not tell how far it is: %s", error)
+                log.warning("a generator does not send its partial completions: %s", error)
                 return []
 
-        alive = [server for server in self._asked_of if server not in self._lost]
+        alive = [server for server in self._loaded if server not in self._lost]
         with ThreadPoolExecutor(max(1, len(alive))) as pool:
             running = [each for parts in pool.map(told, alive) for each in parts]
         return [*running, *self._ended]
 
     @property
     def _fed(self) -> list[Server]:
-        """Return this rank's live servers."""
+        """Return the live servers that this rank sends weights to."""
         mine = self._servers[self._layout.rank :: self._layout.world]
         return [server for server in mine if server not in self._lost]
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`."""
-        self._make_room()  # they take memory once all ranks have met, and when they generate
+        self._make_room()  # servers on this device take memory for weights, and later for their caches
         have = list(weights.changing)
         if self._gather is None:
             self._gather = Gather(have, self._specs, self._layout)
         self._revive_lost()
-        new = set(self._fed) - self._begun if self._fixed else set[Server]()
+        new = set(self._fed) - self._have_fixed if self._fixed else set[Server]()
         uploads: dict[Server, Upload] = {}
         with ExitStack() as stack:
             for server in self._fed:
@@ -348,9 +346,9 @@ class ServedGenerator:
                 with self._losing(server):
                     uploads[server].finish()
         self._make_room()
-        self._begun |= uploads.keys() & self._fed
+        self._have_fixed |= uploads.keys() & self._fed
         self._tell_of_lost()
-        self._asked_of, self._version = self._servers, version
+        self._loaded, self._version = self._servers, version
 
     def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
         """Send pieces of weights. Collective."""
@@ -400,8 +398,8 @@ class ServedGenerator:
                 server.release()
 
     def close(self) -> None:
-        """End its use, and what a thread still waits for."""
-        for server in {*self._servers, *self._asked_of}:
+        """Stop using the servers, and interrupt waiting threads."""
+        for server in {*self._servers, *self._loaded}:
             self._lost[server] = f"{server.url}: no longer asked"
             server.hang_up()
         self._end()
@@ -421,18 +419,18 @@ class ServedGenerator:
 
     def _none_left(self, watch: Watch | None) -> BurnishError:
         for _ in range(round(_GRACE_SECONDS / _POLL_SECONDS) if watch is not None else 0):
-            _tell(queue.SimpleQueue(), watch)  # which raises if a signal ended all of them
+            _tell(queue.SimpleQueue(), watch)  # raises if a signal ended all servers
             time.sleep(_POLL_SECONDS)
         return BurnishError(
             "no generator is left",
-            have="; ".join(self._lost[each] for each in self._asked_of if each in self._lost),
+            have="; ".join(self._lost[each] for each in self._loaded if each in self._lost),
             want="one that answers",
             do="start the same command again, with servers that run: it goes on from the newest checkpoint",
         )
 
 
 def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> list[list[int]]:
-    """Deal a share to each server, or with `in_flight` ever smaller ones to a queue."""
+    """Divide requests into a share per server, or with `in_flight` into ever smaller ones."""
     if in_flight:
         left, shares = deque(range(len(requests))), list[list[int]]()
         while left:
@@ -446,7 +444,7 @@ def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> li
 
 
 def next_of(left: deque[T]) -> T | None:
-    """Take the next of what threads share, or None."""
+    """Take the next item that threads share, or None."""
     try:
         return left.popleft()
     except IndexError:
@@ -454,7 +452,7 @@ def next_of(left: deque[T]) -> T | None:
 
 
 def in_threads(works: Sequence[Callable[[], None]], meanwhile: Callable[[], None]) -> None:
-    """Run functions in threads; call `meanwhile` often, and once after all."""
+    """Run functions in threads; call `meanwhile` often, and once at the end."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()

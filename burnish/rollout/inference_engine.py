@@ -1,4 +1,4 @@
-"""What the generators of vLLM and SGLang have in common."""
+"""The common part of the generators of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from burnish.rollout.running import LocalGenerator, Running
 
 # Bytes of weights that an engine gets at a time.
 _WAVE_BYTES = 64 << 20
-# Engines join these even if a model's `packed_modules_mapping` does not say so.
+# Engines join these layers even if a model's `packed_modules_mapping` does not say so.
 _JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
 def draw_settings(sampling: Sampling) -> list[float]:
-    """Return what a draw depends on; `Sampling(1, *settings)` takes it back."""
+    """Return a draw's settings; `Sampling(1, *settings)` restores the sampling."""
     return [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p]
 
 
@@ -48,7 +48,7 @@ def draw_groups(
     counts: Tensor,
     leave: Callable[[Tensor, Drawn], None],
 ) -> None:
-    """Draw rows of `logits` [n, V] fp32; have `leave` overwrite them in place.
+    """Draw a token per row of `logits` [n, V] fp32; `leave` overwrites them in place.
 
     `groups` are samplings and their rows. `keys` and `counts` [n] are as for `uniforms`.
     """
@@ -67,14 +67,14 @@ class EngineRequest(Running):
     """A completion that an engine makes."""
 
     number: str
-    """Its name there; of equal length for all, as SGLang ends all requests whose names begin so."""
+    """The request's name in the engine. All names are equally long: SGLang aborts every request whose name begins with the given one."""
     prompt: list[int]
     reported: Sequence[Any] = ()
     """The engine's own list of log-probs, which grows."""
 
 
 class EngineGenerator(LocalGenerator[EngineRequest]):
-    """Names an engine's requests, and lets it sleep."""
+    """Names an engine's requests, and puts it to sleep."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
         )
 
     def release(self) -> None:
-        """See `Generator.release`. A CPU's memory stays."""
+        """See `Generator.release`. Does nothing on a CPU."""
         if self._sleeps and not self._asleep:
             self._version, self._asleep = None, True
             self._sleep()
@@ -135,20 +135,20 @@ def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
 
 
 def share_beside_trainer(device: torch.device) -> float:
-    """Return what part of an accelerator's free memory an engine may have."""
-    # A trainer's first step makes two moments, each as large as what it holds now.
+    """Return the share of an accelerator's free memory that an engine may take."""
+    # A trainer's first step allocates Adam's two moments, each as large as all that it holds now.
     return max(0.5, 3 - 2 * total_memory(device) / free_memory(device))
 
 
 @contextmanager
 def starting(engine: str, config: PretrainedConfig) -> Iterator[str]:
-    """Give a directory with the configuration. Raises `IncompatibleError` for any failure."""
+    """Yield a directory with the configuration. Raises `IncompatibleError` for any failure in the block."""
     with (
         TemporaryDirectory(prefix="burnish-engine-") as directory,
         refusing(
             f"{engine} does not start with this model",
             IncompatibleError,
-            do="give it less to hold, rollout.slots or max_response_length, or rollout with the built-in generator",
+            do="lower rollout.slots or max_response_length, or rollout with the built-in generator",
         ),
     ):
         config.save_pretrained(directory)
@@ -164,7 +164,7 @@ def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def joined_layer(model: Any, modules: Container[str], layer: str) -> tuple[str, list[str]]:
-    """Return an engine's layer for a checkpoint's layer, and the names that it joins, if it does."""
+    """Return the engine's layer that holds a checkpoint's layer, and the layers joined in it, if any."""
     parent, _, last = layer.rpartition(".")
     for one, parts in {**_JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
         if layer not in modules and last in parts and f"{parent}.{one}" in modules:
@@ -175,9 +175,9 @@ def joined_layer(model: Any, modules: Container[str], layer: str) -> tuple[str, 
 def whole_tensors(
     shards: Iterable[Shard], wanted: Mapping[str, TensorSpec]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each wanted tensor, in new memory and its dtype, once all its pieces have come.
+    """Yield each wanted tensor, in new memory and its dtype, once all its pieces have arrived.
 
-    Raises `IncompatibleError` for one that is unknown, has another shape, comes twice or never.
+    Raises `IncompatibleError` for a tensor that is unknown, has another shape, comes twice or never.
     """
     left = dict(wanted)
     begun: dict[str, tuple[Tensor, int]] = {}
@@ -186,7 +186,7 @@ def whole_tensors(
         if name not in left or left[name].shape != shape:
             raise IncompatibleError(
                 f"the weights do not fit the generator's model: {name}",
-                have=f"shape {shape}" + (", after all of it" if name in wanted else ""),
+                have=f"shape {shape}" + (", after the whole tensor" if name in wanted else ""),
                 want=f"shape {left[name].shape}" if name in left else "each tensor of the model",
                 do="set rollout.engine=builtin",
             )

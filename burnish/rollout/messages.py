@@ -23,12 +23,12 @@ from burnish.rollout.base import Sampling
 
 Array = np.ndarray[Any, Any]
 Parts = list[bytes | memoryview]
-"""A message in parts, which are sent one after the other. Those of arrays are views."""
+"""A message in parts, which are sent one after the other. Parts that hold arrays are views."""
 _MOST_BYTES_OF_A_LINE = 64 << 20
 _DTYPES = {np.dtype(name): name for name in ("int64", "int16", "uint8", "float32")}
 _ERRORS = {kind.__name__: kind for kind in (UsageError, IncompatibleError, MissingError)}
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-"""What the functions that read raise for anything else than what those that encode make."""
+"""Exceptions that reading functions raise for bytes that no encoding function makes."""
 
 
 class Message(NamedTuple):
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> Parts:
-    """Return a message; the bytes of its arrays are not copied."""
+    """Encode a message without copying its arrays."""
     given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
     kinds = {name: [_DTYPES[array.dtype], array.shape] for name, array in given.items()}
     line = json.dumps({**fields, "arrays": kinds}, allow_nan=False).encode() + b"\n"
@@ -47,7 +47,7 @@ def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None)
 
 
 def read(stream: BinaryIO) -> Message | None:
-    """Return the next message, or None at the end. Raises `NONSENSE`. Takes only the memory of what comes."""
+    """Return the next message, or None at the end. Raises `NONSENSE`. Only received bytes take memory."""
     line = stream.readline(_MOST_BYTES_OF_A_LINE)
     if not line:
         return None
@@ -61,14 +61,14 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
-    """Read into the array's own memory, which takes no room before."""
+    """Read into an array, whose pages the system commits as bytes arrive."""
     array = torch.empty(math.prod(shape) * np.dtype(kind).itemsize, dtype=torch.uint8).numpy()
-    room, came = array.data, 0
-    while came < len(room):
-        read = cast(Any, stream).readinto(room[came:])
+    room, received = array.data, 0
+    while received < len(room):
+        read = cast(Any, stream).readinto(room[received:])
         if not read:
-            raise ValueError(f"{came} of {len(room)} bytes came")
-        came += read
+            raise ValueError(f"{received} of {len(room)} bytes arrived")
+        received += read
     return array.view(kind).reshape(shape)
 
 
@@ -96,7 +96,7 @@ def read_shards(stream: BinaryIO) -> Iterator[Shard]:
         spec = TensorSpec(fields["name"], tuple(fields["shape"]), dtype)
         box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
         flat = torch.from_numpy(message.arrays["data"])
-        # Of nothing numpy makes strides that torch does not view.
+        # numpy gives an empty array strides that torch cannot view.
         flat = flat.view(dtype) if flat.numel() else torch.empty(0, dtype=dtype)
         yield Shard(spec, box, flat.view(box.sizes))
     raise ValueError("the weights ended too early")
@@ -110,7 +110,7 @@ def encode_requests(
     *,
     in_flight: bool,
 ) -> Parts:
-    """Ask for completions by `owner`'s weights of a version, `in_flight` also by later ones."""
+    """Encode requests for completions by a version of `owner`'s weights, `in_flight` also by later ones."""
     told = [
         [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
         for each in requests
@@ -168,7 +168,7 @@ def read_completions(
     in_flight: bool,
     partial: bool = False,
 ) -> list[list[Completion]]:
-    """Return each request's completions, with `partial` as far as they are. Raises `NONSENSE` for others."""
+    """Return each request's completions, `partial` ones if set. Raises `NONSENSE` if they do not fit the requests."""
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:
         raise ValueError("these are not the completions that were asked for")
@@ -183,7 +183,7 @@ def read_completions(
             raise ValueError(f"weights of version {mine} made a completion")
         reasons = ("stop", "length", None)[: 2 + partial]
         if each["stop_reason"] not in reasons or (one.token_ids < 0).any():
-            raise ValueError("a completion has tokens that are none, or no reason to end")
+            raise ValueError("a completion has negative token ids, or no stop reason")
         if not (np.isfinite(one.logprobs).all() and np.isfinite(one.sampled_logprobs).all()):
             raise ValueError("a completion has log-probs that are not finite")
     remaining = iter(made)
@@ -191,7 +191,7 @@ def read_completions(
 
 
 LAST = encode({"last": True})
-"""What ends the pieces of weights."""
+"""The message after the last piece of weights."""
 
 
 def encode_error(error: BurnishError) -> Parts:

@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint as a generator, with fixed weights.
 
-Conversations go to URL/chat/completions, texts to URL/completions, each sample alone, with its own seed.
+Conversations go to URL/chat/completions, texts to URL/completions: one request per sample, with its own seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from burnish.rollout.client import connection_to, in_threads, next_of
 KEY = "OPENAI_API_KEY"
 """The environment variable that holds the key."""
 AT_ONCE = 32
-"""Requests under way if `rollout.slots` is auto."""
+"""Concurrent requests if `rollout.slots` is auto."""
 _RETRIES = 6
 # Seconds between attempts. They double each time, unless the endpoint names a time.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
@@ -39,8 +39,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _BUSY = frozenset({408, 409, 425, 429})
 
 
-class _Passing(Exception):
-    """A failure that may pass. The endpoint asks for `wait` seconds."""
+class _TransientError(Exception):
+    """A failure after which a retry may succeed, after `wait` seconds if given."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class _Passing(Exception):
 
 
 class EndpointGenerator(Generator):
-    """For evaluation. Its completions have texts; their log-probs are NaN."""
+    """Generates for evaluation. Its completions have texts; their log-probs are NaN."""
 
     central = True
 
@@ -59,7 +59,7 @@ class EndpointGenerator(Generator):
         encode: Callable[[str], Sequence[int]],
         template_variables: Mapping[str, Any],
     ) -> None:
-        """`encode` gives an answer's token ids."""
+        """`encode` turns an answer into token ids."""
         self._url, self._model = urlsplit((settings.url or "").rstrip("/")), settings.model
         self._timeout, self._encode = settings.timeout_seconds, encode
         self._slots = AT_ONCE if settings.slots == "auto" else settings.slots
@@ -72,9 +72,9 @@ class EndpointGenerator(Generator):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
-        """See `Generator.generate`. The endpoint makes the draws.
+        """See `Generator.generate`. The endpoint draws.
 
-        Raises `BurnishError` if it refuses a request or keeps failing.
+        Raises `BurnishError` if the endpoint refuses a request or keeps failing.
         """
         require_valid(requests, sampling, None)
         samples = [
@@ -92,7 +92,7 @@ class EndpointGenerator(Generator):
                     while not stop.is_set() and (each := next_of(left)) is not None:
                         number, (request, sample) = each
                         answer = partial(self._answer, connection, request, sample, sampling)
-                        made = self._patiently(answer, stop)
+                        made = self._with_retries(answer, stop)
                         if made is not None:
                             found[number] = made
                 except BurnishError as error:
@@ -115,7 +115,7 @@ class EndpointGenerator(Generator):
         made = iter([found[number] for number in range(len(samples))])
         return [[next(made) for _ in range(request.samples)] for request in requests]
 
-    def _patiently(
+    def _with_retries(
         self, answer: Callable[[], Completion], stop: threading.Event
     ) -> Completion | None:
         """Return the completion, or None after `stop`. Raises `BurnishError`."""
@@ -123,7 +123,7 @@ class EndpointGenerator(Generator):
         for _ in range(_RETRIES):
             try:
                 return answer()
-            except _Passing as error:
+            except _TransientError as error:
                 reason = str(error)
                 if stop.wait(min(error.wait or wait, _LONGEST_WAIT)):
                     return None
@@ -139,7 +139,7 @@ class EndpointGenerator(Generator):
     def _answer(
         self, connection: HTTPConnection, request: Request, sample: int, sampling: Sampling
     ) -> Completion:
-        """Ask once. Raises `_Passing`, or `BurnishError` where it is no use to ask again."""
+        """Send one request. Raises `_TransientError`, or `BurnishError` if a retry cannot help."""
         assert request.prompt is not None
         chats = request.prompt.messages is not None
         path = f"{self._url.path}/{'chat/' if chats else ''}completions"
@@ -150,7 +150,7 @@ class EndpointGenerator(Generator):
             content = told.read()
         except (OSError, HTTPException) as error:
             connection.close()
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            raise _TransientError(f"{type(error).__name__}: {error}") from error
         if told.status != 200:
             raise self._refusal(told.status, told.reason, content, told.headers.get("Retry-After"))
         try:
@@ -159,7 +159,7 @@ class EndpointGenerator(Generator):
             text, reason = str(text or ""), str(choice["finish_reason"])
         except (ValueError, LookupError, TypeError) as error:
             raise BurnishError(
-                f"the endpoint {self._url.geturl()} answers what makes no sense",
+                f"the endpoint {self._url.geturl()} sends an answer that Burnish cannot read",
                 have=clipped(content.decode(errors="replace")),
                 want="choices with a text and a finish_reason, as OpenAI's API has them",
                 do="correct rollout.url",
@@ -178,7 +178,7 @@ class EndpointGenerator(Generator):
             "top_p": sampling.top_p,
             "seed": seed,
         }
-        beyond: dict[str, Any] = {  # OpenAI's own API has none of these
+        beyond: dict[str, Any] = {  # sent only if set, because OpenAI's own API has only `stop`
             "stop": list(sampling.stop_strings),
             "stop_token_ids": list(sampling.stop_token_ids),
             "top_k": sampling.top_k,
@@ -196,7 +196,7 @@ class EndpointGenerator(Generator):
         said = clipped(f"{status} {reason}: {content.decode(errors='replace')}")
         if status in _BUSY or status >= 500:
             asked = (wait or "").strip()
-            return _Passing(said, float(asked) if asked.isdecimal() else None)
+            return _TransientError(said, float(asked) if asked.isdecimal() else None)
         remedies = {
             401: f"set the environment variable {KEY} to a key of this endpoint",
             403: f"set the environment variable {KEY} to a key that may use this model",
@@ -206,11 +206,11 @@ class EndpointGenerator(Generator):
             f"the endpoint {self._url.geturl()} refuses a request",
             have=said,
             want="200",
-            do=remedies.get(status, "correct the setting that it names"),
+            do=remedies.get(status, "correct the setting that the endpoint names"),
         )
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Raise `UsageError`."""
+        """Raise `UsageError`, because the weights are fixed."""
         raise UsageError(
             "the weights of an endpoint cannot be set", do="set rollout.engine=builtin to train"
         )

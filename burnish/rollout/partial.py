@@ -1,6 +1,6 @@
-"""Keep completions that are being drawn, so that a save holds them and a resumed run continues them.
+"""Keep partial completions, so that a save stores them and a resumed run continues them.
 
-A completion of n tokens goes on as a request whose prompt ends with them, with draw n.
+A completion of n tokens continues, with draw n, as a request whose prompt ends with these tokens.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from burnish.rollout.base import Generator, Sampling, Watch
 
 
 class SampleKey(NamedTuple):
-    """Names a completion of training."""
+    """Identifies a completion of training."""
 
     step: int
     """The step that trains on it, 0-based."""
     prompt_key: int
     sample: int
     greedy: bool
-    """ReMax draws a greedy one beside the others."""
+    """Whether this is the greedy completion that ReMax draws beside the others."""
     prompt: str
-    """Digest of the prompt's tokens, in hex. After a change of data or template another prompt may have its place."""
+    """Digest of the prompt's tokens, in hex. After a change of data or template, `prompt_key` may belong to another prompt."""
 
 
 class PartialCompletions:
-    """Completions that are being drawn."""
+    """Completions begun for training, ended ones included."""
 
     def __init__(self, begun: Mapping[SampleKey, Completion]) -> None:
-        """`begun` are those of a save."""
+        """`begun` are a save's completions."""
         self._known = dict(begun)
         self._lock = threading.Lock()
         self._asked: Sampling | None = None
@@ -66,7 +66,7 @@ class PartialCompletions:
             known = dict(self._known)
         found = dict(known)
         for each in running:
-            if each.sampling != asked:  # of an evaluation that was given up
+            if each.sampling != asked:  # left over from an interrupted evaluation
                 continue
             for key, more in zip(_keys(each.request, each.sampling), each.completions, strict=True):
                 begun = known.get(key)
@@ -75,7 +75,7 @@ class PartialCompletions:
         return {key: each for key, each in found.items() if len(each.token_ids)}
 
     def forget(self, step: int) -> None:
-        """Forget the batches before that of `step`."""
+        """Forget completions for steps before `step`."""
         with self._lock:
             self._known = {key: each for key, each in self._known.items() if key.step >= step}
 
@@ -94,7 +94,7 @@ class PartialCompletions:
 
 
 def joined(begun: Completion | None, more: Completion) -> Completion:
-    """Append what came after a begun completion."""
+    """Append its continuation to a begun completion."""
     if begun is None:
         return more
     count, spans = len(begun.token_ids), list(begun.later_versions)
@@ -114,7 +114,7 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
 
 
 def _further(one: Completion | None, other: Completion) -> Completion:
-    """Return the one that has ended or is longer: one that ends meanwhile or moves is told twice."""
+    """Return the one that has ended or is longer: one that ends meanwhile or changes servers is reported twice."""
     both = [other] if one is None else [one, other]
     return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))
 

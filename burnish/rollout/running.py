@@ -1,4 +1,4 @@
-"""What generators in this process have in common: completions on their way."""
+"""The common part of generators in this process: running completions."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ R = TypeVar("R", bound="Running")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Running:
-    """A completion on its way."""
+    """A running completion."""
 
     key: int
-    """Of its random numbers."""
+    """Key of the completion's random numbers."""
     drawn: int
-    """How many of the prompt's last tokens were drawn before."""
+    """How many of the prompt's last tokens an earlier request drew."""
     tokens: list[int]
-    """Those, then its own."""
+    """The tokens drawn earlier, then this request's own."""
     experts: list[Experts] = field(default_factory=list)
-    """Of the prompt's tokens and its own but the last, in order."""
+    """Experts of the prompt's tokens, then of this request's own tokens but the last."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Versions of the weights, each with the first token that it drew."""
     reason: StopReason | None = None
-    """Why it has ended; None while it runs."""
+    """Why the completion has ended; None while it runs."""
     first: float = 0.0
     """When its first token came."""
     last: float = 0.0
@@ -42,11 +42,11 @@ class Running:
 
     @property
     def own(self) -> list[int]:
-        """Return its own tokens."""
+        """Return the tokens of this request."""
         return self.tokens[self.drawn :]
 
     def take(self, tokens: Sequence[int], version: int, rule: StopRule, now: float) -> bool:
-        """Take tokens of a version up to the one that ends it; return whether one does."""
+        """Append a version's tokens up to one that ends the completion; return whether one does."""
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.tokens) - self.drawn))
         self.first, self.last = self.first or now, now
@@ -58,7 +58,7 @@ class Running:
         return False
 
     def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
-        """Return it with its log-probs; `asked` is when it was asked for."""
+        """Return it with its log-probs; `asked` is the request's time."""
         return Completion(
             token_ids=np.array(self.own, dtype=np.int64),
             sampled_logprobs=sampled,
@@ -72,7 +72,7 @@ class Running:
 
 
 def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
-    """Make a request's completions."""
+    """Start a request's completions."""
     samples = range(request.first_sample, request.first_sample + request.samples)
     keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
     begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
@@ -80,7 +80,7 @@ def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> li
 
 
 class LocalGenerator(ABC, Generic[R]):
-    """Keeps the requests and completions of a call."""
+    """Keeps the requests and completions of a running `generate`."""
 
     central = False
 
@@ -92,7 +92,7 @@ class LocalGenerator(ABC, Generic[R]):
         *,
         experts: bool = True,
     ) -> None:
-        """`experts` says whether it can record them."""
+        """`experts`: whether it can record experts."""
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._max_positions, self._records_experts = max_positions, experts
         self._version: int | None = None
@@ -138,14 +138,14 @@ class LocalGenerator(ABC, Generic[R]):
 
     @abstractmethod
     def _maker(self, request: Request) -> Callable[..., R]:
-        """Return what makes a request's completions."""
+        """Return a constructor of a request's completions."""
 
     @abstractmethod
     def _complete(
         self, running: Sequence[R], sampling: Sampling, rule: StopRule, watch: Watch | None
     ) -> None:
-        """Bring all to an end."""
+        """Generate until all have ended."""
 
     @abstractmethod
     def _logprobs(self, each: R) -> tuple[Floats, Floats]:
-        """Return sampled and raw log-probs of own tokens."""
+        """Return sampled and raw log-probs of `each.own`."""

@@ -2,12 +2,12 @@
 
     PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); &anew=1: fixed ones first
     POST /completions         requests; answers with progress, then completions
-    GET  /completions         those under way: requests, then completions
+    GET  /completions         running requests, then their partial completions
     POST /release             frees device memory
-    GET  /checksums           of each tensor that it computes with
-    GET  /                    what it is; 503 while it hangs
+    GET  /checksums           checksum of each tensor in use
+    GET  /                    the server's description; 503 while it hangs
 
-All but the socket runs in the thread that calls `run`, one call at a time. Without the token the answer is 401.
+The thread that calls `run` does all but the socket, one call at a time. Requests without the token get 401.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
 
-# Seconds between two looks at a call, and between two messages to its client.
+# Seconds between polls of a call, and between messages to its client.
 _POLL_SECONDS, _BEAT_SECONDS = 0.2, 1.0
 
 log = logging.getLogger("burnish")
 
 
 class GeneratorServer:
-    """A generator behind a socket."""
+    """Serves a generator."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class GeneratorServer:
         port: int = 0,
         timeout: float = 600.0,
     ) -> None:
-        """Listen at once. Whoever knows the token can read `about`.
+        """Listen at once. Clients with the token can read `about`.
 
-        A client that is silent for `timeout` seconds amid a request is gone. Raises `UsageError` if the address is taken.
+        A client that is silent for `timeout` seconds within a request is gone. Raises `UsageError` if the address is taken.
         """
         self._generator, self._token, self._about = generator, token, dict(about)
         self._timeout, self._moved = timeout, time.monotonic()
         self._version: int | None = None
         self._owner = self._asker = ""
-        """Whose weights it has, and who asked for the completions under way."""
-        # No SimpleQueue: a signal at the end of its time-out can make it wait for ever.
+        """Owner of the loaded weights, and of the running requests."""
+        # Not a SimpleQueue, whose `get` can wait for ever if a signal arrives at the end of its time-out.
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._http = _Http(listen(host, port), partial(_Handler, self, timeout))
         self.url = url_of(self._http.socket)
-        """Where it listens."""
+        """The server's address."""
 
     def run(self, check: Callable[[], None] = lambda: None) -> None:
-        """Answer until `stop`, or until `check` raises between two calls."""
+        """Answer requests until `stop`, or until `check` raises between two calls."""
         serve = partial(self._http.serve_forever, _POLL_SECONDS)
         threading.Thread(target=serve, daemon=True).start()
         try:
@@ -88,7 +88,7 @@ class GeneratorServer:
             self._http.server_close()
 
     def stop(self) -> None:
-        """End `run` after the call under way."""
+        """End `run` after the running call."""
         self._calls.put(None)
 
     def knows(self, header: str | None) -> bool:
@@ -97,15 +97,15 @@ class GeneratorServer:
 
     @property
     def hangs(self) -> bool:
-        """Whether nothing has moved for the time-out."""
+        """Whether there was no progress for `timeout` seconds."""
         return time.monotonic() - self._moved > self._timeout
 
     def about(self) -> dict[str, Any]:
-        """Return what it is."""
+        """Return the server's description."""
         return {**self._about, "version": self._version}
 
     def call(self, made: Callable[[], Any], *, between_steps: bool = False) -> Future[Any]:
-        """Have the thread of `run` call a function, in turn or amid a generation."""
+        """Have the thread of `run` call a function, in turn or between decoding steps."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -113,7 +113,7 @@ class GeneratorServer:
                 return
             try:
                 future.set_result(made())
-            except Exception as error:  # noqa: BLE001 - whoever asked is told
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)
 
         if between_steps:
@@ -127,7 +127,7 @@ class GeneratorServer:
             self._loads.get()()
 
     def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
-        """Load a body's weights for `owner`; without all there is no version."""
+        """Load a body's weights for `owner`; until all have arrived there is no version."""
         self._version, self._owner = None, owner
         fixed = messages.read_shards(body) if anew else ()
         self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
@@ -154,7 +154,7 @@ class GeneratorServer:
             if self._owner != self._asker:
                 raise ValueError("another process has sent its weights")
             if self._version is None:
-                raise ValueError("the new weights have not come as a whole")
+                raise ValueError("the new weights have not arrived completely")
             if ended or time.monotonic() - told >= _BEAT_SECONDS:
                 say(messages.encode({"ended": ended}))
                 told, ended = time.monotonic(), 0
@@ -162,7 +162,7 @@ class GeneratorServer:
         return messages.encode_completions(self._generator.generate(requests, sampling, watch))
 
     def so_far(self) -> messages.Parts:
-        """Return the requests and completions of a call under way."""
+        """Return the running call's requests and partial completions."""
         parts = self._generator.so_far()
         if not parts:
             return messages.encode({})
@@ -176,7 +176,7 @@ class GeneratorServer:
         """Free device memory."""
         self._version = None
         self._generator.release()
-        empty_cache()  # for the process that trains
+        empty_cache()  # the training process needs the memory
 
     def checksums(self) -> messages.Parts:
         """Return the generator's checksums."""
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
 
     def handle(self) -> None:
-        self.handle_one_request()  # a connection has one: perhaps nobody has read all of its body
+        self.handle_one_request()  # one per connection, because its body may be left half-read
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         call = self._server.call(partial(self._server.complete, asked, self._say))
         try:
             while not wait([call], _BEAT_SECONDS).done:
-                if not call.running():  # another call is under way
+                if not call.running():  # it waits for another call
                     self._say(messages.encode({"ended": 0}))
             self._say(_told(call))
         finally:
@@ -296,7 +296,7 @@ def _told(call: Future[Any]) -> messages.Parts:
 
 
 class _Body(io.RawIOBase):
-    """The body of a request, with a length or in chunks. Raises `ValueError` for another."""
+    """The body of a request, with a length or chunked. Raises `ValueError` for any other."""
 
     def __init__(self, request: _Handler) -> None:
         self._source = cast(Any, request.rfile)
@@ -314,7 +314,7 @@ class _Body(io.RawIOBase):
                 self._in_chunks = False
                 self._source.readline(2)
         if self._left < 0:
-            raise ValueError("a body has no such length")
+            raise ValueError("the body has no valid length")
         size = self._source.readinto(memoryview(buffer)[: self._left]) if self._left else 0
         if self._left and not size:
             raise ValueError("the sender is gone")

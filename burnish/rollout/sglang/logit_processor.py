@@ -1,8 +1,8 @@
 """Draw tokens inside SGLang as the built-in generator does.
 
-SGLang takes the largest logit and reports the log-softmax of what a custom logit processor returns. This one draws each row's
-token and leaves three logits: 0 for it, and in its two neighbours the sampled and raw log-probs, times 2^80. Next to 0 these have
-no mass, so log-softmax changes no bit of them. `read` undoes this.
+SGLang takes the largest logit and reports the log-softmax of a custom logit processor's result. This processor draws each row's
+token and leaves three logits: 0 for the token, and in its two neighbours the sampled and raw log-probs, times 2^80. Beside 0
+these have no mass, so log-softmax changes no bit of them. `read` undoes this.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
 from burnish.rollout.inference_engine import draw_groups, draw_settings
 
-# The key of its arguments in `custom_params`.
+# The key of the processor's arguments in `custom_params`.
 _ARGUMENT = "burnish"
-# Log-probs are scaled; the second stands for a log-prob of 0. SGLang may replace -inf by -1e30, far below all others.
+# Factor of log-probs, and what stands for a log-prob of 0. SGLang may replace -inf by -1e30, far below any scaled log-prob.
 _SCALE, _LEAST = 2.0**80, 2.0**-70
 TOP = 3
 """How many of the largest log-probs `read` needs."""
@@ -39,7 +39,7 @@ def request_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]
 
 
 class DrawingLogitProcessor(CustomLogitProcessor):
-    """Draw for the rows of a batch."""
+    """Draws a batch's tokens."""
 
     def __call__(
         self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
@@ -58,7 +58,7 @@ class DrawingLogitProcessor(CustomLogitProcessor):
 
 
 def leave_three(logits: Tensor, drawn: Drawn) -> None:
-    """Leave three logits of each drawn token."""
+    """Leave three logits around each drawn token."""
     chosen, vocabulary = drawn.tokens[:, None], logits.shape[-1]
     logits.fill_(-torch.inf)
     for distance, told in ((1, drawn.sampled_logprobs), (2, drawn.logprobs)):

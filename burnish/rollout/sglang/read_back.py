@@ -14,9 +14,9 @@ from burnish.rollout.inference_engine import joined_layer
 
 
 def write_parameters(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Write tensors to files. SGLang's worker runs this in place of a loader of weights.
+    """Write weights to files. SGLang's worker runs this as its weight loader.
 
-    Each name is JSON: `name` in the checkpoint, `shapes` in the same module, and `path`.
+    Each name is JSON: `name` in the checkpoint, `shapes` of the same module's tensors, and `path` to write to.
     """
     for told, _ in named_tensors:
         asked = json.loads(told)
@@ -26,7 +26,7 @@ def write_parameters(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) ->
 
 
 def _held(model: Any, name: str, shapes: Mapping[str, Sequence[int]]) -> Tensor | None:
-    """Return a checkpoint's tensor, perhaps rows of a parameter; None if that cannot be told."""
+    """Return a checkpoint's tensor, perhaps rows of a parameter; None if it cannot be found."""
     layer, _, kind = name.rpartition(".")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     owner, parts = joined_layer(model, {each.rpartition(".")[0] for each in parameters}, layer)
@@ -34,7 +34,7 @@ def _held(model: Any, name: str, shapes: Mapping[str, Sequence[int]]) -> Tensor 
     if parameter is None:
         return None
     if not parts:
-        return parameter[: shapes[name][0]]  # SGLang makes vocabularies longer
+        return parameter[: shapes[name][0]]  # SGLang pads vocabularies
     rows = [shapes[f"{part}.{kind}"][0] for part in parts]
     start = sum(rows[: parts.index(layer)])
     return parameter[start : start + shapes[name][0]] if len(parameter) == sum(rows) else None

@@ -1,7 +1,7 @@
-"""Sample with SGLang from the calling process, which has to be its own.
+"""Sample with SGLang in a dedicated process.
 
 Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`), never against
-SGLang. SGLang starts processes that end with this one, takes signals, and takes accelerators from `device` on.
+SGLang. SGLang starts processes that end with this one, handles signals, and uses accelerators from `device` on.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _CHUNK = 16
 
 
 class SglangGenerator(EngineGenerator):
-    """Sample with SGLang what the built-in generator samples. The arguments are `VllmGenerator`'s.
+    """Samples the built-in generator's completions with SGLang. The arguments are `VllmGenerator`'s.
 
-    `so_far` tells some tokens late, and the first token of new weights only at a completion's end.
+    `so_far` reports some tokens late, and the first token of new weights only at a completion's end.
     """
 
     def __init__(  # noqa: PLR0913
@@ -80,7 +80,7 @@ class SglangGenerator(EngineGenerator):
         self._draws: Any = import_module("burnish.rollout.sglang.logit_processor")
         self._processor: str = self._draws.DrawingLogitProcessor.to_str()
         config = with_architectures(hf_config)
-        config.eos_token_id = None  # a request says what ends it
+        config.eos_token_id = None  # each request names its stop tokens
         share = round(_STATIC_SHARE * share_beside_trainer(device), 3) if self._sleeps else None
         with starting(f"SGLang {sglang.__version__}", config) as directory:
             self._engine: Any = _launched(
@@ -95,9 +95,9 @@ class SglangGenerator(EngineGenerator):
                 max_running_requests=MOST_SLOTS if slots == "auto" else slots,
                 context_length=longest,
                 random_seed=0,
-                mem_fraction_static=share,  # of what is free when it starts
+                mem_fraction_static=share,  # of the memory that is free when SGLang starts
                 enable_custom_logit_processor=True,
-                disable_overlap_schedule=True,  # so that a draw knows how many tokens there are
+                disable_overlap_schedule=True,  # so that a draw knows how many tokens came before
                 custom_weight_loader=[_READ_BACK],
                 enable_memory_saver=self._sleeps,
             )
@@ -120,7 +120,7 @@ class SglangGenerator(EngineGenerator):
                     watch(ended)
         finally:
             self._call(self._manager.abort_request, abort_all=True)
-            for _ in stream:  # until SGLang has let go of all
+            for _ in stream:  # until SGLang has dropped every request
                 pass
 
     def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
@@ -129,7 +129,7 @@ class SglangGenerator(EngineGenerator):
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load all of a model's tensors, whole or in pieces.
 
-        Completions under way are read again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
+        SGLang prefills running completions again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
         """
         self._version = None
         if self._asleep:
@@ -158,7 +158,7 @@ class SglangGenerator(EngineGenerator):
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of tensors read back from SGLang.
 
-        Left out are tensors under other names, experts, and everything with tensor parallelism.
+        It skips tensors with other names, experts, and everything with tensor parallelism.
         """
         if self._tensor_parallel > 1:
             return
@@ -183,7 +183,7 @@ class SglangGenerator(EngineGenerator):
     def _stream(
         self, running: Sequence[EngineRequest], sampling: Sampling
     ) -> Iterator[dict[str, Any]]:
-        """Ask for completions; yield messages about each as it grows."""
+        """Request completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
             self._draws.request_params(sampling, each.key, each.drawn, sorted(stop))
@@ -203,12 +203,12 @@ class SglangGenerator(EngineGenerator):
     def _take(
         self, output: dict[str, Any], running: dict[str, EngineRequest], rule: StopRule
     ) -> int:
-        """Take told tokens; return 1 if they end a completion. Its last message removes it from `running`."""
+        """Append reported tokens; return 1 if they end a completion. Its last message removes it from `running`."""
         told, ended = output["meta_info"], False
         each, finish = running[told["id"]], told["finish_reason"]
         if each.reason is None:
             each.reported = told.get("output_top_logprobs", ())
-            # SGLang's own lists grow, so there may be more than it tells of.
+            # SGLang's own lists grow, so they may hold more tokens than this message reports.
             tokens = output["output_ids"][len(each.own) : told["completion_tokens"]]
             ended = each.take(tokens, int(told["weight_version"]), rule, time.time())
         if finish is not None:
@@ -216,7 +216,7 @@ class SglangGenerator(EngineGenerator):
                 raise BurnishError(
                     "SGLang ended a completion that is not complete",
                     have=finish,
-                    want="the longest length, or a token that ends it",
+                    want="the maximum length, or a token that ends it",
                     do="set rollout.engine=builtin",
                 )
             spans = told.get("weight_versions") or [{"version": told["weight_version"], "start": 0}]
@@ -263,7 +263,7 @@ class SglangGenerator(EngineGenerator):
 
 
 def _launched(engine: Any, **options: Any) -> Any:
-    """Start SGLang but keep the old SIGTERM handler: SGLang takes it at its first call."""
+    """Start SGLang but keep the old SIGTERM handler, which SGLang replaces at its first call."""
     before = signal.getsignal(signal.SIGTERM)
     made = engine(**options)
     made.flush_cache()

@@ -22,14 +22,14 @@ from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
 from burnish.rollout.inference_engine import draw_groups, draw_settings
 
-# The key of its arguments in `SamplingParams.extra_args`.
+# The key of the processor's arguments in `SamplingParams.extra_args`.
 _ARGUMENT = "burnish"
 # Stands for a log-prob of 0, because the drawn token's logit must be above its neighbour's.
 _LEAST = 1e-37
 
 
 def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
-    """Return vLLM's parameters for a completion with this key and so many `drawn` tokens."""
+    """Return vLLM's parameters for a completion with this key and number of `drawn` tokens."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens - drawn,
@@ -48,17 +48,17 @@ def arguments_of(params: SamplingParams) -> tuple[int, int, Sampling] | None:
 
 
 def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
-    """Return sampled and raw log-probs of the first `tokens` tokens from vLLM's flat ones. Raises `BurnishError` for NaN."""
+    """Return sampled and raw log-probs of the first `tokens` tokens from vLLM's flat list. Raises `BurnishError` for NaN."""
     table = np.array(reported[: 3 * tokens], dtype=np.float32).reshape(-1, 3)
     if not np.isfinite(table).all():
         raise not_finite()
-    # The drawn token's, then the two largest, of which it is the first.
+    # A row has the logit of the drawn token, then the two largest logits, of which the first is the drawn token's again.
     chosen = table[:, 0]
     return np.where(chosen > _LEAST, -chosen, np.float32(0)), table[:, 2]
 
 
 def leave_two(logits: Tensor, drawn: Drawn) -> None:
-    """Leave two logits of each drawn token."""
+    """Leave two logits around each drawn token."""
     chosen = drawn.tokens[:, None]
     neighbour = (chosen + 1) % logits.shape[-1]
     logits.fill_(-torch.inf)
@@ -67,7 +67,7 @@ def leave_two(logits: Tensor, drawn: Drawn) -> None:
 
 
 class DrawingProcessor(LogitsProcessor):
-    """Draw for vLLM's model runner V1, which has a row per request."""
+    """Draws for vLLM's model runner V1, which has a row per request."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class DrawingProcessor(LogitsProcessor):
         self._keys = torch.zeros(0, dtype=torch.int64)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: it changes the largest logit."""
+        """Return False: drawing changes the largest logit."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

@@ -20,18 +20,18 @@ from burnish.rollout.vllm.draws import arguments_of, leave_two
 
 
 class SlotDrawingProcessor(LogitsProcessor):
-    """Draw for requests that stay in one slot."""
+    """Draws for requests that stay in one slot."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._states = req_states
         self._keys = np.zeros(req_states.max_num_reqs, np.int64)
         self._drawn = np.zeros(req_states.max_num_reqs, np.int64)
         self._kinds = np.full(req_states.max_num_reqs, -1)
-        """By slot: index of its sampling, or -1."""
+        """By slot: index of the request's sampling, or -1 if the request is not Burnish's."""
         self._samplings: list[Sampling] = []
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Note what a request asks for."""
+        """Record a request's key and sampling."""
         asked = arguments_of(sampling_params)
         self._kinds[req_idx] = -1
         if asked is None:

@@ -1,7 +1,7 @@
 """Record the experts of each token in vLLM's workers.
 
-vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Routers leave them by slot of vLLM's cache, so those of a
-shared prefix are known.
+vLLM 0.32 returns them itself from model runner V2, which CPUs lack. Routers store them by slot of vLLM's cache, so a shared
+prefix keeps its experts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
 
 
 def _record(room: Tensor, chosen: Tensor) -> None:
-    """Leave a router's experts [n, k] in their tokens' slots, of padding in the last."""
+    """Store a router's experts [n, k] in their tokens' slots, padding's in the last."""
     mapping: Any = get_forward_context().slot_mapping
     slots = next(iter(mapping.values()), None)
     if slots is not None:

@@ -1,7 +1,7 @@
-"""Sample with vLLM inside the calling process, which has to be its own.
+"""Sample with vLLM in a dedicated process.
 
 vLLM opens a process group, so keep RANK, WORLD_SIZE and MASTER_ADDR out of the environment. On a CPU it replaces
-`torch.set_num_threads` and binds memory. It takes the visible accelerators in order.
+`torch.set_num_threads` and binds memory. It uses the visible accelerators in order.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from burnish.rollout.inference_engine import (
 )
 
 _OLDEST = (0, 28)
-# Defaults of the environment. vLLM reads the first two later, Triton the last, and vLLM the others when it is imported.
+# Defaults of environment variables. vLLM reads the first two after its import, and the next ones during it. Triton reads the last.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles for nothing: draws are made before it
-    "TRITON_F32_DEFAULT": "ieee",  # or products of attention and experts in fp32 keep 10 bits
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would compile for nothing, because the logits processor draws
+    "TRITON_F32_DEFAULT": "ieee",  # else fp32 products in attention and experts are TF32, with 10 bits
 }
 # Share of a CPU's free memory for keys and values, and of an accelerator's for all of vLLM.
 _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
@@ -62,10 +62,10 @@ _CPU_BLOCK = 32
 
 
 class VllmGenerator(EngineGenerator):
-    """Sample with vLLM what the built-in generator samples.
+    """Samples the built-in generator's completions with vLLM.
 
     A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once.
-    With `experts` it can record those of tokens. `lora` is an adapter beside the model.
+    With `experts` it can record tokens' experts. `lora` is an adapter beside the model.
     """
 
     def __init__(  # noqa: PLR0913
@@ -86,14 +86,14 @@ class VllmGenerator(EngineGenerator):
         super().__init__(hf_config, device, dtype, eos_token_ids, decode, max_length, experts)
         self._tied_head = next(iter(tied_names(self._meta_model).values()), None)
         self._is_clean, self._has_cache = True, True
-        """Whether no NaN can be in vLLM's cache, and whether it has memory."""
+        """Whether vLLM's cache cannot hold a NaN, and whether the cache has memory."""
         slots = MOST_SLOTS if slots == "auto" else slots
         vllm = _imported(device)
         self._described: dict[str, Any] | None = None
         """PEFT's configuration of an adapter beside the model."""
         self._factors, self._scale = dict[str, TensorSpec](), 1.0
         self._has_model = False
-        """Whether it has the weights that an adapter is beside."""
+        """Whether vLLM has the base model's weights, with an adapter beside them."""
         if lora is not None:
             adapter = import_module("burnish.models.lora.adapter")
             targets = adapter.kinds_of(adapter.target_weights(self._meta_model, lora))
@@ -120,7 +120,7 @@ class VllmGenerator(EngineGenerator):
                 "tensor_parallel_size": tensor_parallel,
                 "enable_prefix_caching": True,
                 "logprobs_mode": "processed_logits",
-                "async_scheduling": False,  # so that tokens are of the weights that are loaded
+                "async_scheduling": False,  # so that the loaded weights draw every token
                 "enable_sleep_mode": self._sleeps,
                 "disable_log_stats": True,
             }
@@ -171,9 +171,9 @@ class VllmGenerator(EngineGenerator):
         return found
 
     def load_weights(self, weights: Publication, version: int) -> None:
-        """Load all tensors of a model or of its adapter. Bring them by layer: vLLM copies incomplete layers.
+        """Load all tensors of a model or its adapter. Pass them by layer: vLLM copies incomplete layers.
 
-        Completions under way are read again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
+        vLLM prefills running completions again. Raises `IncompatibleError` as `whole_tensors` does; then there are no weights.
         """
         self._version = None
         if self._asleep:
@@ -194,7 +194,7 @@ class VllmGenerator(EngineGenerator):
         self._version = version
 
     def _make_cache(self) -> None:
-        """Give the cache memory, all of it clean."""
+        """Give the cache memory, and clear it."""
         if not self._has_cache:
             self._engine.wake_up(["kv_cache"])
             self._has_cache, self._is_clean = True, False
@@ -220,8 +220,8 @@ class VllmGenerator(EngineGenerator):
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of tensors read back from vLLM.
 
-        Left out are tensors under other names, B of an adapter whose scale is no power of two, and experts on accelerators in
-        another order than Triton's. So are, with tensor parallelism, shared key heads and what a checkpoint has joined.
+        It skips tensors with other names, B of an adapter whose scale is no power of two, and experts on accelerators in another
+        order than Triton's. With tensor parallelism it skips shared key heads and tensors that the checkpoint joins.
         """
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
@@ -250,7 +250,7 @@ class VllmGenerator(EngineGenerator):
         import_module("vllm.distributed").cleanup_dist_env_and_memory()
 
     def _step(self, running: dict[str, EngineRequest], rule: StopRule, experts: bool) -> int:
-        """Make a token of each completion; take those that end from `running` and count them."""
+        """Draw a token per completion; remove ended completions from `running` and count them."""
         ended: dict[str, Any] = {}
         outputs, version = self._engine.step(), self._version or 0
         now = time.time()
@@ -267,7 +267,7 @@ class VllmGenerator(EngineGenerator):
         return len(ended)
 
     def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, EngineRequest]) -> None:
-        """Note the experts of ended completions."""
+        """Record the experts of ended completions."""
         ends = [running[name] for name in ended]
         if not self._sleeps:
             counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
@@ -278,7 +278,7 @@ class VllmGenerator(EngineGenerator):
             each.experts = [experts]
 
     def _routed(self, name: str, made: Any) -> Experts:
-        """Return a request's experts: at its end, if vLLM ended it, or else in chunks."""
+        """Return a request's experts, joined from chunks unless vLLM ended it."""
         found: Any = made.routed_experts
         if found is None:
             processor = self._engine.output_processor
@@ -294,7 +294,7 @@ class VllmGenerator(EngineGenerator):
         return self._engine.collective_rpc(function, args=arguments)
 
     def _cpu_cache(self, config: PretrainedConfig, dtype: torch.dtype, slots: int) -> int:
-        """Return the bytes for keys and values of all slots, or half of that and so on."""
+        """Return the bytes for keys and values of all slots, halved until they fit."""
         sizes = model_sizes(config)
         longest = self._max_positions or config.get_text_config().max_position_embeddings
         size = (slots + 1) * (longest + _CPU_BLOCK) * 2 * sizes.depth * sizes.key * dtype.itemsize
@@ -306,7 +306,7 @@ class VllmGenerator(EngineGenerator):
 def require_adaptable(
     targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise `IncompatibleError` for an adapter that vLLM has no kernel for: of experts, on a CPU beside them, elsewhere in fp32."""
+    """Raise `IncompatibleError` for an adapter without vLLM kernel: of experts, on a CPU beside experts, on a GPU in fp32."""
     if device.type != "cpu" and dtype == torch.float32:
         raise IncompatibleError(
             "vLLM does not compute an adapter beside the model in fp32 on a GPU",
@@ -346,7 +346,7 @@ def supported(device: str) -> list[str]:
 
 
 def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
-    """Ask another process, for seconds; raise `IncompatibleError` if vLLM does not fit."""
+    """Import vLLM in a child process; raise `IncompatibleError` if vLLM does not fit."""
     ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
     asked = subprocess.run(
         [sys.executable, "-c", ask],

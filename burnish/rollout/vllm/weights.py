@@ -1,6 +1,6 @@
 """Give vLLM new weights, and read back those that it computes with.
 
-Functions with a worker run in vLLM's.
+Functions with a `worker` run inside vLLM's worker.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 # Families' names of an expert's second and third matrix. vLLM joins the first, gate_proj or w1, and the second.
 _SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 ADAPTER = LoRARequest("burnish", 1, "memory")
-"""What requests name; vLLM reads no file for an adapter that it has."""
+"""The adapter that requests name. vLLM has it in memory, so it reads no file."""
 # Rows of the identity matrix that are multiplied at a time.
 _ROWS = 256
 
 
 def begin_load(worker: Any) -> frozenset[str]:
-    """Prepare for new weights; return vLLM's names of all that must come."""
+    """Prepare for new weights; return vLLM's names of the parameters to fill."""
     model = worker.get_model()
     names = _plain(name for name, _ in model.named_parameters())
     for module in model.modules() if current_platform.is_cpu() else ():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None  # vLLM packs experts only when it makes this
+            module.quant_method.moe_kernel = None  # vLLM packs experts when it makes this
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
     return names
 
 
 def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
-    """Hand tensors to the model, which keeps them until their layer is complete; return what they fill."""
+    """Hand tensors to the model, which keeps them until their layer is complete; return the parameters filled."""
     with set_current_vllm_config(worker.vllm_config):
         return _plain(worker.get_model().load_weights(tensors))
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:
-    """Return names without the wrappers of layers with an adapter."""
+    """Remove adapters' wrappers from names."""
     return frozenset(name.replace(".base_layer.", ".") for name in names)
 
 
@@ -82,7 +82,7 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str
 
 
 def read_factor(worker: Any, name: str, scale: float) -> Tensor:
-    """Return this rank's part of A, or of B divided by `scale`, as it is computed with."""
+    """Return this rank's part of A, or of B divided by `scale`, as vLLM uses it."""
     module, part = _adapted(worker.get_model(), name)
     is_a = ".lora_A." in name
     held: Tensor = (module.lora_a_stacked if is_a else module.lora_b_stacked)[part][0, 0]
@@ -90,7 +90,7 @@ def read_factor(worker: Any, name: str, scale: float) -> Tensor:
 
 
 def _adapted(model: Any, name: str) -> tuple[Any, int]:
-    """Return the wrapper that has A or B of an adapter, and the part."""
+    """Return the wrapper with an adapter's A or B, and its index there."""
     modules, layer = dict(model.named_modules()), name.removeprefix(ADAPTER_PREFIX)
     layer = layer.partition(".lora_")[0]
     owner, parts = joined_layer(model, modules, layer)
@@ -98,11 +98,12 @@ def _adapted(model: Any, name: str) -> tuple[Any, int]:
 
 
 def end_load(worker: Any) -> None:
-    """Put the new weights into the form that vLLM computes with."""
+    """Convert the new weights into vLLM's form."""
     model = worker.get_model()
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, worker.model_config)
-        for module in model.modules():  # a tied head gets no tensor, so vLLM leaves its packed copy
+        # vLLM keeps the old packed copy of a tied head, which gets no tensor.
+        for module in model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
@@ -116,9 +117,9 @@ def clear_cache(worker: Any) -> None:
 def read_tensor(
     worker: Any, name: str, shapes: Mapping[str, tuple[int, ...]], head: bool = False
 ) -> Tensor | None:
-    """Return this rank's part of the checkpoint's tensor `name` as it is computed with, or None if that cannot be told.
+    """Return this rank's part of the checkpoint's tensor `name` as vLLM uses it, or None if it cannot be found.
 
-    With `head`, the output layer computes. `shapes` are the checkpoint's.
+    With `head`, the output layer's copy. `shapes` are the checkpoint's.
     """
     model, ranks = worker.get_model(), worker.parallel_config.tensor_parallel_size
     # Of a layer with an adapter the one inside, which comes after its wrapper.
@@ -138,17 +139,17 @@ def read_tensor(
         before = rows[: parts.index(layer)] if parts else []
     module = modules.get(owner)
     if not hasattr(module, kind) or (ranks > 1 and not rows and hasattr(module, "output_sizes")):
-        return None  # of joined parts each rank has a part of each
+        return None  # each rank has a part of every joined tensor
     width, dtype = shapes[name][-1], worker.model_config.dtype
     held: Tensor = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
     if not rows:
         return held
-    start, parted = sum(before), len(held) == sum(rows)  # or ranks share key heads
+    start, parted = sum(before), len(held) == sum(rows)  # not if ranks share key heads
     return held[start : start + rows[len(before)]] if parted else None
 
 
 def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor | None:
-    """Join the parts of vLLM's ranks: rows, columns, or all of it."""
+    """Join the parts of vLLM's ranks: rows, columns, or copies."""
     held = [part for part in parts if part is not None]
     if len(held) < len(parts):
         return None
@@ -161,7 +162,7 @@ def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor
 
 
 def _matrix(module: Any, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a module with `width` inputs, if packed its product with the identity."""
+    """Return the weight of a module with `width` inputs; a packed one times the identity."""
     weight: Tensor = module.weight.detach()
     is_head = isinstance(module, ParallelLMHead)
     looks_up = isinstance(module, VocabParallelEmbedding) and not is_head
@@ -183,7 +184,7 @@ def _expert(
         if isa is None:
             return None
         held = _unpacked(held, isa)
-    elif method.unquantized_backend.name != "TRITON":  # others keep it in another order
+    elif method.unquantized_backend.name != "TRITON":  # other backends reorder experts' matrices
         return None
     if down:
         return held[:, : shape[1] // ranks]
@@ -192,7 +193,7 @@ def _expert(
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
-    """Undo vLLM's packing of an expert's matrix: pack the places of its elements."""
+    """Undo vLLM's packing of an expert's matrix: packed element indices show the order."""
     pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     places = torch.arange(packed.numel(), dtype=torch.int32).view(1, *packed.shape, 1)
     unit = torch.int32 if packed.itemsize == 4 else torch.int16
