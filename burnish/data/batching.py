@@ -67,8 +67,7 @@ def make_batch(
     Raises `UsageError` for no examples, for one over the budget, and as `outlines_of` does.
     """
     given = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
-    own = outlines_of(given)
-    table, columns = outlines or own
+    table, columns = outlines or outlines_of(given)
     if not table.size:
         raise UsageError("a batch of no examples", want="at least one example")
     lengths, _, trained, _ = table

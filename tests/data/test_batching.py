@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.data import batching
-from burnish.data.batching import make_batch
+from burnish.data.batching import make_batch, outlines_of
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
@@ -100,6 +100,18 @@ def test_types_are_as_the_record_says():
     assert micro.temperature == 0.7
     assert (micro.advantages, micro.old_logprobs, micro.ref_logprobs) == (None, None, None)
     assert batch.examples == ((0, 1),)
+
+
+def test_examples_are_not_outlined_again(monkeypatch):
+    """What all ranks were told of them is enough."""
+    examples = [example(length, start=length) for length in (5, 9, 4)]
+    want = make_batch(examples, Layout(), 10, FLOPS)
+    outlines = outlines_of(dict(enumerate(examples)))
+    monkeypatch.setattr("burnish.data.batching.outlines_of", None)
+    found = make_batch(examples, Layout(), 10, FLOPS, outlines=outlines)
+    assert found.examples == want.examples
+    for mine, other in zip(found.microbatches, want.microbatches, strict=True):
+        assert torch.equal(mine.input_ids, other.input_ids)
 
 
 def test_a_batch_shares_no_memory_with_its_examples():
