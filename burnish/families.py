@@ -35,6 +35,8 @@ class Family:
     """Fields of config.json that add biases."""
     has_router: bool = False
     """Layers have softmax routers that send each token to its top-k experts."""
+    softmax_of_chosen: bool = False
+    """The router's softmax is over the logits of the chosen experts."""
     experts_module: str = "mlp"
     """Name of the part of a layer that holds router and experts, in the checkpoint."""
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -103,6 +105,7 @@ FAMILIES: Mapping[str, Family] = {
         norm_in_fp32=True,
         query_norms="full",
     ),
+    "gpt_oss": Family(described=False, has_router=True, softmax_of_chosen=True),
     "hyperclovax": Family(described=False, multiplies_logits_scaling=True),
 }
 """By `model_type`. Defaults are those of transformers' configuration classes."""
@@ -114,10 +117,8 @@ def family_of(model_type: str) -> Family:
 
 
 def names_of(capability: str) -> str:
-    """Return the described model types with a capability."""
-    return ", ".join(
-        name for name, each in FAMILIES.items() if each.described and getattr(each, capability)
-    )
+    """Return the model types with a capability."""
+    return ", ".join(name for name, each in FAMILIES.items() if getattr(each, capability))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from burnish.distributed.collectives import gather_objects
 from burnish.engines.base import Engine
 from burnish.models.names import model_shards, regions
+from burnish.models.routing import router_of
 from burnish.records import Batch
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
@@ -30,13 +31,13 @@ class PrescribedRouter(nn.Module):
 
     def __init__(self, replaced: Any) -> None:
         super().__init__()
-        self.weight = replaced.weight
+        self.weight, self.bias = replaced.weight, getattr(replaced, "bias", 0.0)
         self.normalizes: bool = getattr(replaced, "norm_topk_prob", True)
         self.experts: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.experts is not None
-        logits = hidden @ self.weight.T
+        logits = hidden @ self.weight.T + self.bias
         exponentials = (logits - logits.detach().amax(-1, keepdim=True)).exp()
         chosen = torch.stack([row[e] for row, e in zip(exponentials, self.experts, strict=True)])
         whole = chosen if self.normalizes else exponentials
@@ -45,16 +46,18 @@ class PrescribedRouter(nn.Module):
 
 def routers(model: PreTrainedModel) -> list[Any]:
     """The modules that route."""
-    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    layers = [layer.mlp for layer in model.model.layers]
+    return [router_of(each) for each in layers if hasattr(each, "experts")]
 
 
 def prescribe(model: PreTrainedModel) -> list[PrescribedRouter]:
     """Replace the routers of a plain model."""
     made = []
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate = PrescribedRouter(layer.mlp.gate)
-            made.append(layer.mlp.gate)
+        for name in ("gate", "router"):
+            if hasattr(layer.mlp, name):
+                made.append(PrescribedRouter(getattr(layer.mlp, name)))
+                setattr(layer.mlp, name, made[-1])
     return made
 
 

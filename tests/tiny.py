@@ -52,19 +52,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 0.5,
+    },
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "granite_swa": {"sliding_window": 7},
+    "mimo_v2_flash": {
+        "head_dim": 8,
+        "v_head_dim": 4,
+        "sliding_window": 7,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+}
+"""Families with sinks or soft caps, of which `burnish.families` does not have all."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Those with experts."""
 
 
 def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
     """A configuration of a few thousand parameters; `changes` override its fields."""
-    return AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **changes})
+    return AutoConfig.for_model(family, **{**_BASE, **(FAMILIES | OTHERS)[family], **changes})
 
 
 def tiny_model(
-    family: str = "qwen3", seed: int = 0, attention: str = "sdpa", **changes: Any
+    family: str = "qwen3", seed: int = 0, attention: str | None = None, **changes: Any
 ) -> PreTrainedModel:
     """A plain transformers model with random weights in fp32, large enough to make every part matter."""
+    attention = attention or ("eager" if family in OTHERS else "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(

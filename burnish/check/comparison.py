@@ -282,7 +282,7 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
     """Return, by router, the logits [T, E] of every sequence to come."""
     found: list[list[Tensor]] = []
     for name, module in model.named_modules():
-        if name.endswith(".mlp.gate"):
+        if name.endswith((".mlp.gate", ".mlp.router")):
             logits: list[Tensor] = []
             module.register_forward_hook(lambda _, __, output, mine=logits: mine.append(output[0]))
             found.append(logits)

@@ -105,7 +105,8 @@ class Routers:
     def __init__(self, model: PreTrainedModel) -> None:
         layers: Any = getattr(model.base_model, "layers", ())
         text = model.config.get_text_config()
-        known = family_of(text.model_type).has_router
+        self._family = family_of(text.model_type)
+        known = self._family.has_router
         self._layers = [layer for layer in layers if known and hasattr(layer.mlp, "experts")]
         self._normalizes: bool = getattr(text, "norm_topk_prob", True)
         self._listening = False
@@ -119,10 +120,15 @@ class Routers:
     def listen(self) -> None:
         """Do what the `routing` of a forward pass says."""
         for number, layer in enumerate(self._layers if not self._listening else ()):
-            router = _Router(number, self._normalizes)
+            router = _Router(number, self._normalizes, self._family.softmax_of_chosen)
             layer.register_forward_pre_hook(router.take, with_kwargs=True)
-            layer.mlp.gate.register_forward_hook(router.route)
+            router_of(layer.mlp).register_forward_hook(router.route)
         self._listening = True
+
+
+def router_of(mixture: Any) -> nn.Module:
+    """Return a mixture's router."""
+    return mixture.router if hasattr(mixture, "router") else mixture.gate
 
 
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
@@ -142,8 +148,8 @@ def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -
 
 
 class _Router:
-    def __init__(self, number: int, normalizes: bool) -> None:
-        self._number, self._normalizes = number, normalizes
+    def __init__(self, number: int, normalizes: bool, of_chosen: bool = False) -> None:
+        self._number, self._normalizes, self._of_chosen = number, normalizes, of_chosen
         self._routing: Routing | None = None
 
     @uncompiled
@@ -165,6 +171,8 @@ class _Router:
         return logits, routing.settle(self._number, logits, experts, weights), experts
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        if self._of_chosen:
+            return logits.gather(1, experts).softmax(dim=-1)
         weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
         if not self._normalizes:
             return weights

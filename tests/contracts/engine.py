@@ -129,8 +129,9 @@ def train_by_hand(model: PreTrainedModel, examples: Sequence[Example]) -> dict[s
     """The oracle: a plain model, one sequence at a time, torch's AdamW and clipping of what is trained."""
     model = model.float()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for p in trained.values() if p.ndim >= 2]
-    plain = [p for p in trained.values() if p.ndim < 2]
+    is_matrix = {n: p.ndim >= 2 and not n.endswith("bias") for n, p in trained.items()}
+    decayed = [p for name, p in trained.items() if is_matrix[name]]
+    plain = [p for name, p in trained.items() if not is_matrix[name]]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=1e-8)
     tokens = sum(int(example.loss_mask.sum()) for example in examples)

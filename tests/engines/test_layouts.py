@@ -27,7 +27,7 @@ from contracts.engine import (
 )
 from engines_for_tests import CPU, OPTIM, make_engine
 from ranks import PATIENCE_SECONDS, run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
+from tiny import OTHERS, VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -101,7 +101,9 @@ def train_rank(
 
 def oracle(path: Path, lora: LoraConfig | None = None) -> dict[str, Any]:
     """What comes of the same by plain transformers (and PEFT), tensors by canonical name."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     parts = Adapter(model, lora).weights if lora else regions(model)
     if lora:
         RandomAdapter().fill(model_shards(model, parts=parts))
@@ -169,11 +171,31 @@ BY_DAY = [
 """What `make test` runs: every layout of fewer than four processes."""
 
 
+CASES: list[Case] = [
+    ("1", "gpt_oss", "selective checkpointing"),
+    ("1", "gemma2", "full checkpointing"),
+    ("fsdp 2", "gpt_oss", "nothing"),
+    ("fsdp 2", "mimo_v2_flash", "offload"),
+    ("sp 2", "gpt_oss", "full checkpointing"),
+    ("sp 2", "gemma2", "nothing"),
+    ("tp 2", "gemma2", "selective checkpointing"),
+    ("tp 2", "granite_swa", "nothing"),
+]
+"""Of families with sinks or soft caps; transformers has no plan to cut gpt-oss."""
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_layouts_train_like_one_plain_model(
     models: dict[str, Path], oracles: dict[str, dict[str, Any]], world: int
 ) -> None:
     check_cases(models, oracles, [case for case in BY_DAY if LAYOUTS[case[0]][0] == world])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sinks_and_soft_caps(tmp_path: Path, world: int) -> None:
+    paths = {family: save_tiny(tmp_path / family, family, torch.float32) for family in OTHERS}
+    found = {family: oracle(path) for family, path in paths.items()}
+    check_cases(paths, found, [case for case in CASES if LAYOUTS[case[0]][0] == world])
 
 
 @pytest.mark.nightly

@@ -38,6 +38,7 @@ from burnish.records import Example
 CPU = torch.device("cpu")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
+    "gpt-oss": ("gpt_oss", {}),
     "normalized": ("qwen3_moe", {"norm_topk_prob": True}),
     "not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
 }

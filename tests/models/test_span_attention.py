@@ -41,7 +41,7 @@ def gradients(output, parts):
     return [part.grad for part in parts]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     n=st.integers(1, 3),
     key_heads=st.integers(1, 3),
@@ -79,9 +79,10 @@ def test_equals_the_formula(
     by_kernel = units and width == 8 and plain
     bounds = [ROUNDED_FACTORS_ERROR if by_kernel else BF16_ATTENTION_ERROR]
     bounds += [BF16_ATTENTION_ERROR] * 4
-    for mine, exact, bound in zip(ours, theirs, bounds, strict=False):
+    for part, (mine, exact, bound) in enumerate(zip(ours, theirs, bounds, strict=False)):
         bound = bound if dtype == torch.bfloat16 else 1e-5
-        assert (mine.double() - exact).norm() <= bound * exact.norm() + 1e-6
+        size = max(exact.norm(), part == 4)  # what queries add to a sink's gradient may cancel
+        assert (mine.double() - exact).norm() <= bound * size + 1e-6
 
 
 def test_torch_finds_the_operators_right():

@@ -35,17 +35,17 @@ _PRODUCTS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
-        "aten::_grouped_mm",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "burnish::causal_attention",
         "torch_attn::_varlen_attn",
-        "transformers::grouped_mm_fallback",
     }
 )
 """Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, and would add twice."""
+_GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
+"""Others that it keeps, unless experts have biases, which transformers adds in place."""
 
 _TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
 
@@ -87,13 +87,17 @@ def keep_activations(
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        added = any(getattr(module, "has_bias", False) for module in model.modules())
+        policy = partial(_keep, _PRODUCTS if added else _PRODUCTS | _GROUPED)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     run: Run = operator.call if kind == "none" else partial(checkpoint, **options)
     model._set_gradient_checkpointing(gradient_checkpointing_func=around(run) if around else run)
 
 
-def _keep_products(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> Any:
-    kept = op._schema.name in _PRODUCTS
+def _keep(
+    products: Collection[str], context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any
+) -> Any:
+    kept = op._schema.name in products
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

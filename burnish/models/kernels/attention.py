@@ -66,7 +66,8 @@ class Softmax(NamedTuple):
         """Return weights in place of scaled fp32 products [n, key heads, heads per key head, keys] of a query per row."""
         sinks = self.sinks
         sinks = None if sinks is None else sinks.float().view(*products.shape[1:3], 1)
-        return weigh(cap(products, self.softcap).add_(bias), sinks)
+        weigh(cap(products, self.softcap).add_(bias), sinks)
+        return products
 
 
 def cap(scores: Tensor, softcap: float | None) -> Tensor:
@@ -74,11 +75,14 @@ def cap(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
-def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of fp32 scores [..., keys] and `sinks` [..., 1], in place, without the sinks' weights."""
+def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Write the softmax of fp32 scores [..., keys] and `sinks` [..., 1] over the scores, and return the sinks' weights."""
     if sinks is None:
-        return torch.softmax(scores, -1, out=scores)
-    return scores.sub_(torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp_()
+        torch.softmax(scores, -1, out=scores)
+        return None
+    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)
+    scores.sub_(total).exp_()
+    return (sinks - total).exp_()
 
 
 class Attends(Protocol):

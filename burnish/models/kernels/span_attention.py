@@ -7,8 +7,7 @@ arXiv 2205.14135, without its loop over keys). Queries that share a key head are
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - rowsum(P ∘ dP)),  dQ = s dS K,  dK = s dSᵀ Q
 
 A cap c makes S = c tanh(s Q Kᵀ / c), and dS is multiplied by 1 - (S / c)² (Gemma 2, arXiv 2408.00118). A sink is one more
-score of every query of a head, without a value (arXiv 2309.17453, gpt-oss). All gradients of a softmax add up to 0, so the sink's is
-minus the sum of dS.
+score of every query of a head, without a value (arXiv 2309.17453, gpt-oss). If its weight is p, its gradient is -p rowsum(P ∘ dP).
 
 On a CPU in bf16, oneDNN's products are twice as fast as MKL's on AMD. Matrix units (AMX) round factors to bf16; with
 them torch's own kernel, twice as fast, computes the forward pass where it can.
@@ -68,7 +67,7 @@ def causal_attention(
             for part in span.groups:
                 # `contiguous`, because torch would copy a slice once for each product.
                 scores = span.scores(rows[part], keys[part, span.seen].contiguous(), softcap)
-                weights = span.weights(scores, sinks, part)
+                weights, _ = span.weights(scores, sinks, part)
                 torch.bmm(weights, values[part, span.seen].contiguous(), out=mixed[part])
             span.write(mixed, _by_key_head(output, key))
     return output
@@ -103,15 +102,15 @@ def _backward(  # noqa: PLR0913
                 seen_values = values[part, span.seen].contiguous()
                 scores = span.scores(rows[part], seen, softcap)
                 slope = None if softcap is None else 1 - (scores / softcap).square_()
-                weights = span.weights(scores, sinks, part)
+                weights, of_sinks = span.weights(scores, sinks, part)
                 value_gradient[part, span.seen].baddbmm_(weights.transpose(1, 2), given[part])
                 scores = torch.bmm(given[part], seen_values.transpose(1, 2))
+                if sink_gradient is not None and of_sinks is not None:
+                    along = (weights * scores).sum(-1).view(of_sinks.shape)
+                    sink_gradient[part] -= (along * of_sinks).sum(-2, keepdim=True)
                 torch.ops.aten._softmax_backward_data.out(
                     scores, weights, -1, weights.dtype, grad_input=scores
                 )
-                if sink_gradient is not None:
-                    by_head = scores.view(*sink_gradient[part].shape[:2], -1)
-                    sink_gradient[part] -= by_head.sum(-1)[..., None, None]
                 if slope is not None:
                     scores.mul_(slope)
                 torch.bmm(scores, seen, out=row_gradient[part])
@@ -175,12 +174,13 @@ class _Span(NamedTuple):
         """Return S [of B, shared · queries, keys], all of it visible."""
         return cap(torch.bmm(queries, keys.transpose(1, 2)), softcap)
 
-    def weights(self, scores: Tensor, sinks: Tensor | None, part: slice) -> Tensor:
-        """Write P over S."""
+    def weights(
+        self, scores: Tensor, sinks: Tensor | None, part: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return P, in place of S, and the sinks' weights [of B, shared, queries, 1]."""
         by_head = scores.view(len(scores), -1, len(self.bias), scores.shape[2])
         by_head[..., -self.bias.shape[1] :].add_(self.bias)
-        weigh(by_head, None if sinks is None else sinks[part])
-        return scores
+        return scores, weigh(by_head, None if sinks is None else sinks[part])
 
 
 def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_Span]:
