@@ -18,9 +18,9 @@ from burnish.files.storage import LOCAL, Bytes
 from burnish.files.urls import Url
 
 Pulse = Callable[[int], None]
-"""A call in progress tells it how many more bytes have moved."""
+"""A running transfer calls it with the number of bytes moved since the last call."""
 Verdict = Literal["missing", "denied", "wrong", "transient"]
-"""What an error means: no such file; no permission; it can never work; it may work next time."""
+"""Meaning of an error: no such file; no permission; the call can never work; it may work next time."""
 
 _WRONG = frozenset({
     errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.ENOTEMPTY, errno.EDQUOT,
@@ -39,7 +39,7 @@ _HDFS_CONFIG = {
     "dfs.client.failover.max.attempts": "4",
     "dfs.client.failover.sleep.base.millis": "50",
     "dfs.client.failover.sleep.max.millis": "500",
-    "dfs.client.socket-timeout": "30000",  # of data nodes; `Remote` gives up a name node that hangs
+    "dfs.client.socket-timeout": "30000",  # data nodes; `Remote` abandons a hung name node itself
 }
 _HOPELESS = (
     "QuotaExceededException",
@@ -133,7 +133,7 @@ class Backend:
                 return
         for info in listed:
             name = info["name"]
-            # Empty objects may stand for directories.
+            # Some services mark a directory by an empty object.
             if name.rstrip("/") != path and not (info["type"] == "file" and name.endswith("/")):
                 yield _found(info)
 
@@ -151,7 +151,7 @@ class Backend:
         return self._system.cat_file(path, **options)
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """Create or replace a file, in bounded memory if it is local."""
+        """Create or replace a file, in bounded memory if its source is a file."""
         from fsspec.callbacks import Callback
 
         if not isinstance(source, Path):
@@ -173,7 +173,7 @@ class Backend:
 
     def remove(self, path: str) -> None:
         """Remove a file if it exists."""
-        with suppress(FileNotFoundError, KeyError):  # fsspec's memory raises the latter
+        with suppress(FileNotFoundError, KeyError):  # KeyError: fsspec's memory file system
             self._system.rm_file(path)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
@@ -186,7 +186,7 @@ class Backend:
 
 def _found(info: dict[str, Any]) -> RemoteFile:
     version = next((info[key] for key in _VERSIONS if info.get(key)), "")
-    if isinstance(version, datetime):  # fsspec's memory returns either
+    if isinstance(version, datetime):  # from fsspec's memory file system
         version = version.timestamp()
     is_file = info["type"] == "file"
     return RemoteFile(
@@ -203,7 +203,7 @@ def open_backend(url: Url) -> Backend:
 
 
 def _open_s3() -> Backend:
-    """botocore finds credentials, region and endpoint."""
+    """Connect to S3; botocore finds credentials, region and endpoint."""
     import aiohttp
     import s3fs
     from botocore import exceptions
@@ -229,7 +229,7 @@ def _open_s3() -> Backend:
 
 
 def _open_gs() -> Backend:
-    """google-auth finds credentials; STORAGE_EMULATOR_HOST sets the endpoint."""
+    """Connect to GCS; google-auth finds credentials, STORAGE_EMULATOR_HOST sets the endpoint."""
     import aiohttp
 
     # The package's own `gcsfs.GCSFileSystem` asks for the bucket's kind before each use.
@@ -244,10 +244,10 @@ def _open_gs() -> Backend:
             return "wrong"
         return _http_verdict(getattr(error, "code", None)) if isinstance(error, HttpError) else None
 
-    # It tells of each failure with a traceback; `Remote` says once what failed.
-    told = logging.getLogger("gcsfs")
-    if told.level == logging.NOTSET:
-        told.setLevel(logging.CRITICAL)
+    # gcsfs logs a traceback for each failure. `Remote` reports a failure once.
+    logger = logging.getLogger("gcsfs")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
     system = GCSFileSystem(
         use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
     )
@@ -404,7 +404,7 @@ class _Hdfs(Backend):
 
 
 def _hdfs_verdict(error: Exception) -> Verdict | None:
-    text = str(error)  # it names the Java exception
+    text = str(error)  # names the Java exception
     if "AccessControlException" in text:
         return "denied"
     return "wrong" if any(each in text for each in _HOPELESS) else None

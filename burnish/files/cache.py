@@ -1,7 +1,7 @@
 """Select files behind a URL, and copy them to this machine once. `file://` is not copied.
 
-A copy's name depends on its files' sizes and versions, so one in use never changes. While one process copies, others wait for
-its lock. The next process keeps what a journal of hashes confirms.
+A copy's name depends on its files' sizes and versions, so a copy in use never changes. While one process copies, others wait
+for its lock. After a crash, the next process keeps the pieces that a journal of hashes confirms.
 
 The cache is `burnish` in `XDG_CACHE_HOME` (`~/.cache`), or `BURNISH_CACHE`. Users may remove unused files.
 """
@@ -43,7 +43,7 @@ _WILD = re.compile(r"[*?[]")
 
 
 Watch = Callable[[str, float], AbstractContextManager[Any]]
-"""Shows a copy's name and megabytes while the block runs; yields a bar with `advance(megabytes)`."""
+"""Shows a copy's name and size in megabytes while the block runs; yields a bar with `advance(megabytes)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Selected:
     """Files below one URL."""
 
     remote: Remote
-    """Their names are relative to it."""
+    """The files' names are relative to its URL."""
     files: tuple[RemoteFile, ...]
-    """At least one, by name."""
+    """At least one, sorted by name."""
 
 
 def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = None) -> list[Path]:
@@ -64,10 +64,10 @@ def local_files(url: str, wanted: Callable[[str], bool], watch: Watch | None = N
 
 
 def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False) -> Selected:
-    """Return the file at a URL, the `wanted` files in its directory, or the files that match its pattern. `deep` goes below the
-    directory.
+    """Return the file at a URL, the `wanted` files in its directory, or the files that match its pattern. `deep` includes
+    subdirectories.
 
-    Patterns are those of `glob`, but an existing name is itself. None matches hidden files. Raises `MissingError` for no file.
+    Patterns are those of `glob`, but an existing path is no pattern. Wildcards match no hidden files. Raises `MissingError`.
     """
     only = remote.stat() if remote.url.path else None
     if only is not None:
@@ -80,7 +80,7 @@ def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False)
     raise MissingError(
         f"there is nothing to read at {remote}",
         have=few([file.name for file in here]) or "no file",
-        want="a file, a directory of such, or a pattern that matches",
+        want="a file, a directory of such files, or a pattern that matches",
         do=_DO,
     )
 
@@ -146,9 +146,9 @@ def cache_root() -> Path:
 
 
 def made_once(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return what `make` returns in the first process that asks for a name; others find it in the cache.
+    """Return the bytes that `make` returns in the first process to ask for a name; later processes read the cache.
 
-    Without a sound file, `make` is called again.
+    A damaged cache file is made again.
     """
     path = cache_root() / name
     with ExitStack() as held:
@@ -194,7 +194,7 @@ class _Copy:
             yield
 
     def make(self, watch: Watch | None) -> None:
-        if self.path.exists():  # somebody removed files from it
+        if self.path.exists():  # a user removed some of its files
             shutil.rmtree(self.path)
         self._partial.mkdir(exist_ok=True)
         done = self._read_journal()
@@ -219,7 +219,7 @@ class _Copy:
         def copy(piece: tuple[RemoteFile, int]) -> tuple[RemoteFile, int, str]:
             return *piece, self._copy_piece(*piece, done, stop)
 
-        # Its threads are daemons, and leaving the block does not wait for them.
+        # The pool's threads are daemons. Leaving the block does not wait for them.
         with ThreadPool(_THREADS) as pool, self._journal.open("a") as journal:
             try:
                 for file, offset, digest in pool.imap_unordered(copy, pieces):
@@ -236,7 +236,7 @@ class _Copy:
         done: Mapping[tuple[str, int], str],
         stop: threading.Event,
     ) -> str:
-        """Return a piece's hash. Write nothing after `stop`: the file may be whole by then."""
+        """Copy a piece; return its hash. Write nothing after `stop`: another process may have finished the file."""
         buffer = bytearray(min(_PIECE, file.size - offset))
         known = done.get((file.name, offset))
         with LOCAL.open(self._partial / file.name, write=True) as copy:
@@ -255,7 +255,7 @@ class _Copy:
         for line in lines:
             try:
                 name, offset, digest = json.loads(line)
-            except ValueError:  # half a line, from a kill
+            except ValueError:  # a killed process left half a line
                 continue
             done[name, offset] = digest
         return done
@@ -289,7 +289,7 @@ def _check_names(selection: Selected) -> None:
     for file in selection.files:
         if any(part in ("", ".", "..") for part in file.name.split("/")) or "\0" in file.name:
             raise UsageError(
-                f"{selection.remote.url} holds a file whose name cannot be one here",
+                f"{selection.remote.url} holds a file whose name is not possible on this machine",
                 have=repr(file.name),
                 do="rename it there",
             )

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from burnish.errors import BurnishError, few
 from burnish.files.storage import Bytes, Closing, LocalFile, LocalStorage, Source
 
-# Syncs at one time. File systems join them.
+# Syncs at one time. File systems merge concurrent syncs.
 _SYNCS = 8
 
 
@@ -33,7 +33,7 @@ def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
 
 
 class Syncs(Closing):
-    """Syncs that run beside the caller, several at a time. Leaving the block waits for them."""
+    """Run syncs beside the caller, several at a time. Leaving the block waits for them."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_SYNCS, "burnish-sync")
@@ -106,7 +106,7 @@ def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
 
 
 def discard(storage: LocalStorage, path: Path, trash: Path) -> None:
-    """Rename something into `trash`, then remove it, so that it is never seen half there."""
+    """Rename something into `trash`, then remove it, so that nobody sees it half removed."""
     storage.remove(move_aside(storage, path, trash))
 
 
@@ -122,7 +122,7 @@ def naming_failures(
 
 
 class Removals:
-    """Removals, each inside `trying`; then `error`."""
+    """Collect the failures of removals inside `trying`."""
 
     def __init__(self, root: PurePath) -> None:
         self._root = root
@@ -137,13 +137,13 @@ class Removals:
             self._failed.append(str(error))
 
     def error(self) -> BurnishError | None:
-        """Return an error that names the refusals, if any."""
+        """Return an error that names the failures, if any."""
         if not self._failed:
             return None
         return BurnishError(
-            f"not all that is no longer wanted in {self._root} could be removed",
+            f"{self._root} holds unneeded files that could not be removed",
             have=few(self._failed),
-            want="its room on the disk back",
-            do="see that this user may remove it and that nobody has it open; the next start and "
-            "burnish ckpt gc try again",
+            want="the disk space that they take",
+            do="see that this user may remove them and that nobody has them open; the next start "
+            "and burnish ckpt gc try again",
         )

@@ -1,8 +1,8 @@
 """Models and data sets of the Hugging Face Hub, by id or by `hf://` URL.
 
-`OWNER/NAME[@REVISION]` names a repository, and in `data` also `:SUBSET/SPLIT` of it. What exists on this machine is a path. The
-cache is huggingface_hub's (`HF_HOME`). The network is asked only for what is missing there (`HF_ENDPOINT`, `HF_TOKEN`), unless
-`HF_HUB_OFFLINE` is set.
+`OWNER/NAME[@REVISION]` names a repository; `data` also accepts `:SUBSET/SPLIT`. A text that names an existing path is a path.
+The cache is huggingface_hub's (`HF_HOME`). Missing files are downloaded (`HF_ENDPOINT`, `HF_TOKEN`), unless `HF_HUB_OFFLINE`
+is set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMS = {
     "model": "OWNER/NAME or OWNER/NAME@REVISION",
     "dataset": "OWNER/NAME, OWNER/NAME:SUBSET/SPLIT or OWNER/NAME@REVISION:SUBSET/SPLIT",
 }
-"""How an id is written."""
+"""Forms of an id."""
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _OLD_NAME = r"[A-Za-z0-9][\w-]*"
@@ -43,12 +43,12 @@ _URL = re.compile(
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/:@]+|[^/:@]+))?(?:/(?P<path>[^:]*))?(?::(?P<part>[^:]+))?"
 )
 _FILES = frozenset({".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml", ".py"})
-"""A missing path that ends so is a file, not an id."""
+"""A missing path with such a suffix is a file, not an id."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("README.md", "config.json", "adapter_config.json")
-"""Files that come first, with the list of the others."""
+"""Files that are downloaded first, with the repository's list of files."""
 _POLICY = RetryPolicy(tries=4, seconds=20, silence=1e6)
-"""huggingface_hub tries downloads again by itself and has deadlines of its own, but it asks for a list of files only once."""
+"""huggingface_hub itself retries downloads and has deadlines. But it requests a list of files only once."""
 
 log = logging.getLogger("burnish")
 
@@ -63,7 +63,7 @@ class HubPlace:
     revision: str = ""
     """A branch, a tag or a commit; "" for main."""
     part: str = ""
-    """SUBSET/SPLIT of a data set, or one of the two; "" for the usual ones."""
+    """SUBSET/SPLIT of a data set, or one of the two; "" for the default ones."""
     path: str = ""
     """A file, a directory or a pattern in the repository; "" for its root."""
     is_url: bool = False
@@ -73,7 +73,7 @@ class HubPlace:
     def of(cls, text: object, kind: Kind) -> HubPlace | None:
         """Return the place that a setting names; None for a local path and for other URLs.
 
-        Raises `UsageError` for an `hf://` URL that names none, or another kind.
+        Raises `UsageError` for an `hf://` URL without a repository, or of another kind.
         """
         if not isinstance(text, str):
             return None
@@ -138,7 +138,7 @@ class HubPlace:
         return [path.name for path in paths if path.parent == folder]
 
     def fetch(self, names: Sequence[str], *, shown: bool = False) -> Path:
-        """Return the repository's directory in the cache; download missing files of these.
+        """Download those of `names` that the cache lacks; return the repository's directory there.
 
         Raises `CorruptError` if a file differs from the hub's hash.
         """
@@ -162,7 +162,7 @@ class HubPlace:
         return place.fetch([name]) / name
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer from byte `offset` of a file, of the cache or else of the hub."""
+        """Fill the buffer from byte `offset` of a file, in the cache or else on the hub."""
         from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         http: Any = import_module("huggingface_hub.utils")
@@ -183,7 +183,7 @@ class HubPlace:
         data = self._call(ask)
         if len(data) != size:
             raise CorruptError(
-                f"{name} of {self} did not come as asked",
+                f"the hub did not send the requested bytes of {name} of {self}",
                 have=f"{len(data)} bytes",
                 want=f"{size} from byte {offset}",
                 do="see that nothing between here and the hub changes requests",
@@ -200,7 +200,7 @@ class HubPlace:
                 repo_type=self.kind,
                 revision=place.revision,
                 allow_patterns=list(patterns),
-                local_files_only=constants.HF_HUB_OFFLINE,  # else a version before 2.4 asks for a list
+                local_files_only=constants.HF_HUB_OFFLINE,  # else versions before 2.4 request a list
             ),
             shown=shown,
         )
@@ -219,9 +219,9 @@ class HubPlace:
 
 
 def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | None = None) -> str:
-    """Send a directory to a model's repository or branch, made if needed; return the commit's address.
+    """Upload a directory to a model's repository or branch, created if needed; return the commit's URL.
 
-    Raises `UsageError` for no id, and without the right to write.
+    Raises `UsageError` for an invalid id, and without permission to write.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -261,7 +261,7 @@ def is_elsewhere(value: object, kind: Kind = "model") -> bool:
 
 
 def _require_its_hash(path: Path, place: HubPlace) -> None:
-    """Compare a file with its blob's name: sha256, or git's sha1."""
+    """Compare a file's hash with its blob's name: sha256, or git's sha1."""
     blob = path.resolve()
     size = blob.stat().st_size
     if re.fullmatch(r"[0-9a-f]{64}", blob.name):
@@ -269,14 +269,14 @@ def _require_its_hash(path: Path, place: HubPlace) -> None:
     elif _COMMIT.fullmatch(blob.name):
         digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     else:
-        return  # a cache without links has no such names
+        return  # a cache without links does not name files by their hash
     with blob.open("rb") as file:
         hashlib.file_digest(file, lambda: digest)
     if digest.hexdigest() != blob.name:
         blob.unlink()
         path.unlink(missing_ok=True)
         raise CorruptError(
-            f"{path.name} of {place} came with another content than the hub says",
+            f"{path.name} of {place} arrived with another hash than the hub's",
             have=digest.hexdigest(),
             want=blob.name,
             do="start again; the file was removed from the cache",
@@ -344,7 +344,7 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
         return UsageError(
             f"{place} is only for those who have accepted its terms",
             have=reason(error),
-            want="an account that has, and its token",
+            want="the token of an account that has accepted them",
             do=f"accept the terms at {page}, then hf auth login or set HF_TOKEN",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -362,14 +362,14 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
         )
     if constants.HF_HUB_OFFLINE:
         return MissingError(
-            f"{here}the cache has not all of the {what} {place}",
+            f"{here}the cache lacks files of the {what} {place}",
             have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}{beside}",
             want=want,
             do=f"run hf download {place.repo}{' --type dataset' if is_data else ''} where there is a network",
         )
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         return MissingError(
-            f"{here}the cache has not all of the {what} {place}, and {constants.ENDPOINT} does not answer",
+            f"{here}the cache lacks files of the {what} {place}, and {constants.ENDPOINT} does not answer",
             have=f"{reason(error.__cause__ or error)}{beside}",
             want=want,
             do="see that the hub can be reached from here, then start again",
@@ -377,5 +377,5 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     return BurnishError(
         f"{place} could not be downloaded",
         have=reason(error),
-        do="start again: whole files that have come are kept in the cache",
+        do="start again: the cache keeps the files that are complete",
     )

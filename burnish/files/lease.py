@@ -1,6 +1,6 @@
 """One writer per directory: a lock that ends with its holder, and a number that grows.
 
-Some network mounts lose locks, so a holder checks its number before anything final.
+Some network mounts lose locks, so a holder checks its number before it commits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from burnish.errors import BurnishError
 
 LEASE = ".lease"
-"""Its name in a run's `checkpoints/`."""
+"""Name of the lease's file in a run's `checkpoints/`."""
 
 _LIMIT = 4096
 _LOOK_SECONDS = 0.05
@@ -32,7 +32,7 @@ class Token:
     path: Path
     """The lease's file."""
     number: int
-    """Greater than that of every holder before."""
+    """Greater than the number of every earlier holder."""
     descriptor: int = -1
     """The lock's descriptor in the process that holds it."""
 
@@ -80,7 +80,7 @@ def is_held(path: Path) -> bool:
 def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]:
     """Hold a directory exclusively inside the block, by a `flock`.
 
-    The lock ends with all processes that have the descriptor. The next holder waits `patience_seconds` for helpers.
+    The lock ends with the last process that has the descriptor. Waits `patience_seconds` for a dead holder's helpers.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -88,7 +88,7 @@ def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]
     try:
         _lock(path, descriptor, patience_seconds)
         before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
-        # The clock makes up for a number that was lost with the file.
+        # If the last number was lost with its file, the clock still gives a larger one.
         number = max(before + 1 if type(before) is int else 0, time.time_ns())
         me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "token": number}
         if job := os.environ.get("SLURM_JOB_ID"):
@@ -110,7 +110,7 @@ def _lock(path: Path, descriptor: int, patience_seconds: float) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = os.pread(descriptor, _LIMIT, 0)
-            # Who looks whether it is held holds it for a moment.
+            # `is_held` of another process takes the lock for a moment, so try twice.
             if not was_held or (_is_dead(_parse(text)) and time.monotonic() < deadline):
                 was_held = True
                 time.sleep(_LOOK_SECONDS)
@@ -118,7 +118,7 @@ def _lock(path: Path, descriptor: int, patience_seconds: float) -> None:
             holder = text.decode(errors="replace").strip()
             raise BurnishError(
                 f"another run is using {path.parent}",
-                have=holder or "a process that has not said its name yet",
+                have=holder or "a process that has not written its name yet",
                 want="one run at a time in a directory",
                 do="wait for it to end, or give this run another name",
             ) from error

@@ -53,7 +53,7 @@ class RetryPolicy:
     longest_pause: float = 15.0
     """Upper bound of every pause."""
     silence: float = 60.0
-    """An attempt is given up when nothing has moved for so long."""
+    """An attempt is abandoned when no byte has moved for this long."""
 
 
 class HungError(TimeoutError):
@@ -84,7 +84,7 @@ class Remote:
         self._connection.backend()
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
-        """Return a directory's files by name below the URL, with `deep` at any depth; [] without it."""
+        """Return a directory's files, sorted by name below the URL, with `deep` at any depth; [] if absent."""
         root = self._key("")
         found = [
             replace(each, name=each.name.removeprefix(root).strip("/"))
@@ -94,7 +94,7 @@ class Remote:
         return sorted(found, key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:
-        """Return a directory's files and directories; [] without it."""
+        """Return the names in a directory, sorted; [] if absent."""
         return sorted({each.name.rpartition("/")[2] for each in self._entries(below, deep=False)})
 
     def _entries(self, below: str, *, deep: bool) -> list[RemoteFile]:
@@ -102,7 +102,7 @@ class Remote:
         return self._retry(below, "listed", lambda b, pulse: list(b.entries(key, deep=deep)))
 
     def stat(self, name: str = "") -> RemoteFile | None:
-        """Return a file's size and version; None without it."""
+        """Return a file's size and version; None if absent."""
         key = self._key(name)
         try:
             found = self._retry(name, "looked at", lambda backend, pulse: backend.info(key))
@@ -122,7 +122,7 @@ class Remote:
             except backend.faults as error:
                 if backend.verdict(error) != "wrong":
                     raise
-                data = b""  # some services refuse a range behind the end
+                data = b""  # some services refuse a range beyond the end
             if len(data) < len(view) <= backend.info(key).size - offset:
                 raise ConnectionError(f"{len(data)} of {len(view)} bytes came")
             return data
@@ -162,8 +162,8 @@ class Remote:
     ) -> None:
         """Create or replace a file, which appears whole, from a local file, in at most 64 MiB of memory.
 
-        Another thread calls `advance` with bytes sent; a retry counts them again. Raises `BurnishError`, and `OSError` for the
-        source.
+        Another thread calls `advance` with bytes sent; a retry counts them again. Raises `BurnishError`, and `OSError` if the
+        source is unreadable.
         """
         key = self._key(name)
         source.stat()  # an unreadable source raises here, not as an error of the service

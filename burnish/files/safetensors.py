@@ -24,10 +24,10 @@ from burnish.files.strict_json import clipped, parse_json, parse_object, shorten
 ALIGN = 8
 """Tensors' bytes begin at a multiple of this at least."""
 MAX_HEADER_BYTES = 16 << 20
-"""Longer headers are refused: reading what a stranger has written is a matter of less than a second and 256 MB."""
+"""Longer headers are refused, so that reading a hostile file takes less than a second and 256 MB."""
 MAX_TENSORS = 100_000
-"""More tensors in one file are refused as well. Published models have some thousands in a file, an adapter for all
-experts of the largest up to 90,000."""
+"""Files with more tensors are refused too. Published models have some thousands of tensors in a file. An adapter for all
+experts of the largest model has up to 90,000."""
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -37,7 +37,7 @@ DTYPE_BITS: Mapping[str, int] = {
 """Bits per element of every dtype the format knows."""
 
 _MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 16
-# Most marks of each tensor in a header: a pair of braces, two lists, ten quotation marks.
+# Most occurrences of each mark in a header. A tensor has a pair of braces, two lists and ten quotation marks.
 _MOST_MARKS = {
     b"{": MAX_TENSORS + 2,
     b"[": 2 * MAX_TENSORS,
@@ -76,8 +76,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read a file's header and check it against the file.
 
-    Raises `MissingError`, and `CorruptError` naming file and tensor for overlaps, holes, wrong sizes, unknown dtypes and the
-    like.
+    Raises `MissingError`, and `CorruptError` naming file and tensor for overlaps, holes, wrong sizes, unknown dtypes and so
+    on.
     """
     path = Path(path)
     if not path.is_file():
@@ -114,9 +114,9 @@ def build_header(
     metadata: Mapping[str, str],
     align: int = ALIGN,
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the header of a file of these (name, dtype, shape), and each tensor's range. Data starts at a multiple of `align`.
+    """Return a file's header for these (name, dtype, shape), and each tensor's range. Data starts at a multiple of `align`.
 
-    Raises `ValueError` for a duplicate name, `IncompatibleError` for too many.
+    Raises `ValueError` for a duplicate name, `IncompatibleError` for too many tensors.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -164,7 +164,7 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _parse(path: PurePath, data: bytes, start: int) -> list[TensorEntry]:
-    for mark, most in _MOST_MARKS.items():  # JSON may need fifty times its size in memory
+    for mark, most in _MOST_MARKS.items():  # parsed JSON may take fifty times its size in memory
         if (count := data.count(mark)) > most:
             have = f"{count} times {mark.decode()}"
             raise _corrupt(path, "has a header with too many parts", have, f"{most} at most")
@@ -178,7 +178,7 @@ def _parse(path: PurePath, data: bytes, start: int) -> list[TensorEntry]:
     try:
         "".join(table).encode()
     except UnicodeEncodeError as error:
-        raise _corrupt(path, "has a tensor whose name is no text", error) from error
+        raise _corrupt(path, "has a tensor whose name is not valid text", error) from error
     return [_entry(path, name, value, start) for name, value in table.items()]
 
 
@@ -224,15 +224,15 @@ def _check_cover(path: PurePath, entries: list[TensorEntry], start: int, file_si
 
 
 SUFFIX = ".safetensors"
-"""Ends the names of tensor files."""
+"""Suffix of tensor files."""
 INDEX = f"model{SUFFIX}.index.json"
-"""Which tensor is in which file of a Hugging Face directory."""
+"""The file that says which tensor is in which file of a Hugging Face directory."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file with which PEFT describes an adapter: rank, layers, the model that it belongs to."""
+"""The file in which PEFT describes an adapter: rank, layers, the model that it belongs to."""
 ADAPTER_WEIGHTS = "adapter_model"
 """Name, without suffix, of PEFT's one file of an adapter's tensors."""
 ADAPTER_PREFIX = "base_model.model."
-"""Begins the names of an adapter's tensors."""
+"""Prefix of the names of an adapter's tensors."""
 
 _SINGLE = f"model{SUFFIX}"
 _PART = re.compile(rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
@@ -312,14 +312,14 @@ def model_digest(directory: Path) -> str:
 
 
 def code_files(directory: Path) -> list[Path]:
-    """Return a model's Python files. Raises `UsageError` for no file, and for a link out of the directory but to a hub's cache."""
+    """Return a model's Python files. Raises `UsageError` for non-files, and links out of the directory except to a hub's cache."""
     home = directory.resolve()
     homes = [home] + [home.parents[1] / "blobs"] * (home.parent.name == "snapshots")
     found = sorted(directory.glob("*.py"))
     for path in found:
         if not path.is_file() or not any(map(path.resolve().is_relative_to, homes)):
             raise UsageError(
-                f"{path} is not copied: a copy would show what is not the model's",
+                f"{path} is not copied, because it is not a file of the model itself",
                 have=f"a link to {path.resolve()}" if path.is_symlink() else "no regular file",
                 do="put the file itself there, or remove it",
             )

@@ -25,49 +25,49 @@ class Closing(Protocol):
 
 
 Bytes = bytes | bytearray | memoryview
-"""What can be written: anything that is bytes in memory."""
+"""Data that can be written: bytes in memory."""
 
 
 Kind = Literal["file", "directory", "other"]
-"""What a name in a directory is; links and devices are "other" and are never followed."""
+"""Type of a directory's entry. Links and devices are "other"; links are never followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name in a directory."""
+    """An entry of a directory."""
 
     name: str
     """Its last path component."""
     kind: Kind
-    """What it is."""
+    """Its type."""
     size: int
-    """Bytes, for a file; 0 otherwise."""
+    """Size of a file in bytes; 0 for any other kind."""
 
 
 class ReadableFile(Closing, Protocol):
     """An open file, read at offsets in bytes."""
 
     def size(self) -> int:
-        """Return its bytes."""
+        """Return its size in bytes."""
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
-        """Fill the buffer from `offset`. Raises `EOFError` when the file ends before."""
+        """Fill the buffer from `offset`. Raises `EOFError` if the file is too short."""
 
 
 class Source(Protocol):
     """A readable directory tree. Methods raise `OSError`."""
 
     reads_at_once: int
-    """How many parallel reads are faster than sequential ones."""
+    """Number of reads that are fastest in parallel; 1 if parallel reads do not help."""
 
     def open(self, path: PurePath) -> ReadableFile:
         """Open a regular file; refuse a link or a device."""
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """Return a directory's entries by name; [] without it."""
+        """Return a directory's entries, sorted; [] if absent."""
 
     def kind(self, path: PurePath) -> Kind | None:
-        """Return a path's kind; None without one."""
+        """Return a path's kind; None if absent."""
 
 
 class LocalFile(Closing):
@@ -77,7 +77,7 @@ class LocalFile(Closing):
         self._descriptor = descriptor
 
     def size(self) -> int:
-        """Return its bytes."""
+        """Return its size."""
         return os.fstat(self._descriptor).st_size
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
@@ -157,7 +157,7 @@ class LocalStorage:
             path.unlink()
 
     def entries(self, path: PurePath) -> list[Entry]:
-        """Return the directory's entries, sorted; [] without it."""
+        """Return the directory's entries, sorted; [] if absent."""
         try:
             with os.scandir(path) as found:
                 return sorted(map(_entry, found), key=lambda entry: entry.name)
@@ -181,7 +181,7 @@ class LocalStorage:
 
 
 LOCAL = LocalStorage()
-"""This machine's. It has no state."""
+"""This machine's storage. It has no state."""
 
 
 def _entry(found: os.DirEntry[str]) -> Entry:
@@ -193,7 +193,7 @@ def _entry(found: os.DirEntry[str]) -> Entry:
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Take the space, or only set the length if the file system cannot."""
+    """Reserve the space, or only set the length if the file system cannot."""
     if not hasattr(os, "posix_fallocate"):
         os.ftruncate(descriptor, size)
         return

@@ -34,7 +34,7 @@ def encode_json(value: object) -> bytes:
 
 
 def shortened(value: object, limit: int = 200) -> str:
-    """Return a value's text cut for a message, quickly for hostile values too."""
+    """Return a value's text, shortened for a message, quickly even for hostile values."""
     return clipped(repr(value) if isinstance(value, str) else _SHOWN.repr(value), limit)
 
 
@@ -44,12 +44,12 @@ def clipped(text: str, limit: int = 200) -> str:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises `ValueError` for a key that stands twice."""
+    """Return a JSON object. Raises `ValueError` for a duplicate key."""
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {shortened(twice)} twice in one object")
+        raise ValueError(f"the key {shortened(twice)} stands twice in one object")
     return found
 
 

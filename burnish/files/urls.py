@@ -16,7 +16,7 @@ SCHEMES: Mapping[str, str] = {
     "file": "file:///PATH",
     "memory": "memory://PATH",
 }
-"""The schemes of files, each with its form; `hf://` is read by `burnish.files.hub`."""
+"""The URL schemes of files, each with its form. `burnish.files.hub` handles `hf://`."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _SECRETS = (
@@ -55,7 +55,7 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a URL without slashes at its end.
+        """Parse a URL, and drop slashes at its end.
 
         Raises `UsageError` for an unknown scheme, a missing host, credentials, and `.` or `..`.
         """
@@ -72,7 +72,7 @@ class Url:
         if "@" in host:
             raise UsageError(
                 f"{redacted(text)} contains credentials",
-                want="a URL without: it is written to logs and into the run's directory",
+                want="a URL without them: it is written to logs and into the run's directory",
                 do="give credentials in the environment or the files where the service's tools look for them",
             )
         if scheme == "file" and host not in ("", "localhost"):
@@ -80,7 +80,7 @@ class Url:
         if scheme in ("s3", "gs") and not host:
             raise _refusal(text, "names no bucket", SCHEMES[scheme])
         if any(part in (".", "..") for part in path.split("/")):
-            raise _refusal(text, "has . or .. in it", "a path without")
+            raise _refusal(text, "has . or .. in it", "a path without them")
         return cls(scheme, "" if scheme == "file" else host, path)
 
     @property
@@ -90,7 +90,7 @@ class Url:
 
     @property
     def parent(self) -> Self:
-        """The directory above; the host has itself."""
+        """The directory above; the host is its own parent."""
         return replace(self, path=self.path.rpartition("/")[0])
 
     @property
