@@ -34,7 +34,7 @@ from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import allocate
 
-# Seconds between two exchanges of ranks that wait.
+# Seconds between two exchanges of ranks that wait for a save.
 _LOOK_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Memory:
         if size > self._bytes.numel():
             self._release()
             if os.fstat(self.descriptor).st_size < size:
-                allocate(self.descriptor, size)  # a lack of memory is an error here, a signal later
+                allocate(self.descriptor, size)  # lacking memory raises here; later, it is a SIGBUS
             mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         if pin and not self._pinned and host_memory.pin(self._bytes, pin):
@@ -69,7 +69,7 @@ class Memory:
         return self._bytes[:size]
 
     def close(self) -> None:
-        """Free it."""
+        """Free the memory."""
         self._release()
         os.close(self.descriptor)
 
@@ -81,7 +81,7 @@ class Memory:
 
 
 def stage(contents: Contents, memory: Memory) -> Contents:
-    """Copy the shards into the memory, for `staged_in`; they may change when this returns. Raises `OSError` without room."""
+    """Copy the shards into the memory, for `staged_in`; afterwards the shards may change. Raises `OSError` without room."""
     device = accelerator_of(contents.shards)
     pinned = device if device is not None and device.type == "cuda" else None
     copies = staged_in(memory.take(_room(contents), pinned), contents)
@@ -117,9 +117,9 @@ class Job:
 
     step: int
     contents: Contents
-    """Staged: `stage` returned them."""
+    """The contents that `stage` returned."""
     number: int
-    """Counts the jobs of a run, the same on all ranks."""
+    """Number of the job in the run, the same on all ranks."""
     meeting: tuple[str, int] | None
     """Host and port of the store where the writers of all ranks meet; None for a lone process."""
 
@@ -129,7 +129,7 @@ Answer = Saved | BurnishError
 
 
 def serve(pipe: int, parent: int, memory: int) -> None:
-    """Run the writer of `parent`, with its own descriptors."""
+    """Run `parent`'s writer process. `pipe` and `memory` are descriptors."""
     accompany(parent)
     torch.set_num_threads(1)
     shared, arena = Memory(memory), Arena(torch.device("cpu"))
@@ -164,8 +164,8 @@ def _answer(
             room = memory.take(_room(job.contents))
             contents = replace(staged_in(room, job.contents), arena=arena)
             return saver.save(job.step, contents, fence)
-    except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-        do = "correct what it names; the next save tries again"
+    except Exception as error:  # noqa: BLE001 - sent to the training process, which goes on
+        do = "correct what the error names; the next save tries again"
         return as_burnish_error(error, f"step {job.step} could not be saved", do)
 
 
@@ -195,15 +195,15 @@ class Finished:
 
     step: int
     error: BurnishError | None
-    """None when it is committed."""
+    """None if the step is committed."""
     warning: BurnishError | None = None
-    """A lesser failure of a committed step."""
+    """A failure that did not stop the commit."""
 
 
 class BackgroundSaver:
     """One rank's writer process and its memory. All methods but `close` are collective.
 
-    A writer without progress for `timeout_seconds` is killed, and one that died is restarted.
+    A writer without progress for `timeout_seconds` is killed; a dead writer is restarted.
     """
 
     def __init__(
@@ -281,10 +281,10 @@ class BackgroundSaver:
             return None
         self._writer.kill()
         return BurnishError(
-            f"the process that writes step {self._step} hangs, that of rank {self._saver.layout.rank} on {socket.gethostname()}",
+            f"the process of rank {self._saver.layout.rank} on {socket.gethostname()} that writes step {self._step} hangs",
             have=f"nothing read or written for {self._timeout:.0f} seconds",
             want="a disk, and other ranks, that answer within that time",
-            do="look after the disk, or set distributed.timeout_seconds higher; the next save tries again",
+            do="check the disk, or set distributed.timeout_seconds higher; the next save tries again",
         )
 
     def close(self, patience_seconds: float = 0.0) -> None:
@@ -297,17 +297,17 @@ class BackgroundSaver:
         self._memory.close()
 
     def _survived(self, step: int, told: list[Answer | None]) -> bool:
-        """Clear away a failed save and restart hung writers; return whether it was committed after all."""
+        """Clean up a failed save and restart hung writers; return whether it was committed after all."""
         layout, saver = self._saver.layout, self._saver
         if told[layout.rank] is None or not self._writer.is_alive():
             self._restart_writer()
-        with agree(layout):  # all writers have ended
+        with agree(layout):  # wait until all failed writers have ended
             pass
         held = False
         with suppress(OSError):
             held = not saver.leads or saver.holds(step)
         committed = all(gather_objects(held, layout))
-        with agree(layout):  # nobody goes on beside what is left of it
+        with agree(layout):  # no rank goes on before leaders have removed the failed save
             if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
                 _log.error("%s", left)
         return committed

@@ -1,4 +1,4 @@
-"""The names of tensors, and their places in files and blocks, which depend only on names, dtypes and shapes.
+"""Names and places of tensors in files and blocks. Places depend only on names, dtypes and shapes.
 
 A model's tensors come in sets: weights ("model"), the bits that bf16 lacks ("residual"), and one per optimizer slot
 ("exp_avg"). Sets of roles other than `MAIN` begin with the role ("critic/model"). A key is set/weight.
@@ -48,18 +48,18 @@ from burnish.files.strict_json import encode_json
 MAIN = ""
 """The role of the run's own model, whose directories are `model/` and `training/`."""
 MODEL, RESIDUAL, TRAINING = "model", "residual", "training"
-"""The set of the weights and the directory it lies in; the set beside it; the directory of all sets but the weights."""
+"""The set of weights, and its directory; the set of residuals; the directory of all sets except the weights."""
 
 MAX_FILE_BYTES = 4 << 30
-"""A set of tensors is divided into files of about this size; a larger tensor has one to itself."""
+"""A set of tensors is divided into files of about this size; a larger tensor has its own file."""
 MOST_BLOCKS = 1 << 19
-"""More blocks than these are made larger: the manifest, which all ranks read, has a hash for each."""
-# Most bytes of a span, and of the spans assembled at one time while as many are written. A span has at least one block.
+"""A step of more blocks gets larger blocks, because the manifest, which all ranks read, has a hash for each."""
+# Most bytes of a span, and of the spans that a rank assembles while it writes as many. A span has at least one block.
 _SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
 _WAVE_BYTES = 16 << 20
-# At least so many ranks share the planning of a save, if there are so many.
+# At least this many ranks share the planning of a save, in a run that has as many.
 _PLANNERS = 128
-# Ranks cut tensors by rows. With small blocks, few blocks hold rows of two ranks.
+# Blocks of a typical tensor; least blocks of an aligned file. Ranks cut tensors by rows, and few small blocks hold rows of two ranks.
 _BLOCKS_PER_TENSOR, _BLOCKS_TO_ALIGN = 64, 32
 _FILE = re.compile(
     r"((?:[a-z][a-z0-9_]*/)?)(?:(model)|training)/(.+?)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
@@ -90,7 +90,7 @@ def path_of(tensor_set: str) -> str:
 
 
 def set_of(path: str) -> str | None:
-    """Return the set of a file; None without tensors."""
+    """Return the set of a tensor file; None for other files."""
     match = _FILE.fullmatch(path)
     return None if match is None else match[1] + (match[2] or match[3])
 
@@ -110,20 +110,20 @@ class Disks:
     of_rank: tuple[int, ...]
     """Which disk a rank writes to, by rank."""
     leaders: tuple[int, ...]
-    """The rank that makes and names what is on a disk, by disk; it holds the lease there. Rank 0 leads the first."""
+    """By disk, the rank that creates and renames directories there and holds the lease. Rank 0 leads the first disk."""
 
     @classmethod
     def one(cls, world: int) -> Self:
-        """Return one disk for all."""
+        """Return one disk for all ranks."""
         return cls((0,) * world, (0,))
 
     @property
     def are_several(self) -> bool:
-        """Whether a step is divided."""
+        """Whether disks divide a step."""
         return len(self.leaders) > 1
 
     def divide(self, sizes: Sequence[int]) -> list[int]:
-        """Assign files to disks; ranks write about equally much."""
+        """Return each file's disk; ranks write about equally much."""
         writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
         filled = [0] * len(writers)
         found = [0] * len(sizes)
@@ -139,15 +139,15 @@ class Stored:
     """A tensor on disk."""
 
     tensor_set: str
-    """The set it belongs to, which names the files: "model", "residual", "exp_avg", "critic/model", ..."""
+    """The tensor's set, which names the files: "model", "residual", "exp_avg", "critic/model", ..."""
     name: str
-    """Canonical name of the weight it is, or is a slot of."""
+    """Canonical name of the weight; for optimizer state, of the weight that it belongs to."""
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return Box((0,) * len(self.shape), self.shape).elements * DTYPE_BITS[self.dtype] // 8
 
 
@@ -159,14 +159,14 @@ class PlannedFile:
     """Below the step, with forward slashes."""
     tensor_set: str
     header: bytes
-    """Without the blanks behind it: those of many files would take a gigabyte."""
+    """The header without its padding. The padding of many files would take a gigabyte."""
     header_bytes: int
-    """With them."""
+    """Length of the header with its padding."""
     entries: tuple[TensorEntry, ...]
     size: int
 
     def header_within(self, start: int, stop: int) -> bytes:
-        """Return the header's part of a range."""
+        """Return the header's part of a byte range."""
         return self.header[start:stop].ljust(min(stop, self.header_bytes) - start)
 
 
@@ -200,7 +200,7 @@ class SpanTable(Columns):
         return Span(int(self.file[row]), int(self.start[row]), int(self.stop[row]))
 
     def joined(self, owner: Ints, most_bytes: int) -> tuple[SpanTable, Ints]:
-        """Join neighbours of one file and owner within the same `most_bytes`; return spans and owners."""
+        """Join neighbours of one file and owner within each `most_bytes`; return spans and owners."""
         key = np.stack([self.file, self.start // most_bytes, owner])
         first = np.flatnonzero((np.diff(key, prepend=-1) != 0).any(axis=0))
         last = np.append(first[1:], len(owner)) - 1 if len(first) else first
@@ -212,7 +212,7 @@ def plan_files(
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
     """Return safetensors files with Hugging Face's or PEFT's names, and their index files by path.
 
-    In a file, multiples of `align` bytes come first, then those of half of it, and so on. So ranks' rows begin where blocks do.
+    In a file, tensors of a multiple of `align` bytes come first, then of half of it, and so on. So ranks' rows begin where blocks do.
     """
     sets: dict[str, list[Stored]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
@@ -240,7 +240,7 @@ def plan_files(
 def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
     """Return the block size for tensors of these sizes, a power of two.
 
-    The tensor with the middle byte gets 64 blocks, within `MIN_BLOCK_BYTES` and `BLOCK_BYTES`. More than `most` blocks grow.
+    The tensor with the middle byte gets 64 blocks, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. Blocks grow if there are over `most`.
     """
     tensors, size = sorted(sizes), BLOCK_BYTES
     upto = np.cumsum([0, *tensors], dtype=np.int64)
@@ -268,7 +268,7 @@ def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
 def _file(path: str, tensor_set: str, members: list[Stored], align: int) -> PlannedFile:
     ordered = sorted(members, key=lambda t: (-min(t.size & -t.size, align), t.name))
     if sum(tensor.size for tensor in members) < _BLOCKS_TO_ALIGN * align:
-        align = ALIGN  # a header of a whole block would be much of the file
+        align = ALIGN  # a header padded to a whole block would be much of the file
     header, entries = build_header(
         [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}, align
     )
@@ -279,7 +279,7 @@ def _file(path: str, tensor_set: str, members: list[Stored], align: int) -> Plan
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-_FAVOURITES = 8  # ranks that are considered for a block before any that has room
+_FAVOURITES = 8  # holders of most of a block, tried as its writer before any other rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class PartPlace:
     """The place of a part."""
 
     slot: int
-    """Index of the span among those that its rank puts together at one time."""
+    """Index of the span among those that the rank assembles at once."""
     start: int
     """First byte, counted from the start of the span."""
     box: Box
@@ -348,7 +348,7 @@ def _byte_ranges(spans: SpanTable) -> BoxTable:
 
 
 def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
-    """Return for each block a rank that has most of it, equally many for all. A row is a rank's bytes of a block."""
+    """Return each block's writer: the rank with most of its bytes, while all get equally many. A row is a rank's part of a block."""
     pair, place = np.unique(block * world + rank, return_inverse=True)
     total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
     block, rank = np.divmod(pair, world)
@@ -373,7 +373,7 @@ def owners_by_disk(
     block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
 ) -> Ints:
     """Return `owners` among the ranks of each block's disk."""
-    if not disk_of_rank.any():  # there is one
+    if not disk_of_rank.any():  # there is one disk
         return owners(block, rank, size, len(disk_of_block), len(disk_of_rank))
     found = np.empty_like(disk_of_block)
     for disk in np.unique(disk_of_block):
@@ -389,7 +389,7 @@ def groups_of(
 ) -> tuple[Ints, Ints]:
     """Divide owners' spans into groups of about `group_bytes`; return each span's group and index there.
 
-    Spans with bytes of other ranks (`travels`) come first, then those of the lowest `place`.
+    Sorts spans with other ranks' bytes (`travels`) first, then by `place`.
     """
     order = np.lexsort((place, ~travels, owner))
     owner, size = owner[order], size[order]
@@ -407,17 +407,17 @@ class WriteShare:
     """A rank's part in writing a section."""
 
     spans: Sequence[Sequence[Span]]
-    """The spans that it writes, by group: put together at one time."""
+    """The spans that the rank writes, by group. It assembles one group at a time."""
     places: Mapping[int, PartPlace]
     """The place of a move's elements in its group's spans, by `Move.want`."""
     moves: Sequence[Group]
-    """Its moves for each group of all ranks."""
+    """The rank's moves in each group. All ranks have equally many groups."""
     digest: str
-    """Of the section's plan for all ranks."""
+    """Digest of the section's plan for all ranks."""
 
     @classmethod
     def joined(cls, shares: Sequence[Self]) -> Self:
-        """Join shares of several sections, which number their parts by themselves."""
+        """Join shares of several sections, and renumber their parts."""
         spans, places, moves = list[Sequence[Span]](), dict[int, PartPlace](), list[Group]()
         for each in shares:
             base = 1 + max(places, default=-1)
@@ -429,7 +429,7 @@ class WriteShare:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSection:
-    """Blocks that are planned by themselves, for ranks that are `turn` modulo `turns`."""
+    """Blocks that are planned separately, for writers whose rank is `turn` modulo `turns`."""
 
     blocks: slice
     turn: int = 0
@@ -442,7 +442,7 @@ class Outline:
 
     files: Sequence[PlannedFile]
     indices: Mapping[str, bytes]
-    """The index files that belong to them, by path."""
+    """The index files, by path."""
     block_bytes: int
     disks: Sequence[int]
     """The disk of each file."""
@@ -452,7 +452,7 @@ class Outline:
     def of(
         cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str], disks: Disks
     ) -> Self:
-        """Lay out ranks' tensors, named by key. Raises `BurnishError` if ranks disagree about one."""
+        """Lay out ranks' tensors, named by key. Raises `BurnishError` if ranks disagree about a tensor."""
         stored = _stored(tensors, roles)
         block_bytes = block_bytes_for(tensor.size for tensor in stored)
         files, indices = plan_files(stored, align=min(block_bytes, BLOCK_BYTES))
@@ -523,7 +523,7 @@ class Outline:
         travels = np.zeros(len(owner), bool)
         travels[parts.span[moves.want[moves.source != moves.target]]] = True
         most = max(_SPAN_BYTES, self.block_bytes)
-        # All sets at the same pace: one is converted while others are written.
+        # Go through all sets at the same pace, so that one is converted while others are written.
         sets = [file.tensor_set for file in self.files]
         in_set = np.array([at - sets.index(each) for at, each in enumerate(sets)], np.int64)
         place = in_set[spans.file] * MAX_FILE_BYTES + spans.start
@@ -545,7 +545,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """A step's tensor files, and this rank's share in all."""
+    """A step's tensor files, and this rank's share."""
 
     outline: Outline
     share: WriteShare
@@ -561,7 +561,7 @@ class WritePlan:
 
     @classmethod
     def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: Disks) -> Self:
-        """Plan from this rank's pieces. Collective. Raises as `of` does. Of very many ranks, neighbours plan a section each."""
+        """Plan from this rank's pieces. Collective. Raises as `of` does. In large runs, neighbouring ranks plan a section each."""
         if not layout.groups:
             return cls.of(gather_pieces(mine, layout), roles, layout, disks)
         tensors = gather_tensors(mine, layout)
@@ -578,10 +578,10 @@ class WritePlan:
             if number < len(sections):
                 first = layout.rank - number
                 planned = outline.shares(have, own, disks, range(first, first + size))
-                # As bytes, so that a rank unpickles its own share alone.
+                # As bytes, so that each rank unpickles only its own share.
                 shares = [pickle.dumps(share) for share in planned]
         told = gather_within(shares, layout.groups[:dims])
-        parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - of this run
+        parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - from this run
         return cls(outline, WriteShare.joined(parts))
 
 
@@ -596,7 +596,7 @@ def _planners(layout: Layout) -> tuple[int, int]:
 
 def _stored(told: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[Stored]:
     found: dict[str, Stored] = {}
-    for tensors, _ in groupby(told):  # most often all ranks have the same
+    for tensors, _ in groupby(told):  # usually all ranks have the same tensors
         for key, shape, dtype in tensors:
             tensor_set, name = key_parts(key, roles)
             stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)

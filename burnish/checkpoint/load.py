@@ -33,9 +33,9 @@ from burnish.errors import IncompatibleError, MissingError, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
 
-# Bytes of blocks kept after reading, because more of them may be wanted. Each reader keeps at least two blocks.
+# Bytes of blocks that are cached, because the next box may need them too. At least two blocks per thread are cached.
 _HELD_BYTES = 2 << 20
-_READERS = 2  # threads, of a process that has as many cores
+_READERS = 2  # threads, if the process has as many cores
 _ROWS = 12
 
 _Described = tuple[torch.dtype, tuple[int, ...]]
@@ -44,7 +44,7 @@ _Described = tuple[torch.dtype, tuple[int, ...]]
 class StepReader(TensorReader):
     """All tensors of a step, by key (`model/NAME`, `critic/exp_avg/NAME`). Raises `DamagedBlock`.
 
-    Reading into fp32 memory returns split weights bit for bit; other dtypes come from `model/`.
+    Reading into fp32 memory restores split weights bit for bit; other dtypes come from `model/`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def _residuals(keys: Iterable[str]) -> dict[str, str]:
 
 
 class CheckpointSource:
-    """The tensors of one model of a step, the run's own at first; a `ShardSource`. Takes 32 MiB, or four blocks if larger.
+    """The tensors of one of a step's models, by default the run's own; a `ShardSource`. Takes 32 MiB, or four blocks if larger.
 
     A shard is named by its weight, or `slot/weight`.
     """
@@ -169,9 +169,9 @@ class CheckpointSource:
         return found
 
     def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
-        """Require exactly all ranks' tensors and dtypes. Collective.
+        """Require that the step has exactly all ranks' tensors and dtypes. Collective.
 
-        Raises `MissingError` if tensors are only lacking, else `IncompatibleError`.
+        Raises `MissingError` if it only lacks tensors, else `IncompatibleError`.
         """
         mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
@@ -184,7 +184,7 @@ class CheckpointSource:
                 f"{self._step.path} has no optimizer state {', '.join(absent)}",
                 have=", ".join(sorted(_sets(stored))) or "no tensors",
                 want=", ".join(sorted(_sets(want))),
-                do="resume with the optimizer that wrote it; checkpoint.fresh_optimizer=true begins with a fresh one where there is none",
+                do="resume with the optimizer that wrote it, or start without its state with checkpoint.fresh_optimizer=true",
             )
         keys = sorted(want.keys() | set.intersection(*(unwanted for _, unwanted in told)))
         if not keys:
@@ -192,7 +192,7 @@ class CheckpointSource:
         keys = [key for key in keys if key.startswith(f"{MODEL}/")] or keys
         kind = IncompatibleError if stored.keys() & keys else MissingError
         raise kind(
-            f"{self._step.path} does not hold what is trained\n{_table(keys, stored, want)}",
+            f"{self._step.path} does not hold exactly the tensors of this run\n{_table(keys, stored, want)}",
             do="resume with the model that wrote it, or begin another run with name=NAME",
         )
 
@@ -229,7 +229,7 @@ class CheckpointSource:
                     done.result()
 
     def _read_all(self, left: Iterator[tuple[str, Shard]]) -> None:
-        """Read what is left, beside other threads. After an error nothing is left."""
+        """Fill shards from an iterator that threads share. After an error, exhaust it."""
         try:
             for key, shard in left:
                 self._reader.read(key, shard.box, shard.tensor)

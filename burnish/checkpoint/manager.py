@@ -1,6 +1,6 @@
 """A run's `checkpoints/`: opened by one run at a time, saved into, resumed from.
 
-Leases tell which ranks see one disk.
+Leases show which ranks share a disk.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from burnish.tracking.rundir import RunDirectory
 if TYPE_CHECKING:
     from burnish.checkpoint.background import BackgroundSaver, Finished
 
-# Levels that the run may have made: its directory, the one of all runs, and that one's parent.
+# Directories above to sync, because the run may have made their entries: its own, that of all runs, and the parent of that.
 _OWN_LEVELS = 3
 # Seconds to wait for a save in flight when a run ends with an error.
 _PATIENCE_SECONDS = 30.0
 
-# Seconds before each look.
+# Seconds before each look at the lease.
 _PAUSES = (0.0, 0.1, 0.3, 1.0)
 # An NFS client may remember for 60 seconds that a file was missing.
 _PAUSES_BETWEEN_MACHINES = (*_PAUSES, 3.0, 10.0, 20.0, 40.0)
@@ -65,11 +65,11 @@ class Resumed:
 
     step: Committed
     skipped: tuple[str, ...]
-    """Why newer steps were not: one text each, newest first."""
+    """Why each newer step was skipped, newest first."""
 
 
 class Destination(Protocol):
-    """A copy of the run behind a URL, on this rank."""
+    """This rank's access to the copy of a run behind a URL."""
 
     @property
     def root(self) -> PurePath:
@@ -82,39 +82,39 @@ class Destination(Protocol):
     sharing: str
     """Advice for a rank that does not see the steps that rank 0 sees."""
     url: str
-    """Of the copy of the run's directory."""
+    """URL of the copy of the run's directory."""
 
     def lead(self, disk: int | None) -> None:
-        """Copy this rank's disk; None for the only one."""
+        """Copy this rank's disk, of this number; None for the only one."""
 
     def begin(self) -> None:
-        """Ask for a copy of what is new."""
+        """Start copying new files and steps."""
 
     def hear(self) -> bool:
-        """Log the news of copying; return whether it is under way."""
+        """Log the results of copying; return whether it still runs."""
 
     def settle(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
     ) -> BurnishError | None:
-        """Copy once more and wait; return why the copy lacks something. `show` gets fractions of 1. Collective."""
+        """Copy once more and wait; return why the copy is incomplete. `show` gets fractions of 1. Collective."""
 
     def paths(self) -> Mapping[int, PurePath]:
-        """Return the present steps."""
+        """Return the steps, by number."""
 
     def set_aside(self, path: PurePath, error: CorruptError) -> str:
-        """Take a step out of sight; return where it is."""
+        """Hide a step from resuming; return where it is."""
 
     def aside(self) -> list[str]:
         """Return the steps ever set aside."""
 
     def meet(self, here: OnDisk, *, leads: bool) -> None:
-        """Refuse to resume a step that one disk alone has, and clear uncommitted ones. Collective."""
+        """Raise `UsageError` if one disk has a newer step than the copy; clear uncommitted steps. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
-        """Return the copy's part of environment.json. Raises if it is another run's."""
+        """Return the copy's part of environment.json. Raises if the copy is another run's."""
 
     def claim(self, directory: RunDirectory) -> None:
-        """Make the copy this start's."""
+        """Make this start the copy's owner."""
 
     def bring_back(self, directory: RunDirectory) -> None:
         """Fetch metrics, pins and outputs that the directory lacks."""
@@ -153,8 +153,8 @@ Side = OnDisk | Destination
 class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
-    Entering clears what a killed run left. Raises `BurnishError` if another run holds the directory, or if ranks see different
-    ones without a mirror. `background_timeout`, in seconds, gives every rank a writer process.
+    Entering removes what a killed run left. Raises `BurnishError` if another run holds the directory, or if ranks see different
+    directories without a mirror. `background_timeout`, in seconds, gives every rank a writer process.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Checkpoints:
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
-        """Commit a step, remove those retention drops, and return its directory or this rank's part.
+        """Commit a step, remove those that retention drops, and return its directory or this rank's part.
 
         An error is raised on all ranks and leaves earlier steps unchanged. Failed removals are logged.
         """
@@ -329,7 +329,7 @@ def _find_disks(
 ) -> Disks:
     """Find the disks on which `lease` lies. Collective. Raises `UsageError` for several unless they `may_differ`.
 
-    A rank that does not see rank 0's takes one, or finds another's.
+    A rank that does not see rank 0's lease takes one, or finds another rank's.
     """
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
@@ -368,7 +368,7 @@ def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]
     for pause in pauses:
         time.sleep(pause)
         for directory in reversed(lease.parents[:3]):
-            with suppress(OSError):  # has a network mount look again at what names there are
+            with suppress(OSError):  # makes a network mount read the names again
                 os.listdir(directory)
         number = Token(lease, 0).current()
         if isinstance(number, int) and number in wanted:
@@ -398,7 +398,7 @@ def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
             )
         step = open_step(path, side.source)
         require_healthy(step)
-    same_on_all_ranks(step.commit.encode(), f"what lies in {path}", layout)
+    same_on_all_ranks(step.commit.encode(), f"the content of {path}", layout)
     return step
 
 

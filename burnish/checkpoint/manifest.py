@@ -27,13 +27,13 @@ MIN_BLOCK_BYTES, BLOCK_BYTES, MAX_BLOCK_BYTES = 64 << 10, 4 << 20, 64 << 20
 COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
 """Names in a step's directory."""
 AHEAD = "ahead/"
-"""Where the files of batches lie that are drawn and not trained on."""
+"""Directory of the batches that are drawn and not yet trained on."""
 IMPORTED = "imported"
-"""Key of state.json in a step of weights that something else trained: where they are from."""
+"""Key of state.json in a step of imported weights: their origin."""
 ADAPTER_STATE = "adapter"
 """Key of state.json that describes the adapter which a run trains (`burnish.models.lora.adapter.adapter_record`)."""
 COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 1 << 20
-"""Most bytes that the three may have."""
+"""Most bytes of COMMIT, manifest.json and state.json."""
 MAX_FILES = 1 << 16
 """Most files of a step."""
 ANOTHER_STEP = "use another step, or a copy of this one, and check the disk"
@@ -41,7 +41,7 @@ ANOTHER_STEP = "use another step, or a copy of this one, and check the disk"
 
 # Hexadecimal digits of a block's hash.
 _HASH = 32
-# Bytes of a block in the manifest: its hash in a line, indented and quoted.
+# Bytes per block in the manifest: a line with its hash, indented and quoted.
 _LINE = 40
 _NUMBER, _TEXT = rb"(0|[1-9][0-9]{0,18})", rb'("(?:[ !#-\[\]-~]|\\.){,4096}+")'
 _HEAD = re.compile(rb'\{\n "files": \{')
@@ -69,14 +69,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All files of a step but manifest and COMMIT."""
+    """All files of a step except manifest and COMMIT."""
 
     uuid: str
-    """Names this writing of this step."""
+    """Identifies this save of this step."""
     step: int
-    """Steps of training that it holds."""
+    """Number of training steps done."""
     world: int
-    """Processes that wrote it."""
+    """Number of processes that wrote the step."""
     files: Mapping[str, FileRecord]
     """By path below the step's directory, with forward slashes."""
 
@@ -103,14 +103,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The seal: with it, the step is whole."""
+    """The seal of a whole step."""
 
     version: str
     uuid: str
     step: int
     manifest_sha256: str
     total_bytes: int
-    """Of all files in the manifest."""
+    """Bytes of all files in the manifest."""
     healthy: bool
     """Whether losses and weights were finite. An unhealthy step is not resumed from and displaces no other."""
 
@@ -155,7 +155,7 @@ def parse_commit(data: bytes, what: str) -> Commit:
     value = parse_json(data, what)
     try:
         is_ours = isinstance(value, dict) and encode_json(value) == data
-    except RecursionError:  # nested as deeply as can just be read
+    except RecursionError:  # nested too deeply to encode, though just not too deeply to parse
         is_ours = False
     if not is_ours:
         raise _unlike_ours(data, 0, what)
@@ -190,7 +190,7 @@ def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
     told = (manifest.uuid, manifest.step, manifest.total_bytes)
     if told != (commit.uuid, commit.step, commit.total_bytes):
         raise CorruptError(
-            f"{what} and COMMIT tell different things",
+            f"{what} and COMMIT disagree",
             have=shortened(told),
             want=shortened((commit.uuid, commit.step, commit.total_bytes)),
             do=ANOTHER_STEP,

@@ -1,6 +1,6 @@
-"""Which committed steps stay, and the removal of the others. No torch here.
+"""Choose which committed steps stay, and remove the others. No torch here.
 
-Only the disk decides. The newest healthy step and all after it stay.
+Only the disk's files decide. The newest healthy step and all after it stay.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from burnish.files.storage import LocalStorage, Source
 from burnish.files.strict_json import encode_json, parse_json, shortened
 
 PINS = "pins.json"
-"""Its name below `checkpoints/`."""
+"""The file of pinned steps below `checkpoints/`."""
 PINS_LIMIT = 1 << 20
-"""Most bytes that it may have."""
+"""Most bytes of that file, and of `MIRRORED`."""
 MIRRORED = "mirrored.json"
-"""The note below `checkpoints/` of the steps that need not be kept for the mirror's sake."""
+"""The file below `checkpoints/` that lists the steps which need not wait for the mirror."""
 
 _FORMAT = 1
 _LOCK = ".pins.lock"
@@ -75,7 +75,7 @@ def _damaged(path: PurePath, have: object) -> CorruptError:
 
 
 MEASURED, MEASURED_LATER = "measured", "measured_later"
-"""Keys of state.json: the validation's numbers, by name, and those of steps that were saved before their validation."""
+"""Keys of state.json: the validation's numbers, by name; and those of earlier steps, which were saved before their validation."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class Facts:
     healthy: bool = True
     """Whether losses and weights were finite."""
     measured: Mapping[str, Any] = field(default_factory=dict)
-    """The validation's numbers at this step, by name; anything but finite numbers is overlooked."""
+    """The validation's numbers at this step, by name. Only finite numbers count."""
     later: Mapping[str, Any] = field(default_factory=dict)
-    """The same of earlier steps that were saved before they were validated, by step."""
+    """The same for earlier steps that were saved before their validation, by step."""
     uuid: str = ""
-    """Names its writing."""
+    """Identifies the save of the step."""
 
 
 def completed(steps: Collection[Facts]) -> list[Facts]:
@@ -123,15 +123,15 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The predicates of a run."""
+    """A run's rules for which steps stay."""
 
     keep_last: int = 2
     """Newest healthy steps to keep; 1 or more."""
     keep_every: int = 0
-    """Keep the healthy steps that this divides; 0: none."""
+    """Keep the healthy steps that are multiples of this; 0: none."""
     keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
     mirror: str | None = None
-    """URL of the mirror that has to have a step before it may go from here."""
+    """URL of the mirror. A step may be removed here only when the mirror has it or does not want it."""
 
     @classmethod
     def of(cls, config: CheckpointConfig, mirror: str | None = None) -> Self:
@@ -145,9 +145,9 @@ class Retention:
         return replace(cls.of(config), keep_last=count) if count else None
 
     def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
-        """Return the steps that may go, oldest first. Pure.
+        """Return the removable steps, oldest first. Pure.
 
-        An unhealthy step displaces no other, and goes when older than all that `keep_last` keeps.
+        An unhealthy step displaces no other. It goes when older than the steps that `keep_last` keeps.
         """
         healthy = sorted(each.step for each in steps if each.healthy)
         oldest = healthy[-self.keep_last] if len(healthy) >= self.keep_last else 0
@@ -157,7 +157,7 @@ class Retention:
         return sorted(each.step for each in steps if each.step < oldest and each.step not in kept)
 
     def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
-        """Return the steps that may go: outlived, and on any mirror."""
+        """Return the outlived steps that do not wait for a mirror."""
         outlived, awaited = self._outlived_and_awaited(root, storage, pins)
         return [step for step in outlived if step not in awaited]
 
@@ -205,21 +205,21 @@ class Retention:
             try:
                 commit = read_commit(path, storage)
             except (CorruptError, IncompatibleError) as error:
-                _log.warning("left alone, for it cannot be read: %s", error)
+                _log.warning("a step stays, because it cannot be read: %s", error)
                 continue
             state: Mapping[str, Any] = {}
             if self.keep_best.metric:
                 try:
                     state = open_step(path, storage).state
                 except (CorruptError, IncompatibleError) as error:
-                    _log.warning("counts as not measured: %s", error)
+                    _log.warning("a step counts as not measured: %s", error)
             measured, later = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
             found.append(Facts(commit.step, commit.healthy, measured, later, commit.uuid))
         return found
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:
-    """Return the uuids of local steps that the mirror has or does not want. Without a sound note, no step goes."""
+    """Return, by step, the uuids of local steps that the mirror has or does not want; {} for a damaged file."""
     path = root / MIRRORED
     try:
         value = parse_json(read_whole(storage, path, PINS_LIMIT), str(path))
@@ -234,7 +234,7 @@ def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]
 
 
 def write_mirrored(root: Path, url: str, steps: Mapping[int, str], storage: LocalStorage) -> None:
-    """Write that note if it changes."""
+    """Write `MIRRORED` if it changes."""
     if steps != read_mirrored(root, url, storage):
         by_step = {str(step): uuid for step, uuid in sorted(steps.items())}
         content = encode_json({"format": _FORMAT, "url": url, "steps": by_step})

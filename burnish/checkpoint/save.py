@@ -1,7 +1,7 @@
 """Write one step and commit it.
 
 Each rank assembles a few spans of blocks at a time from its tensors and other ranks' messages. One thread hashes and writes,
-others sync. All goes into a directory without a step's name, which is renamed at the end.
+others sync. All files go into a directory without a step's name. The commit renames it.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from burnish.files.strict_json import encode_json
 Fence = Callable[[], None]
 """Raises an error if a step may not be committed any more."""
 BlockHashes = dict[tuple[int, int], str]
-"""By index of the file and index of the block in it."""
+"""Hashes by index of the file and index of the block in the file."""
 
-# A file is synced after so many bytes, and at its end.
+# A file is synced each time this many bytes are written, and at its end.
 _SYNC_BYTES = 16 << 20
-# Smaller pieces of tensors are copied, because a system call costs more.
+# Smaller pieces of tensors are copied into a span, because a system call for each would cost more.
 _DIRECT_BYTES = 64 << 10
 
 
@@ -132,7 +132,7 @@ class Contents:
 
 
 class StoredShard(NamedTuple):
-    """A shard as stored."""
+    """A shard, and how it is stored."""
 
     shard: Shard
     spec: TensorSpec
@@ -144,7 +144,7 @@ class StoredShard(NamedTuple):
 
 
 class BlockWriter:
-    """Writes this rank's blocks of a plan once. Messages between ranks meet on `device`."""
+    """Write this rank's blocks of a plan, once. Ranks exchange messages on `device`."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class BlockWriter:
     def _filled(
         self, share: Sequence[Span], moves: Group, memory: Tensor
     ) -> list[tuple[Span, list[memoryview]]]:
-        """Return each span's pieces: large tensors where they lie, else `memory`."""
+        """Return each span's pieces: views of large tensors, else of `memory`."""
         spans, start = list[Tensor](), 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
@@ -253,7 +253,7 @@ class BlockWriter:
 
 
 def _is_direct(elements: Tensor, target: Tensor) -> bool:
-    """Return whether elements lie as in the file, and are worth a system call."""
+    """Return whether elements lie in memory as in the file, and are worth a system call."""
     return (
         elements.is_cpu
         and elements.dtype == target.dtype
@@ -286,12 +286,12 @@ class Saved:
     path: Path
     """Its directory, or that of this rank's partial checkpoint."""
     warning: BurnishError | None
-    """Rank 0: what could not be removed beside it; None where all could."""
+    """Rank 0: failures to remove other steps; None without any."""
 
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """Saves steps of one run, and reuses the plan."""
+    """Save the steps of one run; reuse the plan."""
 
     root: Path
     """The run's `checkpoints/`."""
@@ -305,7 +305,7 @@ class Saver:
     reserve_bytes: int = 0
     """Bytes of the disk that stay free."""
     token: Token | None = None
-    """The leader of a disk: the right to commit below `root`."""
+    """On the leader of a disk, its right to commit below `root`."""
     _pieces: str = field(default="", init=False)
     _plan: WritePlan | None = field(default=None, init=False)
 
@@ -317,7 +317,7 @@ class Saver:
     def save(self, step: int, contents: Contents, fence: Fence = lambda: None) -> Saved:
         """Commit a step and remove those that retention drops. Collective, errors included.
 
-        Leaders call `fence` before the rename, which an error stops. Raises `BurnishError` if the step exists or writing fails.
+        Leaders call `fence` before the rename; its error prevents it. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):
@@ -407,7 +407,7 @@ class Saver:
     def _lay_out(
         self, inflight: Path, step: int, outline: Outline, small: Mapping[str, bytes]
     ) -> list[Path]:
-        """Make this disk's files, and return the directories below `inflight`."""
+        """Create this disk's files, and return the directories below `inflight`."""
         check_new(self.root, step, self.storage)
         sizes = {path: len(data) for path, data in small.items()}
         sizes |= {f.path: f.size for f in outline.files_on(self.disks.of_rank[self.layout.rank])}
@@ -439,7 +439,7 @@ class Saver:
         if self.retention and (steps := self.retention.waiting(self.root, self.storage)):
             mirror = self.retention.mirror
             have += f"; not on {mirror} yet, and kept for it: {few([str(each) for each in steps])}"
-            do = f"see that {mirror} can be reached: what is on it makes room; or free some space"
+            do = f"see that {mirror} can be reached, so that these steps can go; or free some space"
         raise BurnishError(
             f"the disk has no room for step {step}",
             have=have,
@@ -502,7 +502,7 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
             f"the run's state is too large for {STATE}",
             have=f"{len(state)} bytes",
             want=f"{STATE_LIMIT} bytes at most",
-            do="keep out of it what grows with the run",
+            do="keep data that grows with the run out of the state",
         )
     small = {STATE: state, **contents.files}
     for role, model in contents.models.items():
@@ -542,7 +542,7 @@ def _together(outline: Outline, hashes: Sequence[BlockHashes]) -> BlockHashes:
             "ranks wrote other blocks than were planned",
             have=f"{sum(map(len, hashes))} blocks written, {len(wanted - known.keys())} by no rank",
             want=f"{len(wanted)} blocks, each by one rank",
-            do="see that all ranks run the same version; where they do, it is a mistake in Burnish",
+            do="see that all ranks run the same version; if they do, this is a bug in Burnish",
         )
     return known
 

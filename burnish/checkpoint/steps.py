@@ -35,14 +35,14 @@ from burnish.files.storage import LOCAL, LocalStorage, ReadableFile, Source
 from burnish.files.strict_json import parse_object
 
 INFLIGHT, PORTION = ".inflight-", ".portion-"
-"""Start the names of directories that are being written, and of what one of several disks has of a step."""
+"""Prefixes of directories: a step that is being written, and a partial checkpoint, which has one of several disks' files."""
 SEAL = "SEAL"
-"""A partial checkpoint's copy of the COMMIT that the step will have, under a name that makes no step of it."""
+"""A partial checkpoint's copy of the COMMIT that the step will have. The other name keeps it from counting as a step."""
 TRASH, QUARANTINE = "trash", "quarantine"
-"""The directory of what is being removed, and that of steps that could not be resumed from."""
+"""The directory of steps that are being removed, and that of steps that could not be resumed from."""
 
 READ_BYTES = 4 << 20
-"""Small blocks that follow each other are read so many bytes at a time."""
+"""Consecutive small blocks are read this many bytes at a time."""
 
 P = TypeVar("P", bound=PurePath)
 
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step whose names, sizes and small files are right."""
+    """A step whose file names, sizes and small files are verified."""
 
     path: PurePath
     """Its directory; `path / "model"` is a Hugging Face model directory."""
@@ -66,7 +66,7 @@ class Committed:
 
     @property
     def step(self) -> int:
-        """Training steps it holds."""
+        """Number of training steps done."""
         return self.commit.step
 
     @property
@@ -119,7 +119,7 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
             f"{path / COMMIT} seals another step",
             have=step_name(commit.step),
             want=path.name,
-            do=f"give the directory its own name, {step_name(commit.step)}",
+            do=f"rename the directory to {step_name(commit.step)}",
         )
     return commit
 
@@ -163,7 +163,7 @@ def require_healthy(step: Committed) -> None:
             f"{step.path} is marked unhealthy",
             have="a loss or weights that are not finite",
             want="a step that training can continue from",
-            do="see in metrics.jsonl where it went wrong; an older step can be continued from",
+            do="look in metrics.jsonl where the losses went wrong, and continue from an older step",
         )
 
 
@@ -254,7 +254,7 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
 
 
 def leftovers(root: Path, storage: LocalStorage) -> list[Path]:
-    """Return everything that is no step. The lease's holder may use it."""
+    """Return trash, unfinished steps and partial checkpoints. The lease's holder may use them."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
     return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
@@ -276,9 +276,9 @@ class DamagedBlock(CorruptError):
     file: PurePath
     start: int
     stop: int
-    """One past the last."""
+    """One past the last byte."""
     holds: tuple[str, ...]
-    """The tensors that lie in it, and "the header" where it begins the file."""
+    """The tensors in the block, and "the header" if a part of it is there."""
 
     def __reduce__(self) -> tuple[object, ...]:
         place = {name: getattr(self, name) for name in DamagedBlock.__annotations__}
@@ -288,7 +288,7 @@ class DamagedBlock(CorruptError):
 def verify(
     path: PurePath, storage: Source = LOCAL, *, fast: bool = False
 ) -> Iterator[CorruptError]:
-    """Read a step, of tensor files only headers if `fast`; yield an error for each damaged block and impossible header.
+    """Read a step (tensor files' headers only if `fast`); yield an error for each damaged block and impossible header.
 
     Raises `CorruptError` if COMMIT, manifest, state or the list of files is damaged.
     """

@@ -4,8 +4,8 @@ Each sync compares both sides, so a crash leaves only work for the next. A step'
 COMMIT, which makes it exist. Every block is read back and compared with its hash, because an ETag may be no content hash.
 
 Where machines share no disk, each has a partial checkpoint, `.portion-N.UUID`, with some of a step's files. Its process sends
-them, then a marker, `portions/step-N/UUID.DISK`, which names them. When all are named, the first disk's process puts manifest
-and COMMIT. Then each removes its partial checkpoint and marker. Retention keeps steps with a marker.
+them, then a marker, `portions/step-N/UUID.DISK`, which names them. When markers name all files, the first disk's process sends
+manifest and COMMIT. Then each process removes its partial checkpoint and marker. Retention keeps steps with a marker.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from burnish.files.strict_json import encode_json, parse_json
 from burnish.tracking.rundir import CHECKPOINTS, STATUS
 
 ENVIRONMENT = "environment.json"
-"""The file that says which run a mirror belongs to, and which start of it has it."""
+"""The file that names the run of a mirror, and the start of the run that owns the mirror."""
 ENVIRONMENT_LIMIT = 1 << 20
-"""Most bytes that it may have."""
+"""Most bytes of that file."""
 SYNC, NUDGE = "sync", "nudge"
-"""What the process is sent: what to do, and that it should wait for other disks no longer."""
+"""Messages to the mirror process: start a sync; stop waiting for other disks."""
 LOOK_SECONDS = 1.0
-"""Between two looks at what the other disks have done."""
+"""Seconds between two looks at the other disks' progress."""
 
 # Directories whose files are removed from the mirror when the run removes them.
 _THINNED = ("rollouts", "traces")
 KEPT = (*_THINNED, "tensorboard", "logs", "profiles", "trackers")
-"""Directories of the run's own that are copied. Of several disks only the first one's are."""
-# Stands for the time of a file that was there before this process.
+"""Directories of the run that are copied. With several disks, only those of the first disk are."""
+# Stands for the modification time of a file that was on the mirror before this process started.
 _THERE_BEFORE = 0
 _CHANGING = (
     "config.yaml",
@@ -82,7 +82,7 @@ _CHANGING = (
 )
 _FILES_AT_ONCE = 4
 _TRIES = 3
-# Most messages of progress in one sync. All must fit into the pipe, because nobody may be reading.
+# Most progress messages in one sync. All must fit into the pipe, because the training process may not be reading.
 _REPORTS = 100
 
 _log = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ T = TypeVar("T")
 P = TypeVar("P", bound=PurePath)
 
 Partial = tuple[Committed, list[str]]
-"""A step, at the path of what one disk has of it, and the names of the files that lie there."""
+"""A step whose path is one disk's partial checkpoint, and the names of the files that lie there."""
 Pause = Callable[[float], bool]
-"""Waits so many seconds; returns whether to wait no longer, for something else is to be done."""
+"""Waits up to this many seconds; returns whether to stop waiting, because a message has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class Mirror:
     retention: Retention | None
     """Which steps stay on the mirror; None: all."""
     start: str
-    """Names this start of the run; while the mirror names another, nothing is changed there."""
+    """Identifies this start of the run. If the mirror names another start, this one changes nothing there."""
     disk: int | None = None
-    """Which of several disks that meet there `directory` lies on; None where it is the only one."""
+    """Number of the disk that `directory` lies on; None if it is the only one."""
 
     @property
     def root(self) -> Path:
@@ -141,7 +141,7 @@ class Meter:
 
     def __init__(self, tell: Callable[[float], None] = lambda part: None) -> None:
         self.total = 0
-        """Bytes to move at most: each is sent and read back."""
+        """Most bytes to move: each byte is sent and read back."""
         self._tell = tell
         self._done = self._told = 0
         self._lock = threading.Lock()
@@ -164,33 +164,33 @@ class Synced:
     error: BurnishError | None
     """None when the mirror has all that it should."""
     may_change_late: bool = False
-    """Whether a write hung and was given up, and may come to pass while the process lives."""
+    """Whether a hung write was abandoned. It may still take effect while the process lives."""
 
 
 def serve(pipe: int, parent: int) -> None:
-    """Run the mirror process of `parent`, with its own descriptor."""
+    """Run `parent`'s mirror process. `pipe` is a descriptor."""
     accompany(parent)
     with Connection(pipe) as connection:
         mirror: Mirror = connection.recv()
         sync = Sync(mirror)
         while True:
             try:
-                while connection.recv() != SYNC:  # a nudge that came too late for what it was for
+                while connection.recv() != SYNC:  # a nudge that arrived after its sync had ended
                     pass
             except EOFError:
                 return
             steps, failure = list[int](), None
             try:
                 steps = sync.run(Meter(connection.send), connection.poll)
-            except Exception as error:  # noqa: BLE001 - told to the training process, which goes on
-                what = f"{mirror.remote} could not be brought in line"
-                do = "correct what it names; the next save, or the same command again, goes on from there"
+            except Exception as error:  # noqa: BLE001 - sent to the training process, which goes on
+                what = f"{mirror.remote} could not be brought up to date"
+                do = "correct what the error names; the next save, or the same command again, continues"
                 failure = as_burnish_error(error, what, do)
             connection.send(Synced(tuple(steps), failure, mirror.remote.may_change_late))
 
 
 class Sync:
-    """The syncs of one process. Each rereads the seals of local steps' copies, because local retention relies on them."""
+    """The syncs of one process. Each rereads COMMIT of local steps' copies, because local retention relies on it."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
@@ -202,17 +202,17 @@ class Sync:
         self._remote: dict[int, Commit] = {}
         self._facts: dict[int, Facts] = {}
         self._pins: Collection[int] | None = None
+        # Size and modification time of each output file when it was sent.
         self._outputs: dict[str, tuple[int, int]] = {}
-        # Sizes and times of files when they were sent.
         self._is_listed = False
+        # The files that each marker names.
         self._named: dict[str, frozenset[str]] = {}
-        # The files that a marker names.
 
     def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
-        """Send small files, steps, newest first, and partial checkpoints; apply retention; return the steps sent.
+        """Send small files, steps (newest first) and partial checkpoints; apply retention; return the steps sent.
 
         Small files go first, so that a step never lacks its metrics. While partial checkpoints wait, `pause` is called; True
-        ends the sync. A damaged or removed step delays no other. Raises `BurnishError`, for damage at the end.
+        ends the sync. A damaged or removed step delays no other. Raises `BurnishError`; for damage, at the end.
         """
         self._meter, self._failed = meter or Meter(), None
         self._mirror.check()
@@ -233,7 +233,7 @@ class Sync:
                     self._note()
             self._retain()
         made = self._bring(partials, pause)
-        if is_first and made:  # which may let other steps go
+        if is_first and made:  # retention may now drop older steps
             self._compare()
             self._note()
             while self._retain() and not pause(LOOK_SECONDS):
@@ -286,7 +286,7 @@ class Sync:
             write_mirrored(root, url, self._settled(), LOCAL)
 
     def _retain(self) -> set[int]:
-        """Remove dropped and unfinished steps; return those that another disk has yet to see."""
+        """Remove dropped and unfinished steps; return dropped ones that another disk has yet to see."""
         there = self._there
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
@@ -309,7 +309,7 @@ class Sync:
 
         if not self._tried(self._path(step), send):
             return False
-        # Where another step of this number was, its removal may have hung and still come: the next sync will tell.
+        # If this step replaced another, a hung removal may still take effect. The next sync looks again.
         if self._remote.pop(step, None) is None:
             self._remote[step] = self._local[step]
         return True
@@ -320,7 +320,7 @@ class Sync:
                 return use(path)
         except BurnishError as error:
             if LOCAL.kind(path) is None:
-                _log.warning("%s is not on the mirror: it went from here meanwhile", path)
+                _log.warning("%s is not on the mirror: it was removed here meanwhile", path)
             elif isinstance(error, CorruptError):
                 self._failed = self._failed or error
             else:
@@ -328,7 +328,7 @@ class Sync:
             return None
 
     def _send_files(self, step: Committed, names: Iterable[str]) -> bool:
-        """Send these files; return False if COMMIT is there. First remove another step of this number and foreign files."""
+        """Send these files; return False if their COMMIT is there. First remove another step's COMMIT and foreign files."""
         remote = self._place_of(step)
         sizes = {file.name: file.size for file in remote.files()}
         if COMMIT in sizes:
@@ -371,7 +371,7 @@ class Sync:
             block = buffer[: min(record.block_bytes, record.size - start)]
             try:
                 remote.read_into(name, block, start)
-            except CorruptError:  # it ends before
+            except CorruptError:  # the file is too short
                 return False
             if block_hash(block) != wanted:
                 return False
@@ -411,7 +411,7 @@ class Sync:
         return done
 
     def _send_partial(self, step: Committed, names: list[str]) -> bool:
-        """Send a partial checkpoint and its marker. Return False if it is damaged or gone, or a write may come late."""
+        """Send a partial checkpoint and its marker. Return False if it is damaged or gone, or a write may take effect late."""
         if self._markers.stat(self._marker(step)) is not None:
             self._meter.moved(2 * _size(step, names))
             return True
@@ -419,13 +419,13 @@ class Sync:
         if not is_new:
             return is_new is not None
         if self._mirror.remote.may_change_late:
-            return False  # the process after this one says so, over which nothing can come
+            return False  # the next process sends the marker, after which no late write can come
         self._mirror.check()
         self._markers.put(self._marker(step), encode_json({"files": names}))
         return True
 
     def _is_whole(self, step: Committed) -> bool:
-        """Return whether COMMIT is there; the first disk puts it after all files."""
+        """Return whether COMMIT is there. The first disk's process sends it last."""
         is_sealed = False
         with suppress(MissingError):
             is_sealed = self._place_of(step).read(COMMIT, COMMIT_LIMIT) == step.commit.encode()
@@ -473,7 +473,7 @@ class Sync:
         self._markers.remove(self._marker(step))
 
     def _send_outputs(self) -> None:
-        """Copy what changed of the run's small files and of `KEPT`; remove what was thinned here."""
+        """Copy changed small files, and those in `KEPT`; remove files that were thinned here."""
         directory, remote = self._mirror.directory, self._mirror.remote
         if not self._is_listed:
             found = (file for kept in KEPT for file in remote.files(kept))
@@ -494,7 +494,7 @@ class Sync:
                 self._outputs[name] = mark
         for each in _THINNED:
             there = {name for name in self._outputs if name.startswith(f"{each}/")}
-            if there & here:  # else the directory was lost, and not thinned
+            if there & here:  # without any file here, the directory was lost and not thinned
                 for name in sorted(there - here):
                     self._mirror.check()
                     remote.remove(name)
@@ -537,7 +537,7 @@ def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]
         try:
             found[step] = read_commit(path, source)
         except (CorruptError, IncompatibleError) as error:
-            _log.warning("not mirrored, for it cannot be read: %s", error)
+            _log.warning("a step is not mirrored, because it cannot be read: %s", error)
     return found
 
 

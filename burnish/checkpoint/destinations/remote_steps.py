@@ -15,13 +15,13 @@ from burnish.files.storage import Closing, Entry, Kind
 from burnish.files.urls import Url
 
 DAMAGED = "DAMAGED"
-"""In place of COMMIT in a step that could not be resumed from, and says why."""
+"""The file that replaces COMMIT in a step that could not be resumed from. It says why."""
 
 PORTIONS = "portions"
-"""The directory of markers beside the steps: disks that share a step say there which files of it they have sent."""
+"""The directory of markers, beside the steps. Each marker names the files of a step that one of several disks has sent."""
 
 _NO_HOST = "*"
-"""In the place of a host where the URL has none; no host is called so."""
+"""Stands for the host of a URL without one. No host has this name."""
 _READS_AT_ONCE = 8
 _BLOCKS_HELD = 8
 
@@ -31,12 +31,12 @@ class RemotePath(PurePosixPath):
 
     @classmethod
     def of(cls, url: Url) -> Self:
-        """Return a URL's place."""
+        """Return a URL's path."""
         return cls(f"{url.scheme}:", url.host or _NO_HOST, url.path)
 
     def __str__(self) -> str:
         scheme, slash, rest = super().__str__().partition(":/")
-        if not slash:  # what lies below another
+        if not slash:  # a relative path
             return scheme
         host, _, path = rest.partition("/")
         return str(Url(scheme, "" if host == _NO_HOST else host, path))
@@ -55,11 +55,11 @@ class RemoteSteps:
 
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
-        """The same files, to be changed."""
+        """The same directory, for changes to it."""
         self.root = RemotePath.of(remote.url)
         """The directory."""
         self.block = lru_cache(_BLOCKS_HELD)(self._read_block)
-        """Returns a block by its file's name and its number. The last few are kept."""
+        """Returns a block by its file's name and its number. Caches the last few."""
         self._listed: tuple[str, dict[str, int]] | None = None
 
     def entries(self, path: PurePath) -> list[Entry]:
@@ -92,7 +92,7 @@ class RemoteSteps:
         return RemoteReader(self, self.name_of(path))
 
     def size(self, name: str) -> int:
-        """Return a file's bytes. Raises `FileNotFoundError`."""
+        """Return a file's size. Raises `FileNotFoundError`."""
         if self._listed is not None and name in self._listed[1]:
             return self._listed[1][name]
         if (found := self.remote.stat(name)) is None:
@@ -121,7 +121,7 @@ class RemoteSteps:
         return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
 
     def unfinished(self) -> list[str]:
-        """Return the names of other directories without COMMIT, and of the markers'."""
+        """Return the names of other steps without COMMIT, and of the markers' directory."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}
@@ -134,7 +134,7 @@ class RemoteSteps:
         return {name.rpartition("/")[2].partition(".")[0] for name in markers}
 
     def clear(self, check: Callable[[], None]) -> None:
-        """Remove unfinished steps while nobody sends, each after `check`. Asks for each COMMIT: stores may list late."""
+        """Remove unfinished steps while nobody sends, each after `check`. Looks up each COMMIT: stores may list late."""
         for name in self.unfinished():
             check()
             if self.remote.stat(f"{name}/{COMMIT}") is None:
@@ -180,7 +180,7 @@ class RemoteReader(Closing):
         self._name = name
 
     def size(self) -> int:
-        """Return its bytes."""
+        """Return its size."""
         return self._steps.size(self._name)
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:

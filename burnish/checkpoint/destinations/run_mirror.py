@@ -94,7 +94,7 @@ class RunMirror:
         return f"{path / DAMAGED}"
 
     def aside(self) -> list[str]:
-        """Return where the reasons are."""
+        """Return the files with the reasons."""
         return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
 
     def lead(self, disk: int | None) -> None:
@@ -125,7 +125,7 @@ class RunMirror:
                 self.source.clear(self._mirror.check)
                 if self._mirror.remote.may_change_late:
                     raise BurnishError(
-                        f"a removal from {self.url} hangs, and could come over what is sent later",
+                        f"a removal from {self.url} hangs, and could remove files that are sent later",
                         want="a service that answers",
                         do="start the same command again",
                     )
@@ -163,7 +163,7 @@ class RunMirror:
             self._take(Synced((), process.died()))
 
     def hear(self, seconds: float = 0.0) -> bool:
-        """Take all news, waiting this long for the first; return whether a sync is under way."""
+        """Take all the process's messages, waiting this long for the first; return whether a sync runs."""
         while self._busy and self._process is not None:
             answer = self._process.answer(seconds)
             seconds = 0.0
@@ -194,7 +194,7 @@ class RunMirror:
             _log.error("THE MIRROR IS BEHIND; training goes on. %s", synced.error)
         if synced.may_change_late:
             _log.warning(
-                "a write to %s hung: the process that copies is started again, and looks at all that is there",
+                "a write to %s hung: the process that copies is restarted, and looks at the whole mirror",
                 self.url,
             )
             self.close()
@@ -213,14 +213,14 @@ class RunMirror:
             failed = [error for done, error in told if done and error is not None]
             lasting = [error for error in failed if type(error) is not BurnishError]
             if lasting or (not failed and all(done for done, _ in told)):
-                return next(iter(lasting), None)  # another try would not change it
+                return next(iter(lasting), None)  # another try would fail as well
             if any_rank(stopped() or time.monotonic() > deadline, self._layout):
                 break
             if failed:
                 time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
                 self.begin()
         left = BurnishError(
-            f"{self.url} is not waited for any longer",
+            f"the run no longer waits for {self.url}",
             have="a copy that is still under way",
             want=f"one that is done within {seconds:.0f} seconds, and before a signal",
             do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
@@ -267,7 +267,7 @@ class RunMirror:
                 f"{self.url}/{ENVIRONMENT} does not say whose mirror this is",
                 have=error.have or error.problem,
                 want=f'a JSON object with "{RUN}", "{START}" and "{TRAINER}"',
-                do="put that of the run's directory there, or give this run a mirror of its own",
+                do=f"copy {ENVIRONMENT} of the run's directory there, or give this run its own mirror",
             ) from error
 
     def claim(self, directory: RunDirectory) -> None:

@@ -32,7 +32,7 @@ def require_outside_steps(target: Path, storage: Source) -> None:
         if step_number(parent.name) is not None and storage.kind(parent / COMMIT) is not None:
             raise UsageError(
                 f"{target} lies in the checkpoint {parent}",
-                want="a directory outside of it; a file too many makes a checkpoint a damaged one",
+                want="a directory outside of it, because an extra file makes a checkpoint invalid",
                 do="give another place",
             )
 
@@ -64,7 +64,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
                 do="get it again, or remove it where the model does not need it",
             )
         try:
-            # A hub's cache is made of links, so the name is followed.
+            # A hub's cache is made of links, so links are followed.
             found[name] = read_whole(LOCAL, path.resolve(), _LIMIT)
         except ValueError as error:
             raise IncompatibleError(

@@ -13,9 +13,9 @@ from torch import Tensor
 from burnish.boxes.tensor_reader import TensorInfo, TensorReader, chunks
 
 Verdict = Literal["equal", "differs", "only in A", "only in B", "another shape", "another kind"]
-"""The result for one tensor. Integers and floats are of another kind."""
+"""The result for one tensor. Integers and floats differ in kind."""
 
-_CHUNK = 1 << 14  # elements: temporaries that stay in a processor's cache, and in malloc's
+_CHUNK = 1 << 14  # elements: temporaries fit into the processor's cache, and malloc reuses them
 _TINIEST = 5e-324
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -102,7 +102,7 @@ class Compared:
 
 
 def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
-    """Yield A's tensors in the order of its files, then those only in B. Raises as reading does."""
+    """Yield A's tensors in the order of its files, then those only in B."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)
         if theirs is None:

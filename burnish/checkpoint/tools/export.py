@@ -43,13 +43,13 @@ _log = logging.getLogger(__name__)
 
 _CARD = "README.md"
 
-# Elements. malloc keeps temporaries of this size. Larger ones cost ten times as much in page faults.
+# Elements per chunk. malloc keeps temporaries of this size. Larger ones cost ten times as much in page faults.
 _CHUNK = 1 << 14
 
 
 class StepModel(Closing):
-    """A step's model or adapter, of which each block is checked. bf16 is `model/` bit for bit; other dtypes come from fp32
-    weights, if any.
+    """A step's model or adapter; each block is checked. bf16 is `model/` bit for bit; other dtypes come from fp32 weights,
+    if any.
 
     Raises `MissingError` for an absent role, `IncompatibleError` for a model without its configuration.
     """
@@ -59,7 +59,7 @@ class StepModel(Closing):
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
         self.what = role or ("the adapter" if is_adapter else "the model")
-        """What it is, for people."""
+        """Its description in messages."""
         self._tensors = StepReader(step)
         self.weights: Mapping[str, TensorInfo] = {
             key.removeprefix(self._directory): described
@@ -106,7 +106,7 @@ class MergedModel(Closing):
         plain = self._tensors.tensors
         if absent := [name for name in self._changes if name not in plain]:
             raise IncompatibleError(
-                f"{base} has not the weights that the adapter in {step.path} belongs to",
+                f"{base} lacks weights that the adapter in {step.path} belongs to",
                 have=f"no {absent[0]}",
                 want=few(list(self._changes)),
                 do="say where the adapter's own model is with --base DIRECTORY",
@@ -177,16 +177,16 @@ def export(
 ) -> dict[str, int]:
     """Write a model to a directory, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
-    Tensors that stay in fp32 beside lower precision stay so. Raises `UsageError` for a `target` that exists or is inside a
-    step. Raises `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`, `CorruptError` for a damaged
+    Tensors that their family keeps in fp32 stay so. Raises `UsageError` for a `target` that exists or is inside a step,
+    `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`, and `CorruptError` for a damaged
     block.
     """
     target = target.absolute()
     kind = storage.kind(target)
     if kind is not None and (kind != "directory" or storage.entries(target)):
         raise UsageError(
-            f"{target} is there already",
-            want="a directory that is yet to be made",
+            f"{target} exists already",
+            want="a directory that does not exist yet",
             do="give another name, or remove it",
         )
     require_outside_steps(target, storage)
@@ -232,7 +232,7 @@ def _write_tensors(
         for name, each in model.weights.items()
     ]
     files, indices = plan_files(stored, max_file_bytes)
-    for file in files:  # all of them first, so that a full disk shows at once
+    for file in files:  # allocate all files first, so that a full disk shows at once
         with storage.create(directory / Path(file.path).name, file.size):
             pass
     for file in files:
@@ -321,12 +321,12 @@ def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
 
 @contextmanager
 def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
-    """Make a directory beside `target` for the block to rename; clear what killed processes left. Raises `OSError`; any error removes it."""
+    """Make a directory beside `target`, which the block renames; remove those of killed processes. Raises `OSError`; errors remove it."""
     name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
     for entry in storage.entries(target.parent):
         path = target.with_name(entry.name)
         if entry.kind == "directory" and name.fullmatch(entry.name):
-            # It stays where somebody holds it, or where the system cannot tell.
+            # The directory stays if another process holds it, or if the file system has no locks.
             with suppress(OSError), locked(path, wait=False):
                 try:
                     storage.remove(path)
@@ -336,7 +336,7 @@ def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
     storage.make_dirs(path)
     try:
         with ExitStack() as held:
-            with suppress(OSError):  # a file system without such locks
+            with suppress(OSError):  # a file system without locks
                 held.enter_context(locked(path))
             yield path
     except BaseException:

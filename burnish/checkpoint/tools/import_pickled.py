@@ -63,7 +63,7 @@ def pickled_kind(source: Path) -> str | None:
 
 
 def guarded_by(version: int, *, seccomp: bool) -> str:
-    """Say what a Landlock of this version and seccomp forbid to the child, and what they leave."""
+    """Say which of the child's rights this version of Landlock and seccomp remove, and which remain."""
     forbidden = {
         "writing elsewhere and starting programs": version > 0,
         "TCP": seccomp or version >= sandbox.TCP_VERSION,
@@ -78,7 +78,7 @@ def guarded_by(version: int, *, seccomp: bool) -> str:
 
 
 def pickled(kind: str, source: Path, assets: Path, *, without_sandbox: bool = False) -> Foreign:
-    """Return the model of a directory of this `pickled_kind`; its weights are unpickled when asked for.
+    """Return the model of a directory of this `pickled_kind`; `Foreign.weights` unpickles its weights.
 
     `assets` is a directory with config.json. Raises `UsageError` without Landlock, unless `without_sandbox`, and `MissingError`
     for missing files.
@@ -193,7 +193,7 @@ def _dcp_files(source: Path) -> list[str]:
 
 
 def _missing(source: Path, what: str, have: str, want: str) -> MissingError:
-    do = "get those of all ranks: each machine may have its own"
+    do = "get the files of all ranks: each machine may have its own"
     return MissingError(f"{source} lacks {what}", have=have, want=want, do=do)
 
 
@@ -251,7 +251,7 @@ def _pieces(scratch: Path, source: Path) -> list[Shard]:
                         found.append(Shard(spec, box, tensor))
                         continue
             raise CorruptError(
-                f"what was unpickled from {source} is not in order",
+                f"a tensor that was unpickled from {source} has an invalid name or shape",
                 have=key,
                 do="do not trust it; convert it to safetensors with the program that wrote it",
             )

@@ -1,4 +1,4 @@
-"""Make a committed step, without training state, of foreign weights, which are mapped and not read into memory."""
+"""Commit another program's weights as a step, without training state. They are mapped, not read into memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Foreign:
     """Weights of another program, not yet read."""
 
     kind: str
-    """What wrote them: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
+    """The format: "huggingface", "dcp", "torch_dist" (Megatron), "verl"."""
     source: Path
     assets: Mapping[str, bytes]
-    """config.json and what else belongs to the model, by name."""
+    """config.json and the model's other small files, by name."""
     weights: Callable[[Path], list[Shard]]
     """Returns the model's pieces by canonical name. Its argument is an empty directory to work in."""
     guard: str | None = None
-    """What protects this machine from code in the source, for people."""
+    """For the report: how this machine was protected from code in the source."""
 
 
 def hugging_face(source: Path) -> Foreign:
@@ -93,14 +93,14 @@ def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:
             LOCAL.make_dirs(scratch)
             weights = foreign.weights(scratch)
         finally:
-            LOCAL.remove(scratch)  # what is mapped stays until it is let go
+            LOCAL.remove(scratch)  # the mappings keep the files' content alive
         saver = Saver(root, Layout(), Disks.one(1), LOCAL, token=token)
         return saver.save(step, _contents(foreign, weights, step)).path
 
 
 @contextmanager
 def _making(root: Path) -> Iterator[None]:
-    """Make a directory, and remove what was made if the block fails."""
+    """Make a directory; if the block fails, remove what was made."""
     absent = [each for each in (root, *root.parents) if LOCAL.kind(each) is None]
     make_dirs_durably(LOCAL, root, above=3)
     try:
@@ -108,7 +108,7 @@ def _making(root: Path) -> Iterator[None]:
     except BaseException:
         if absent:
             LOCAL.remove(root)
-        with suppress(OSError):  # somebody uses them by now
+        with suppress(OSError):  # another process may be using them by now
             for each in absent[1:]:
                 each.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""Steps, whole or not."""
+"""List steps, whole or damaged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Give up rights for good in a process that reads files which could run code.
+"""Give up rights permanently in a process that reads files which could run code.
 
 Landlock (https://docs.kernel.org/userspace-api/landlock.html) forbids writing outside one directory, starting programs, TCP,
-and reaching processes outside. A seccomp filter closes what it leaves. Neither needs privileges. Reading stays allowed: imports
+and reaching processes outside. A seccomp filter closes the gaps. Neither needs privileges. Reading stays allowed: imports
 need it.
 """
 
@@ -81,9 +81,9 @@ def has_seccomp() -> bool:
 
 
 def keep_writes_to(directory: Path, version: int | None = None) -> None:
-    """Allow this process writes below `directory` and to /dev/null only, no programs and no TCP connections.
+    """Allow this process to write only below `directory` and to /dev/null. Forbid programs and TCP connections.
 
-    From version 6 on, it cannot reach outside processes by signals or abstract UNIX sockets either. Call it before there is a
+    From version 6 on, also forbid signals and abstract UNIX sockets to outside processes. Call it before there is a
     second thread. Raises `OSError` without Landlock.
     """
     version = landlock_version() if version is None else version
@@ -117,9 +117,9 @@ def forbid_calls() -> None:
     machine = platform.machine()
     column = list(_MACHINES).index(machine)
     numbers = [each for call in _REFUSED.values() if (each := call[column]) is not None]
-    # A comparison's two counts say how many instructions to skip where it holds, and where it does not.
+    # A comparison's two counts say how many instructions to skip if it holds, and if it does not.
     program = [
-        (_LOAD, 0, 0, 4),  # the machine whose call it is
+        (_LOAD, 0, 0, 4),  # the architecture of the call
         (_EQUAL, 0, len(numbers) + 3, _MACHINES[machine]),
         (_LOAD, 0, 0, 0),  # the call's number
         (_AT_LEAST, len(numbers) + 1, 0, _X32),
@@ -135,13 +135,13 @@ def forbid_calls() -> None:
 
 
 def limit_files(most_bytes: int) -> None:
-    """Limit this process to files of so many bytes, and no core dump."""
+    """Limit the size of this process's files, and forbid core dumps."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process have so much more private memory. Without effect outside Linux."""
+    """Limit the private memory that this process can add. No effect outside Linux."""
     if (pages := Path("/proc/self/statm")).exists():
         most = int(pages.read_text().split()[5]) * resource.getpagesize() + more_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))

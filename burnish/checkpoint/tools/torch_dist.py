@@ -1,8 +1,8 @@
 """Names and parameters of Megatron's `torch_dist` checkpoints: DCP directories with a metadata.json.
 
 Parameters are uncut but possibly stacked: one tensor for all layers, or for a layer's experts. Other savers number layers and
-experts, and keep gate and up apart, as `weight_w` and `weight_v`. Left out: optimizer states, and models unknown to
-`burnish.models.megatron_names`. Norms saved less one (`apply_layernorm_1p`) are not found out.
+experts, and separate gate and up, as `weight_w` and `weight_v`. Left out: optimizer states, and models unknown to
+`burnish.models.megatron_names`. Norms saved minus one (`apply_layernorm_1p`) are not detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HALVES = {"weight_w": 0, "weight_v": 1}
 
 
 def is_torch_dist(source: Path) -> bool:
-    """Whether a DCP directory says that Megatron wrote it."""
+    """Return whether a DCP directory's metadata names Megatron's format."""
     path = source / _METADATA
     if not path.is_file() or path.stat().st_size > _METADATA_LIMIT:
         return False
@@ -49,7 +49,7 @@ def tensor_names() -> frozenset[str]:
 def shards_of(
     pieces: Iterable[Shard], sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Shard]:
-    """Yield the parts of checkpoint tensors in pieces; `canonical` has their shapes.
+    """Yield the parts of canonical tensors in `pieces`; `canonical` has their shapes.
 
     Raises `IncompatibleError` for another model's piece.
     """
@@ -58,7 +58,7 @@ def shards_of(
             raise IncompatibleError(
                 f"tensor {single.spec.name} is not one of this model",
                 have=list(single.spec.shape),
-                want="the shapes that config.json tells of",
+                want="the shapes that config.json gives",
                 do="give the config.json that belongs to these weights with --assets",
             )
         for region in regions_of(single.spec.name, single.spec.shape, sizes, Seat(), Seat()):
@@ -93,7 +93,7 @@ def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
 
 
 def _renamed(piece: Shard, name: str) -> Shard:
-    """Return the piece under this name; a separate gate or up is part of both's parameter."""
+    """Rename a piece; a separate gate or up becomes a part of their common parameter."""
     stem, _, kind = name.rpartition(".")
     shape, box = piece.spec.shape, piece.box
     if kind in _HALVES and shape:
@@ -106,7 +106,7 @@ def _renamed(piece: Shard, name: str) -> Shard:
 def _is_whole(
     spec: TensorSpec, sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    """Whether the parameter is made of whole tensors of the model, and padding."""
+    """Return whether the parameter consists of whole tensors of the model, and padding."""
     name, shape, _ = spec
     is_vector = "norm" in name or name.endswith(".bias")
     if len(shape) != (1 if is_vector else 2):

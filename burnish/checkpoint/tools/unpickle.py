@@ -1,7 +1,7 @@
-"""The child process that unpickles other programs' checkpoints. Not to be imported elsewhere.
+"""The child process that unpickles other programs' checkpoints. Do not import it elsewhere.
 
-`burnish.checkpoint.tools.import_pickled` has it give up writing outside an empty directory before this module, and torch with
-its threads, is imported. Its parent distrusts the safetensors files that it leaves.
+`burnish.checkpoint.tools.import_pickled` starts the child, which gives up writing outside an empty directory before it imports
+this module, and torch with its threads. The parent distrusts the safetensors files that the child leaves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def convert(
 ) -> None:
     """Write the tensors that have one of these names, behind any prefix, to safetensors files.
 
-    Their names are JSON: name in the state dict, global shape, offsets.
+    Names there are JSON: name in the state dict, global shape, offsets.
     """
     read = _verl if kind == "verl" else _dcp
     for number, pieces in enumerate(read(source, files, names)):
@@ -64,7 +64,7 @@ def without_numbers(name: str) -> str:
 
 
 def known_part(key: str, names: Collection[str]) -> str:
-    """Return the longest end of a key that is one of the names but for numbers, or ""."""
+    """Return the longest end of a key that is one of the names, apart from numbers, or ""."""
     while key and without_numbers(key) not in names:
         key = key.partition(".")[2]
     return key
