@@ -1,9 +1,9 @@
-"""All benchmarks that `make bench` runs, one after the other, each in a process of its own.
+"""Run all benchmarks of `make bench`, one after the other, each in its own process.
 
     python -m bench [--json]
 
-With `--json` the last line is one object with the results of all. `bench.learning` takes hours and
-runs only when asked for by name.
+With `--json` the last line is one object with all results. `bench.learning` and `bench.staleness` take hours and
+are not included: start them by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BENCHMARKS = (
 
 
 def run(name: str) -> dict[str, Any]:
-    """Run one benchmark, its table passed on; its object, with no results where it failed."""
+    """Run one benchmark and print its table. Return its JSON object, without results if it failed."""
     print(f"bench.{name}", flush=True)
     command = [sys.executable, "-m", f"bench.{name}", "--json"]
     lines = subprocess.run(

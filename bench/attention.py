@@ -2,9 +2,9 @@
 
     python -m bench.attention [--json] [--rounds N] [--threads N] [--shapes 4x1024x12x4 ...]
 
-A shape is sequences x tokens x heads x key heads, of heads 64 wide. The fp32 side takes its bf16 inputs there and its results back, casts included.
+A shape is sequences x tokens x heads x key heads, with heads of width 64. The fp32 side's time includes the casts from and to bf16.
 Errors of output and gradients, relative to attention in fp64 (up to 1,024 tokens), go to stderr.
-Sides take turns; ratios are medians over rounds of the peer's time over ours, the faster peer's.
+Sides take turns; ratios are medians over rounds of the faster peer's time over ours.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIDES: dict[str, Attention] = {"ours": ours, "torch bf16": flash, "torch fp32": 
 
 
 def draw(count: int, length: int, heads: Sequence[int]) -> Parts:
-    """Rows as linear layers give them, seen by head."""
+    """Return random query, key and value in the memory layout of a linear layer's output, viewed by head."""
     query, key, value = (
         torch.randn(count, length, each, WIDTH).bfloat16().transpose(1, 2).requires_grad_()
         for each in (heads[0], heads[1], heads[1])
@@ -57,13 +57,13 @@ def draw(count: int, length: int, heads: Sequence[int]) -> Parts:
 
 
 def passes(attend: Attention, parts: Parts, upstream: Tensor) -> list[Tensor]:
-    """Output and gradients."""
+    """Return output and gradients."""
     output = attend(parts)
     return [output.detach(), *torch.autograd.grad(output, parts, upstream)]
 
 
 def errors(parts: Parts, upstream: Tensor) -> None:
-    """Print how far each side is from fp64."""
+    """Print each side's relative errors against fp64."""
     query, key, value = (part.detach().double().requires_grad_() for part in parts)
     exact = passes(flash, (query, key, value), upstream.double())
     for name, attend in SIDES.items():
@@ -73,7 +73,7 @@ def errors(parts: Parts, upstream: Tensor) -> None:
 
 
 def measure(shape: str, rounds: int) -> Result:
-    """One shape."""
+    """Measure one shape."""
     count, length, *heads = map(int, shape.split("x"))
     parts, upstream = draw(count, length, heads), draw(count, length, heads)[0].detach()
     if length <= 1024:

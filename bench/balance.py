@@ -1,14 +1,14 @@
-"""Dividing sequences among ranks, beside verl's algorithm: how even, and how fast.
+"""Dividing sequences among ranks, beside verl's algorithm: balance and time.
 
     python -m bench.balance [--json] [--rounds N] [--cases NAME ...]
 
-The peer is verl 0.9.1's `get_seqlen_balanced_partitions`, the largest differencing method (Karmarkar & Karp 1982), in a
-process of its own. Costs are verl's, 24,576 s + s². Both sides divide the same costs, in turns,
-and on the same core, because two cores of a shared machine differ more than they do.
+The peer is verl 0.9.1's `get_seqlen_balanced_partitions`, the largest differencing method (Karmarkar & Karp 1982), in its
+own process. Costs are verl's, 24,576 s + s² for a sequence of s tokens. Both sides divide the same costs, in turns,
+and on the same core, because two cores of a shared machine differ more than the algorithms do.
 
-Balance is max / mean of the ranks' costs, averaged over several draws; its ratio is the peer's over ours, and counts
-as met from 0.999 on, because ours stops at one part in 1,000. Time has no goal for 20 sequences: ours takes about a
-millisecond for any small number. The peer would make items × ranks objects, 51 million in the largest case, so there it
+Balance is max / mean of the ranks' costs, averaged over several draws. Its ratio is the peer's over ours; the goal
+is 0.999, because ours stops at one part in 1,000. Time has no goal for 20 sequences: ours takes about a
+millisecond for any small number. In the largest case the peer would make items × ranks objects, 51 million, so there it
 divides into equal counts.
 """
 
@@ -36,19 +36,19 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Integers]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths to divide."""
+    """Sequences to divide."""
 
     sequences: int
-    """How many."""
+    """Number of sequences."""
     ranks: int
-    """Among how many."""
+    """Number of ranks."""
     lengths: str
-    """One of `LENGTHS`."""
+    """A key of `LENGTHS`."""
     draws: int
-    """How often lengths are drawn."""
+    """Number of times that lengths are drawn."""
 
     def costs(self, seed: int) -> Integers:
-        """The cost of each sequence."""
+        """Return the cost of each sequence."""
         rng = np.random.default_rng(seed)
         lengths = LENGTHS[self.lengths](rng, self.sequences)
         return 24576 * lengths + lengths * lengths
@@ -79,7 +79,7 @@ def ours(costs: Integers, case: Case) -> list[list[int]]:
 
 
 def evenness(costs: Integers, bins: list[list[int]]) -> float:
-    """max / mean over ranks."""
+    """Return max / mean over ranks."""
     loads = [int(costs[held].sum()) for held in bins]
     assert sorted(item for held in bins for item in held) == list(range(len(costs)))
     return max(loads) / mean(loads)

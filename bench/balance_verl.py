@@ -1,7 +1,7 @@
 """The peer of `bench.balance`: verl 0.9.1's own division of sequences among ranks. Runs under verl's Python.
 
-A question has `costs` (a list of lists, one per draw), `ranks` and `equal_counts`; its answer `seconds` for all draws
-and `parts`, the items of every rank of each.
+A question has `costs` (a list of lists, one per draw), `ranks` and `equal_counts`. An answer has `seconds` for all draws,
+and `parts`: for each draw, the items of each rank.
 """
 
 from __future__ import annotations

@@ -4,17 +4,16 @@
                                [--cases save load block memory reshard plan] [--without verl]
 
 Sizes are 10^9 bytes of fp32 weights and AdamW's two slots, cut by rows over the processes. All sides
-act in turn in each round, in the same processes (verl's in its own, under its own Python); a figure
-is the median over rounds of one side's time over the other's in the same round, each the slowest
-rank's. Files are in a directory of --directory (default: beside the temporary files) and everybody's
-are synced. The limits:
+take turns in each round, in the same processes (verl in its own, under its own Python). A figure
+is the median over rounds of one side's time over the other's in the same round. The slowest rank's time
+counts. Files are in a temporary directory, below --directory if given, and all sides sync them. The limits:
 
     save     each rank writes its bytes to one preallocated file in 4 MiB pieces, then fsync
-    load     each rank reads as many bytes with preadv, 4 MiB at a time, over memory it has; all warm
+    load     each rank reads as many bytes with preadv, 4 MiB at a time, into memory that it holds; files are in the page cache
     block    each rank copies its tensors to memory that it keeps
-    memory   64 MiB and a wave of 16 MiB to save, 32 MiB to load, beside the tensors; the peers are asked as well
-    reshard  the bytes that are wanted (saved by rows; wanted by uneven rows, and by columns)
-    plan     ten seconds for what each of 1,000 ranks plans of 1,000 tensors; of no size and number of processes
+    memory   64 MiB and a wave of 16 MiB to save, 32 MiB to load, beside the tensors; peers are measured too
+    reshard  the bytes that are needed (saved by rows; loaded as uneven rows, and as columns)
+    plan     ten seconds for the plan of each of 1,000 ranks for 1,000 tensors, at any size and number of processes
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ PEERS = {
 SLOW = ("dcp_hf",)
 MIB = 1 << 20
 BOUNDS = {"save": (64 + 16) * MIB, "load": 32 * MIB}
-"""Bytes beside the tensors."""
+"""Limits of memory, in bytes beside the tensors."""
 
 Team = list[Peer]
 
 
 def ask_all(team: Team, question: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ask every rank the same at once; the answers by rank."""
+    """Ask all ranks the same at once. Return the answers by rank."""
     for peer in team:
         peer.send(question)
     return [peer.receive() for peer in team]
@@ -61,7 +60,7 @@ def slowest(team: Team, question: dict[str, Any]) -> float:
 
 @contextmanager
 def started(name: str | None, module: str, settings: dict[str, Any], world: int) -> Iterator[Team]:
-    """A process per rank, being set up: its first answer says when it is."""
+    """Start a process per rank. Its first answer says that it is set up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,7 +86,7 @@ class Setting:
         self.rounds = rounds
 
     def rounds_of(self, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-        """Seconds of each side in each round, after one to warm up; of the slow ones in the last."""
+        """Return the seconds of each side in each round, after one to warm up. Slow sides run in the last round only."""
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(self.rounds + 1):
             for side, run in sides.items():
@@ -99,7 +98,7 @@ class Setting:
         return seconds
 
     def in_turns(self, kind: str, limit: str, peers: Sequence[str], goal: float) -> list[Result]:
-        """One kind of work of all sides, beside its limit and beside each peer."""
+        """Measure one kind of work on all sides, beside its limit and each peer."""
         timed = {"do": "timed", "kind": kind}
         sides: dict[str, Callable[[], float]] = {
             side: partial(slowest, self.ours, timed | {"side": side})
@@ -157,7 +156,7 @@ class Setting:
                 read, wanted = (sum(each[key] for each in answers) for key in ("read", "wanted"))
                 found[side] = read / wanted
                 if not dim:
-                    break  # what DCP has no way to say: uneven rows
+                    break  # DCP cannot describe uneven rows
             name = f"checkpoint/reshard-{cut}/{self.label}"
             mine, peer = found["ours"], found.get("dcp")
             results.append(Result(name, mine, peer, 1.0, "bytes per byte", 1 / mine, 1 / goal))
@@ -165,7 +164,7 @@ class Setting:
 
 
 def measure(arguments: argparse.Namespace, size: float, world: int) -> list[Result]:
-    """All cases at one size and number of processes."""
+    """Measure all cases at one size and number of processes."""
     cases = [case for case in CASES if case in arguments.cases and case != "plan"]
     if not cases:
         return []
@@ -181,7 +180,7 @@ def measure(arguments: argparse.Namespace, size: float, world: int) -> list[Resu
         if "verl" not in arguments.without and {"save", "load"} & set(cases):
             verl = stack.enter_context(started("verl", "bench.checkpoint_verl", common, world))
         for peer in [*ours, *(verl or ())]:
-            peer.receive()  # it is set up
+            peer.receive()  # the process is set up
         label = f"{size:g}gb/{world}-processes"
         setting = Setting(label, ours, verl, arguments.rounds)
         results: list[Result] = []
@@ -192,7 +191,7 @@ def measure(arguments: argparse.Namespace, size: float, world: int) -> list[Resu
 
 
 def measure_plan(rounds: int) -> list[Result]:
-    """Time and memory of one of very many ranks that plan a save."""
+    """Measure time and memory of one of very many ranks that plan a save."""
     plan(4, 4)
     found = [plan(PLANNED_RANKS, PLANNED_TENSORS) for _ in range(rounds)]
     seconds, most = median(each[0] for each in found), max(each[1] for each in found)

@@ -1,7 +1,7 @@
-"""Planning a save of very many ranks, which each of them does by itself: time and memory, without the ranks.
+"""Time and memory of planning a save of very many ranks, without the ranks.
 
-Every rank plans from what all ranks have told of their pieces, so one process can do what one of a
-thousand does. Left out: the telling, which is a gathering of some megabytes.
+Every rank plans by itself, from the descriptions of all ranks' pieces. So one process can do the work of one rank
+of a thousand. Left out: gathering the descriptions, which are some megabytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from burnish.distributed.device import peak_memory, reset_peak_memory, used_memo
 from burnish.distributed.layout import Layout
 
 ROWS, COLUMNS = 4100, 4096
-"""Of each tensor: 67 MB of fp32, cut by rows, which come out even on few numbers of ranks."""
+"""Shape of each tensor: 67 MB of fp32, cut by rows. Few numbers of ranks divide the rows evenly."""
 CPU = torch.device("cpu")
 
 
 def tables(ranks: int, tensors: int) -> list[PieceTable]:
-    """What all ranks tell: of each tensor a part of the rows."""
+    """Return the pieces of all ranks: each has a part of every tensor's rows."""
     described = tuple(
         TensorSpec(f"exp_avg/layers.{number}.weight", (ROWS, COLUMNS), torch.float32)
         for number in range(tensors)
@@ -41,7 +41,7 @@ def tables(ranks: int, tensors: int) -> list[PieceTable]:
 
 
 def plan(ranks: int, tensors: int) -> tuple[float, int]:
-    """Seconds and bytes at the peak, beyond what was held before, of the first rank's plan."""
+    """Make the first rank's plan. Return the seconds, and the peak of memory beyond that held before."""
     have = tables(ranks, tensors)
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), perf_counter()

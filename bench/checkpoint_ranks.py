@@ -1,7 +1,7 @@
-"""One rank of `bench.checkpoint` on our side: Burnish, the machine's own limits, and what torch and safetensors do.
+"""One rank of `bench.checkpoint` on our side: Burnish, the machine's own limits, torch and safetensors.
 
-All act on the same tensors in the same process, one after the other, so that they take turns on the
-same machine. Left out: verl, which has an environment of its own (`bench.checkpoint_verl`).
+All sides use the same tensors in the same process, and take turns. Left out: verl, which has its own
+environment (`bench.checkpoint_verl`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Answer = dict[str, Any]
 
 
 def cut(shape: torch.Size, dim: int, rank: int, world: int, *, even: bool = True) -> Box:
-    """A rank's part along a dim: as `torch.chunk` cuts, or growing with the rank."""
+    """Return a rank's part along a dim: cut as by `torch.chunk`, or, not `even`, growing with the rank."""
     extent = shape[dim]
     step = -(-extent // world)
     parts = world * (world + 1) // 2
@@ -66,7 +66,7 @@ def cut(shape: torch.Size, dim: int, rank: int, world: int, *, even: bool = True
 
 
 class State:
-    """A rank's part of weights and optimizer state, as each side wants to see it."""
+    """A rank's part of weights and optimizer state, in the form that each side needs."""
 
     def __init__(self, gigabytes: float, mesh: DeviceMesh, fill: float | None = None) -> None:
         with torch.device("meta"):
@@ -77,7 +77,7 @@ class State:
         self.tensors = self.part(0, fill=fill)
 
     def part(self, dim: int, *, even: bool = True, fill: float | None = None) -> dict[str, Tensor]:
-        """New memory for this rank's part of every tensor, cut along a dim where there is one: filled, or random."""
+        """Allocate this rank's part of every tensor, cut along `dim` or the last one: filled with `fill`, or random."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         found = {}
         for name, box in self.boxes(dim, even=even).items():
@@ -124,7 +124,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have all files below a directory survive a power loss, as ours do."""
+    """Sync all files below a directory, as Burnish does, so that they survive a power loss."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -137,7 +137,7 @@ def bytes_read() -> int:
 
 
 class Rank:
-    """Does what it is told, together with the other ranks, and says how long it took."""
+    """Does the work of each question, together with the other ranks, and answers how long it took."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
@@ -149,11 +149,11 @@ class Rank:
         self.directory = Path(settings["directory"])
         self.state = State(settings["gigabytes"], self.mesh)
         self.step = 0
-        self.arena = Arena(CPU)  # kept from save to save, as an engine does
+        self.arena = Arena(CPU)  # kept between saves, as in an engine
         self.open = ExitStack()
         self.held: dict[Path, Checkpoints] = {}
         self.copies: dict[str, Tensor] = {}
-        self.stager = DefaultStager(StagingOptions(False, False, False, False))  # as a CPU can
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))  # as a CPU needs
 
     # Saving
 
@@ -234,7 +234,7 @@ class Rank:
     # Loading
 
     def load_raw(self, path: Path) -> None:
-        """Read as many bytes as this rank's part has, from a file that ours wrote, over memory of its own."""
+        """Read as many bytes as this rank's part has, from files that Burnish wrote, into this part's memory."""
         written = (path.parent / "ours").rglob("*.safetensors")
         files = sorted(written, key=lambda file: -file.stat().st_size)
         descriptors = [os.open(file, os.O_RDONLY) for file in files]
@@ -274,7 +274,7 @@ class Rank:
     # Running
 
     def checkpoints(self, path: Path, background_timeout: float | None = None) -> Checkpoints:
-        """The directory below `path`, held open from its first use on, as in a run."""
+        """Return the checkpoints below `path`, which stay open from their first use on, as in a run."""
         if path not in self.held:
             root, keep = path / "ours", Retention(1 << 20)
             checkpoints = Checkpoints(
@@ -284,7 +284,7 @@ class Rank:
         return self.held[path]
 
     def timed(self, kind: str, side: str) -> Answer:
-        """One save, blocked time or load of one side, in a directory of its own; what is left of its last save goes first."""
+        """Time one save, blocked time or load of one side, in the side's directory. Its last save is removed before."""
         path = self.directory / ("block" if kind == "block" else side)
         self.step += 1
         if self.layout.is_main:
@@ -302,7 +302,7 @@ class Rank:
         return {"seconds": seconds}
 
     def memory(self, kind: str, side: str) -> Answer:
-        """Bytes of resident memory at the peak of a save or a load, beyond what was held before. Saving comes first."""
+        """Measure the peak of resident memory in a save or a load, beyond the memory held before. Save before you load."""
         self._warm_up(kind, side)
         path = self._made(f"memory-{side}")
         gc.collect()
@@ -316,7 +316,7 @@ class Rank:
         return {"bytes": most}
 
     def _warm_up(self, kind: str, side: str) -> None:
-        """The same with a tiny state, so that what code and libraries take once is not counted."""
+        """Do the same with a tiny state, so that memory which code and libraries take once is not counted."""
         full, path = self.state, self._made(f"tiny-{kind}-{side}")
         self.state = State(0.004, self.mesh)
         getattr(self, f"save_{side}")(path)
@@ -326,7 +326,7 @@ class Rank:
         self.state = full
 
     def _made(self, name: str) -> Path:
-        """A directory of this name, on all ranks."""
+        """Make a directory of this name, which all ranks then see."""
         path = self.directory / name
         if self.layout.is_main:
             path.mkdir(exist_ok=True)
@@ -334,7 +334,7 @@ class Rank:
         return path
 
     def read(self, side: str, dim: int) -> Answer:
-        """Bytes read and wanted, of a step that was saved by rows: uneven rows (dim 0) or columns."""
+        """Load a step that was saved by rows, as uneven rows (dim 0) or as columns. Return the bytes read and wanted."""
         path, even = self.directory / side, dim > 0
         tensors = self.state.part(dim, even=even, fill=0.0)
         dist.barrier()

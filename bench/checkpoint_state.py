@@ -1,6 +1,6 @@
-"""The state that checkpoint benchmarks save: a model of a given size, for every side the same shapes.
+"""The state that checkpoint benchmarks save: a model of a given size, with the same shapes for all sides.
 
-No Burnish here: the peers' processes import it too.
+This module does not import Burnish, because the peers' processes import it too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BYTES_PER_WEIGHT = 12
 
 
 def model_settings(gigabytes: float) -> dict[str, Any]:
-    """Settings of a Qwen3 model whose weights and optimizer state are about so many 10^9 bytes."""
+    """Return settings of a Qwen3 model whose weights and optimizer state have about so many 10^9 bytes."""
     weights = gigabytes * 1e9 / BYTES_PER_WEIGHT
     hidden = 256 if gigabytes < 0.3 else 768 if gigabytes < 0.8 else 1024
     vocabulary = 16 * hidden

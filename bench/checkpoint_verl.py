@@ -1,7 +1,7 @@
 """One rank of `bench.checkpoint` on verl's side: its FSDP checkpoint manager, under verl's own Python.
 
-The same model as ours, sharded by FSDP2 on the CPU, with AdamW. verl does not sync what it writes;
-its files are synced here, within the time, so that both sides promise the same.
+The same model as ours, sharded by FSDP2 on the CPU, with AdamW. verl does not sync its files. They are
+synced here, within the measured time, so that both sides give the same guarantee.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.peers import Turns
 
 
 class Rank:
-    """Saves and loads together with the other ranks, and says how long it took."""
+    """Saves and loads together with the other ranks, and returns the seconds."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])

@@ -1,11 +1,12 @@
-"""The experts of a mixture in two grouped products, beside Megatron-Core's own where its kernels for CUDA are not installed.
+"""The experts of a mixture as two grouped products, beside those that Megatron-Core uses without CUDA kernels.
 
     python -m bench.experts [--json] [--rounds N] [--sizes 8x64 64x64 8x1024 32x1024] [--rows 1024] [--threads 1] [--clock cpu|wall]
 
-Both sides have the same weights, the same rows, shared out unevenly among the experts, and the same router's probabilities.
+Both sides have the same weights, the same rows, unevenly divided among the experts, and the same router probabilities.
 `burnish.engines.megatron.modules.GroupedExperts` is ours, Megatron's `SequentialMLP` the peer. A round is forward, backward
-and the gradients' way into the fp32 buffers where Megatron adds up micro-batches. Sizes are experts x width of the
-hidden state; an expert's hidden layer is half as wide. The two take turns; the ratio is the median over rounds of the peer's time over ours.
+and adding the gradients to the fp32 buffers in which Megatron sums micro-batches. Sizes are experts x width of the
+hidden state; an expert's hidden layer is half as wide. The sides take turns; the ratio is the median over rounds of the peer's
+time over ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from burnish.engines.megatron.modules import GroupedExperts
 def both_sides(
     count: int, hidden: int, dtype: torch.dtype, mesh: MegatronMesh
 ) -> tuple[nn.Module, nn.Module]:
-    """Ours and Megatron's, with the same weights and buffers for their gradients."""
+    """Return our module and Megatron's, with the same weights, and with buffers for their gradients."""
     with megatron_called():
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
         from megatron.core.transformer.mlp import MLPSubmodules
@@ -60,12 +61,12 @@ def both_sides(
             for number, expert in enumerate(theirs.local_experts):
                 getattr(expert, name).weight.copy_(stacked[number])
     for parameter in (*ours.parameters(), *theirs.parameters()):
-        parameter.main_grad = torch.zeros(parameter.shape)  # as Megatron names them
+        parameter.main_grad = torch.zeros(parameter.shape)  # Megatron's name for the buffer
     return ours, theirs
 
 
 def step(side: nn.Module, rows: Tensor, counts: Tensor, probabilities: Tensor) -> None:
-    """A micro-batch, as Megatron's data parallelism runs it."""
+    """Run a micro-batch as Megatron's data parallelism does."""
     output, _ = side(rows, counts, probabilities)
     output.backward(rows.detach())
     for parameter in side.parameters():
@@ -77,7 +78,7 @@ def step(side: nn.Module, rows: Tensor, counts: Tensor, probabilities: Tensor) -
 def measure(
     size: str, dtype: torch.dtype, options: argparse.Namespace, mesh: MegatronMesh
 ) -> Result:
-    """One size in one dtype."""
+    """Measure one size in one dtype."""
     count, hidden = map(int, size.split("x"))
     ours, theirs = both_sides(count, hidden, dtype, mesh)
     generator = torch.Generator().manual_seed(0)

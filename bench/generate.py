@@ -3,9 +3,9 @@
     python -m bench.generate [--json] [--rounds N] [--threads N] [--sizes 5m 30m]
 
 A Qwen3-shaped model with fresh weights in bf16; 16 prompts of 24 tokens, 8 samples of each, on the
-accelerator where there is one. Both sides start from the same weights. Fixed: 64 new tokens for
-everybody, drawn or greedy. Varied: one token in a hundred ends a completion, at most 256; only the
-tokens up to the end count. Ratios are medians over rounds of tokens/s against tokens/s.
+accelerator if there is one. Both sides start from the same weights. Fixed cases: all completions have 64 new
+tokens, sampled or greedy. Varied cases: one token in a hundred ends a completion, of at most 256 tokens; only the
+tokens up to the end count. Ratios are medians over rounds of our tokens/s over the peer's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_model(size: str, device: torch.device) -> PreTrainedModel:
 
 
 class Sides:
-    """Both generators over one model; each run leaves how many tokens it made."""
+    """Both generators over one model. Each run records the number of its tokens in `made`."""
 
     def __init__(
         self, model: PreTrainedModel, sampling: Sampling, eos: list[int], slots: int
@@ -70,13 +70,13 @@ class Sides:
         self.generator.load_weights(Publication(model_shards(model)), 0)
 
     def ours(self) -> None:
-        """One round of the built-in generator."""
+        """Run one round of the built-in generator."""
         requests = [Request(i, prompt, SAMPLES) for i, prompt in enumerate(self.prompts)]
         groups = self.generator.generate(requests, self.sampling)
         self.made["ours"] = sum(len(c.token_ids) for group in groups for c in group)
 
     def peer(self) -> None:
-        """One round of Hugging Face `generate`."""
+        """Run one round of Hugging Face `generate`."""
         ids = torch.from_numpy(self.prompts).to(self.model.device)
         greedy = self.sampling.temperature == 0
         if greedy:

@@ -1,26 +1,26 @@
-"""Training and generating on one accelerator: MFU beside TRL and plain transformers, memory beside the plan, what offload costs.
+"""Training and generating on one accelerator: MFU beside TRL and plain transformers, memory beside the plan, the cost of offload.
 
     python -m bench.gpu [--cases NAME ...] [--peers trl transformers] [--rounds N] [--profile DIRECTORY] [--tiny]
 
 Fresh weights in the shapes of Qwen3-0.6B and 1.7B (28 layers, 151,936 words, tied embeddings), bf16 compute, AdamW.
 
-  sft-SIZE-4k, -32k   updates with so many tokens packed into a micro-batch, sequences of 1,024
+  sft-SIZE-4k, -32k   updates with 4,096 or 32,768 tokens packed into a micro-batch, sequences of 1,024
   grpo                0.6B: 16 prompts of 128 tokens, 8 samples of 256 each, one update, no KL
   generate            0.6B: the built-in generator beside transformers' generate
   offload             0.6B, 32k: with `engine.activation_offload`, beside without
   megatron            0.6B: `engine.kind: megatron` beside the torch engine
 
-Every side runs alone on the device, one after the other, because each is to have all its memory: what it says holds
-for a device that nobody else uses. TRL (`bench.trl_sft`, `bench.trl_grpo`) and transformers (`bench.hf_step`) run in processes
-of their own, with fp32 and with bf16 weights, of which the faster counts. A step is timed from an idle device to an
-idle device; figures are medians over rounds after one to warm up. A case takes a few minutes, so a
-command that has to be short names some.
+The sides run one after the other, so that each has the whole memory of the device. The figures hold for a device that
+nobody else uses. TRL (`bench.trl_sft`, `bench.trl_grpo`) and transformers (`bench.hf_step`) run in their own processes, once
+with fp32 and once with bf16 weights; the faster of the two counts. A step is timed from an idle device to an
+idle device. Figures are medians over rounds, after one round to warm up. A case takes a few minutes: `--cases` selects some.
 
-MFU counts the model's operations: three forward passes over the tokens trained on and, in GRPO, one over the same
-tokens for making them; padding and recomputation count for nothing. Memory is what torch's allocator had given out at the most,
-beside what `burnish plan` says of the same configuration. `--profile` runs one more step of each SFT case, and a short round
-of the generator, under torch's profiler: tables by device time and by CPU time, and a trace for Perfetto. The table is Markdown, for `docs/benchmarks.md`. `--tiny` runs all of it in
-small shapes, on a CPU too, where memory is that of the whole process and no figure means anything.
+MFU counts the model's operations: three forward passes over the trained tokens and, in GRPO, one more over the same
+tokens to generate them. Padding and recomputation do not count. Memory is the peak of torch's allocator, beside the
+figure of `burnish plan` for the same configuration. `--profile` runs one more step of each SFT case, and a short round
+of the generator, under torch's profiler: tables by device time and by CPU time, and a trace for Perfetto. The table is
+Markdown, for `docs/benchmarks.md`. `--tiny` runs everything in small shapes, also on a CPU. Its figures mean nothing: there,
+memory is that of the whole process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SFT = {
 GRPO = GrpoWork("0.6b", 16, 8, 128, 256, 32, 8192)
 TINY_SFT = SftWork("5m", 32, 64)
 TINY_GRPO = GrpoWork("5m", 2, 4, 6, 8, 8, 128)
-# What a plan is made for; bytes do not depend on which accelerator it is.
+# The device to plan for; bytes do not depend on the kind of accelerator.
 _DEVICES = "1xH100-80G"
 
 
@@ -77,15 +77,15 @@ class Row:
     """One line of the table."""
 
     case: str
-    """What ran."""
+    """Name of the case."""
     figure: str
-    """What was measured, and its unit."""
+    """Name of the figure, with its unit."""
     ours: float
-    """Of Burnish."""
+    """Burnish's figure."""
     beside: str = ""
-    """Whose figure the other is; nothing where there is none."""
+    """Name of the peer; "" for none."""
     theirs: float | None = None
-    """None where it ran out of memory."""
+    """The peer's figure; None if the peer ran out of memory."""
 
     def __str__(self) -> str:
         without = "out of memory" if self.beside else ""
@@ -97,25 +97,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """Arguments of the command."""
 
     peers: Sequence[str]
-    """Of `PEERS`."""
+    """Some of `PEERS`."""
     rounds: int
     """Timed steps of each side."""
     tiny: bool
     """Whether all shapes are small."""
     directory: Path
-    """Where cases put models and texts; they share models."""
+    """Directory of models, which cases share, and of texts."""
     profile: Path | None = None
-    """Where profiles go; None: nothing is profiled."""
+    """Directory of profiles; None: nothing is profiled."""
 
     def config(self, work: SftWork) -> RunConfig:
-        """A run of `work` with texts for all steps, of which one is to warm up and one to profile."""
+        """Return a run of `work` with texts for the timed steps, one to warm up and one to profile."""
         return sft_config(self.directory, work, self.rounds + 2)
 
     def profiles(self, case: str, step: Callable[[], object]) -> None:
-        """Profile one call if profiles are wanted."""
+        """Profile one call if `--profile` is given."""
         if self.profile is None:
             return
         self.profile.mkdir(parents=True, exist_ok=True)
@@ -132,18 +132,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step of ours took."""
+    """Time and memory of our steps."""
 
     seconds: float
-    """Of one step, median."""
+    """Median of a step."""
     peak: int
-    """Bytes at the most, in all rounds."""
+    """Most bytes allocated at one time, over all rounds."""
     device: torch.device
-    """Where."""
+    """The device of the steps."""
 
 
 def sft(case: str, settings: Settings) -> Iterator[Row]:
-    """Tokens per second and MFU beside both peers, memory beside the plan."""
+    """Yield tokens per second and MFU beside both peers, and memory beside the plan."""
     work = TINY_SFT if settings.tiny else SFT[case]
     config = settings.config(work)
     ours = _sft(config, settings, case)
@@ -156,7 +156,7 @@ def sft(case: str, settings: Settings) -> Iterator[Row]:
 
 
 def grpo(case: str, settings: Settings) -> Iterator[Row]:
-    """Generated tokens per second of a whole step and MFU beside TRL, memory of each phase beside the plan."""
+    """Yield generated tokens per second of a whole step and MFU beside TRL, and memory of each phase beside the plan."""
     work = TINY_GRPO if settings.tiny else GRPO
     with ExitStack() as stack:
         config = grpo_config(settings.directory, work)
@@ -187,7 +187,7 @@ def grpo(case: str, settings: Settings) -> Iterator[Row]:
 
 
 def generate(case: str, settings: Settings) -> Iterator[Row]:
-    """Tokens per second of the built-in generator, of 128 completions at once."""
+    """Yield tokens per second of the built-in generator, with 128 completions at once."""
     size, length = ("5m", 8) if settings.tiny else ("0.6b", 256)
     config = Qwen3Config(**model_config(size))
     torch.manual_seed(0)
@@ -203,7 +203,7 @@ def generate(case: str, settings: Settings) -> Iterator[Row]:
 
 
 def offload(case: str, settings: Settings) -> Iterator[Row]:
-    """What it costs and saves to keep activations on the host."""
+    """Yield the time that activations on the host cost, and the memory that they save."""
     work = TINY_SFT if settings.tiny else SFT["sft-0.6b-32k"]
     moved = replace(work, engine={"activation_offload": True})
     taken = [_sft(settings.config(each), settings) for each in (moved, work)]
@@ -212,7 +212,7 @@ def offload(case: str, settings: Settings) -> Iterator[Row]:
 
 
 def megatron(case: str, settings: Settings) -> Iterator[Row]:
-    """The other engine, with the same tokens in a micro-batch."""
+    """Yield figures of the Megatron engine beside the torch engine, with the same tokens in a micro-batch."""
     works = [TINY_SFT] if settings.tiny else [SFT["sft-0.6b-4k"], SFT["sft-0.6b-32k"]]
     for work in works:
         kinds = [replace(work, engine={"kind": kind}) for kind in ("megatron", "torch")]
@@ -231,7 +231,7 @@ CASES: dict[str, Callable[[str, Settings], Iterator[Row]]] = {
 
 
 class _Marks:
-    """A clock that also notes the most memory since it was read last; `bench.grpo` reads it between the phases of a step."""
+    """A clock that also records the peak memory since its last reading. `bench.grpo` reads it between the phases of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._now = device, clock(device)
@@ -244,7 +244,7 @@ class _Marks:
         return now
 
     def peaks(self, phases: Sequence[str]) -> dict[str, int]:
-        """Of each phase in all steps but the first, each of which read the clock before and after all of its phases."""
+        """Return the peak of each phase over all steps but the first. A step reads the clock before its first and after each phase."""
         reads = len(phases) + 1
         return {
             phase: max(self._peaks[place::reads][1:]) for place, phase in enumerate(phases, start=1)
@@ -275,7 +275,7 @@ def _timed(step: Callable[[], tuple[float, list[int]]], rounds: int, device: tor
 
 
 def _give_back() -> None:
-    """The device's memory that nobody uses any more, for who comes next."""
+    """Give unused memory back to the device, for the next side."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -284,7 +284,7 @@ def _give_back() -> None:
 def _rates(
     case: str, size: str, lengths: Sequence[int], ours: Taken, theirs: tuple[str, float | None]
 ) -> Iterator[Row]:
-    """Tokens and operations of an update on sequences of these lengths, per second."""
+    """Yield tokens per second and MFU of an update on sequences of these lengths."""
     flops = count_flops(Qwen3Config(**model_config(size)))
     operations = flops.training(Passed.all_of(lengths))
     share = operations / peak_flops(ours.device, torch.bfloat16)
@@ -294,7 +294,7 @@ def _rates(
 def _per_second(
     case: str, done: Mapping[str, float], ours: Taken, theirs: tuple[str, float | None]
 ) -> Iterator[Row]:
-    """What a step does, by figure, over the seconds of both sides."""
+    """Yield the amounts that a step does, by figure, over the seconds of both sides."""
     name, seconds = theirs
     for figure, amount in done.items():
         rate = None if seconds is None else amount / seconds
@@ -304,7 +304,7 @@ def _per_second(
 def _planned(
     case: str, size: str, config: RunConfig, command: Literal["sft", "rl"], peaks: Mapping[str, int]
 ) -> Iterator[Row]:
-    """The bytes of each phase beside those of the plan."""
+    """Yield the bytes of each phase beside those of the plan."""
     shape = ModelShape.of(model_config(size))
     plan, _ = Planner(shape, config, command, parse_devices(_DEVICES)).as_configured()
     assert plan is not None
@@ -317,7 +317,7 @@ def _planned(
 def _fastest(
     peers: Mapping[str, Callable[[], Peer]], question: dict[str, Any], rounds: int
 ) -> float | None:
-    """Seconds per step of the setting that takes least; None where none has memory enough."""
+    """Return the seconds per step of the fastest setting, or None if all run out of memory."""
     found = []
     for start in peers.values():
         try:
@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether it runs")
     parser.add_argument("--profile", type=Path, help="write tables of torch's profiler there")
     arguments = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()), end="\n\n")

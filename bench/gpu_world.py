@@ -1,4 +1,4 @@
-"""What `bench.gpu` runs: shapes of models, how much goes into a step, and both on disk."""
+"""The work of `bench.gpu`: model shapes, the size of a step, and models and data on disk."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ LR = 1e-5
 
 @dataclass(frozen=True)
 class SftWork:
-    """Sequences of one length, packed into micro-batches of so many tokens."""
+    """Sequences of one length, packed into micro-batches of `packed` tokens."""
 
     size: str
-    """The model's shape, of `bench.words`."""
+    """The model's shape: a key of `bench.words.SIZES`."""
     sequence: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     packed: int
-    """Tokens of a micro-batch; peers have as many in rows of equal length, so that nobody pads."""
+    """Tokens per micro-batch. Peers have as many, in rows of equal length, so that no side pads."""
     microbatches: int = 2
-    """In a step."""
+    """Micro-batches per step."""
     recomputes: bool = False
-    """Whether the layers are computed again in the backward pass, on every side, for want of memory."""
+    """Whether all sides recompute the layers in the backward pass, to save memory."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of ours."""
+    """Further settings of our engine."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence of a step."""
+        """Tokens of each sequence in a step."""
         return [self.sequence] * (self.rows * self.microbatches)
 
     @property
     def rows(self) -> int:
-        """Sequences in a pass."""
+        """Sequences per forward and backward pass."""
         return self.packed // self.sequence
 
 
@@ -54,26 +54,26 @@ class GrpoWork:
     size: str
     """As in `SftWork`."""
     prompts: int
-    """In a step."""
+    """Prompts per step."""
     samples: int
-    """Completions of each."""
+    """Completions per prompt."""
     prompt: int
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     response: int
-    """Tokens of a completion."""
+    """Tokens per completion."""
     rows: int
-    """Sequences in one pass of the peer's."""
+    """Sequences in one pass of the peer."""
     packed: int
-    """Tokens in one pass of ours."""
+    """Tokens in one of our passes."""
 
     @property
     def completions(self) -> int:
-        """In a step."""
+        """Completions per step."""
         return self.prompts * self.samples
 
 
 def sft_config(directory: Path, work: SftWork, steps: int) -> RunConfig:
-    """Model and texts for so many steps on disk, and a run of them."""
+    """Write the model and texts for so many steps. Return the configuration of a run with them."""
     rows, rng = directory / "rows.jsonl", random.Random(0)
     texts = [{"text": sentence(rng, length - 1)} for length in steps * work.lengths]
     rows.write_text("".join(json.dumps(text) + "\n" for text in texts))
@@ -83,7 +83,7 @@ def sft_config(directory: Path, work: SftWork, steps: int) -> RunConfig:
 
 
 def grpo_config(directory: Path, work: GrpoWork) -> RunConfig:
-    """Model and prompts on disk, and a run of them."""
+    """Write the model and prompts. Return the configuration of a run with them."""
     rows = directory / "rows.jsonl"
     write_prompts(rows, 64 * work.prompts, work.prompt)
     batch = {"prompts": work.prompts, "tokens_per_device": work.packed}
@@ -107,9 +107,9 @@ def _config(
     more: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     model, shape = directory / size, model_config(size)
-    if not model.exists():  # an earlier case's otherwise
+    if not model.exists():  # an earlier case may have written it
         torch.manual_seed(0)
-        with current_device():  # an accelerator draws them sooner
+        with current_device():  # an accelerator draws the weights faster
             Qwen3ForCausalLM(Qwen3Config(**shape)).bfloat16().save_pretrained(model)
         write_tokenizer(model, shape["vocab_size"])
     return RunConfig.model_validate(

@@ -5,17 +5,17 @@
 
 Both start from the same Qwen3-shaped weights and see the same prompts: 16 of 24 tokens per step, 8
 samples each, temperature 1, one update per step, no KL, AdamW, bf16 compute. Completions are 64
-tokens each, or, `varied`, evenly spread over 8 to 256: a completion of ours is as long as its first
-token says, and TRL's of the same round get the very same lengths. All 128 sequences go through both in
-one pass. TRL runs in a process for each of the settings of `PEER_SETTINGS`, and there is a figure beside each: its own
-defaults, fp32 weights and bf16 compute, which is the training that ours does; and bf16 weights, which are quicker
-and another training, for most updates are less than their grain. In every turn each takes two steps, of which the
-second counts: a process that has waited finds its memory cold, which no training does. Ratios are medians over
+tokens each, or, `varied`, evenly spread over 8 to 256: the first token of our completion determines
+its length, and TRL's completions of the same round get the same lengths. Both sides run all 128 sequences in
+one pass. TRL runs in one process for each of `PEER_SETTINGS`, with a figure for each. fp32 weights and bf16 compute
+are TRL's defaults, and the same training as ours. bf16 weights are faster, but a different training, because most updates
+are smaller than the weights' precision. In every turn each side takes two steps, of which the second counts: the memory of a
+process that has waited is cold, which it is not in training. Ratios are medians over
 rounds of TRL's seconds over ours in the same round. On a machine that others use at the same time,
 `--threads 1 --clock cpu` compares the processor time of the processes.
 
-Ours is the step of `burnish.train.rl` made of the same pieces, without the run around it (metrics
-files, checkpoints), as TRL's is timed without its logging.
+Our step has the parts of `burnish.train.rl` without the run around it (metrics files, checkpoints), just as
+TRL's is timed without its logging.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from burnish.train.setup import lay_foundation, make_engine, prompt_dataset
 PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
 FIXED, SHORTEST, LONGEST = 64, 8, 256
 CASES = {"5m": ("5m", False, 3.0), "30m": ("30m", False, 2.5), "5m-varied": ("5m", True, 4.0)}
-"""Model size, whether lengths vary, goal."""
+"""By name: model size, whether lengths vary, goal."""
 PEER_SETTINGS: dict[str, dict[str, Any]] = {
     "fp32 weights": {"weights_dtype": "float32", "rows": 128},
     "bf16 weights": {"weights_dtype": "bfloat16", "rows": 128},
@@ -65,7 +65,7 @@ PEER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class ByFirstToken(StopRule):
-    """A completion's length, from its first token: even over `shortest` to `longest`."""
+    """Ends a completion at a length that follows from its first token: evenly spread over `shortest` to `longest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._choices = shortest, longest - shortest + 1
@@ -76,7 +76,7 @@ class ByFirstToken(StopRule):
 
 
 class GivenLengths(BuiltinGenerator):
-    """The built-in generator, which asks a `rule` when a completion ends."""
+    """The built-in generator, with `rule` in place of its own stop rule."""
 
     rule: StopRule
 
@@ -91,7 +91,7 @@ class GivenLengths(BuiltinGenerator):
 
 
 class Ours:
-    """The trainer's pieces, and one step of them."""
+    """The parts of our trainer, and one step with them."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Ours:
         self.seconds: dict[str, list[float]] = {"rollout": [], "update": [], "publish": []}
 
     def step(self) -> tuple[float, list[int]]:
-        """One step: its seconds, and the length of each completion, groups end to end."""
+        """Take one step. Return its seconds, and the length of each completion, groups end to end."""
         config = self.config
         marks = [self.clock()]
         sampler = GroupSampler(config, self.collector, self.dataset, self.loader)
@@ -154,7 +154,7 @@ class Ours:
 
 
 def write_world(directory: Path, size: str) -> RunConfig:
-    """Weights, tokenizer and prompts on disk, and our configuration of them."""
+    """Write weights, tokenizer and prompts. Return our configuration with them."""
     model, prompts = directory / "model", directory / "prompts.jsonl"
     one_pass = PROMPTS * SAMPLES * (PROMPT_WORDS + LONGEST)
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def write_world(directory: Path, size: str) -> RunConfig:
 
 
 def measure(name: str, rounds: int, threads: int, clock: str = "wall") -> list[Result]:
-    """A figure beside each of `PEER_SETTINGS`."""
+    """Measure our step beside TRL's with each of `PEER_SETTINGS`."""
     size, varied, goal = CASES[name]
     rule = ByFirstToken(SHORTEST, LONGEST) if varied else ByFirstToken(FIXED, FIXED)
     with ExitStack() as stack:

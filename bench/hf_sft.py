@@ -1,6 +1,6 @@
-"""The peer of `bench.sft` that is transformers' own Trainer, with its padding. Runs under TRL's Python.
+"""A peer of `bench.sft`: transformers' own Trainer, which pads. Runs under TRL's Python.
 
-Settings as `bench.trl_sft`, without `packing`.
+Settings are those of `bench.trl_sft`, without `packing`.
 """
 
 from __future__ import annotations

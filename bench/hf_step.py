@@ -1,8 +1,8 @@
-"""The peer of `bench.gpu` that is transformers' model, torch's AdamW and a loop, all of them plain. Runs under any Python that has both.
+"""A peer of `bench.gpu`: a plain loop with transformers' model and torch's AdamW. Runs under any Python that has both.
 
 Settings: `model` (a path), `length` (of every sequence), `rows` (sequences per forward and backward pass), `passes`
 (per step), `lr`, `weights_dtype` (of the model and so of AdamW: float32 computes in bf16 by autocast, bfloat16 is bf16
-throughout), `checkpointing`. A question's answer has `seconds`, and `tokens` trained on.
+throughout), `checkpointing`. An answer has `seconds`, and the number of `tokens` trained on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Plain:
         self._ids = torch.randint(2, self._model.config.vocab_size, shape, device=self._device)
 
     def step(self) -> tuple[float, int]:
-        """One step: its seconds, and the tokens trained on."""
+        """Take one step. Return its seconds, and the number of tokens trained on."""
         start, passes = self._now(), self._settings["passes"]
         for _ in range(passes):
             with torch.autocast(self._device.type, torch.bfloat16):

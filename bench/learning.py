@@ -1,19 +1,19 @@
-"""The same learning: reward curves on the demo's task, three seeds of ours beside three of TRL's.
+"""Equal learning: reward curves on the demo's task, three seeds of ours beside three of TRL's.
 
     python -m bench.learning [--json] [--steps N] [--seeds 0 1 2] [--threads N]
 
-Needs the model that the demo's first stage leaves (`make demo`). The second stage's configuration,
-`examples/demo/rl.yaml`, with a constant learning rate and one update a step, is run by `burnish rl` and, with the same
-hyperparameters, by TRL's GRPOTrainer, for `--steps` steps. Both compute in fp32, so that
-no roundings of their own come between the algorithms. Curves are mean rewards per step,
-smoothed by a moving average of `WINDOW` steps. Two figures:
+Needs the model of the demo's first stage (`make demo`). `burnish rl` runs the second stage's configuration,
+`examples/demo/rl.yaml`, with a constant learning rate and one update per step, for `--steps` steps. TRL's GRPOTrainer
+runs the same hyperparameters. Both compute in fp32, so that
+differences in rounding do not hide differences between the algorithms. Curves are mean rewards per step,
+smoothed by a moving average of `WINDOW` steps. There are two figures:
 
-- the share of steps at which the mean of our seeds lies in TRL's band: its lowest to highest seed, wider on either side
-  by two standard errors of one smoothed reward, as sampling alone makes. The mean of other seeds of TRL itself would lie
-  between the lowest and the highest of three in 0.63 of all cases; that is the goal.
-- the share of steps at which a t-test of the seeds sees no difference at a level of 5 %; the goal is 0.95.
+- The share of steps at which the mean of our seeds lies in TRL's band. The band goes from TRL's lowest to its highest seed, widened
+  on either side by two standard errors of one smoothed reward, which sampling alone causes. The mean of other seeds of TRL itself
+  would lie between the lowest and the highest of three in 0.63 of all cases; that is the goal.
+- The share of steps at which a t-test of the seeds finds no difference at a level of 5 %. The goal is 0.95.
 
-All curves are written to runs/bench/learning.csv. Takes long, so `make bench` leaves it out.
+All curves are written to runs/bench/learning.csv. This takes long, so `make bench` leaves it out.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ CONFIG = "examples/demo/rl.yaml"
 OUTPUT = ROOT / "runs" / "bench" / "learning.csv"
 WINDOW = 10
 ALIKE = 0.95
-"""Share of steps at which a t-test at 5 % sees no difference between trainers that have none."""
+"""Share of steps at which a t-test at 5 % finds no difference between equal trainers."""
 _DRAWS = 200_000
 STEPS = 100
-"""By then most sampled answers are right."""
+"""Default number of steps. By then most sampled answers are right."""
 
 Curve = npt.NDArray[np.float64]
 """Mean reward of each step, shape [steps]."""
 
 
 def ours(seed: int, steps: int, directory: Path) -> Curve:
-    """One run of `burnish rl`."""
+    """Run `burnish rl`. Return its curve."""
     name = f"seed{seed}"
     overrides = [
         f"name={name}",
@@ -72,7 +72,7 @@ def ours(seed: int, steps: int, directory: Path) -> Curve:
 
 
 def theirs(config: RunConfig, seed: int, steps: int, directory: Path, threads: int) -> Curve:
-    """One run of TRL's trainer."""
+    """Run TRL's trainer. Return its curve."""
     settings = {
         "model": config.model.path,
         "train": config.data.train[0],
@@ -90,7 +90,7 @@ def theirs(config: RunConfig, seed: int, steps: int, directory: Path, threads: i
 
 
 def smoothed(curve: Curve) -> Curve:
-    """The moving average over `WINDOW` steps, shorter at the start."""
+    """Return the moving average over `WINDOW` steps, over fewer at the start."""
     sums = np.cumsum(np.concatenate(([0.0], curve)))
     ends = np.arange(1, len(curve) + 1)
     starts = np.maximum(0, ends - WINDOW)
@@ -99,7 +99,7 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def share_within(mine: Sequence[Curve], band: Sequence[Curve], rollouts: int) -> float:
-    """The share of steps at which our mean lies in the peer's band; `rollouts` are a step's rewards of 0 or 1."""
+    """Return the share of steps at which our mean lies in the peer's band. `rollouts`: number per step, with rewards of 0 or 1."""
     average = np.mean([smoothed(curve) for curve in mine], axis=0)
     curves = np.array([smoothed(curve) for curve in band])
     middle = curves.mean(axis=0)
@@ -110,14 +110,14 @@ def share_within(mine: Sequence[Curve], band: Sequence[Curve], rollouts: int) ->
 
 
 def share_of_others(seeds: int) -> float:
-    """How often the mean of so many normal numbers lies between the lowest and the highest of as many others."""
+    """Return how often the mean of `seeds` normal numbers lies between the lowest and the highest of as many others."""
     rng = np.random.default_rng(0)
     band, means = rng.normal(size=(_DRAWS, seeds)), rng.normal(size=(_DRAWS, seeds)).mean(axis=1)
     return float(np.mean((means >= band.min(axis=1)) & (means <= band.max(axis=1))))
 
 
 def share_alike(mine: Sequence[Curve], theirs: Sequence[Curve]) -> float:
-    """The share of steps at which Student's t-test of the smoothed rewards sees no difference at 5 %."""
+    """Return the share of steps at which Student's t-test of the smoothed rewards finds no difference at 5 %."""
     one, other = (np.array([smoothed(curve) for curve in curves]) for curves in (mine, theirs))
     seeds = len(one)
     error = np.sqrt((one.var(axis=0, ddof=1) + other.var(axis=0, ddof=1)) / seeds)
@@ -127,7 +127,7 @@ def share_alike(mine: Sequence[Curve], theirs: Sequence[Curve]) -> float:
 
 
 def write_curves(curves: Mapping[str, Curve]) -> None:
-    """One row per step, one column per run."""
+    """Write one row per step, with one column per run."""
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     with OUTPUT.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
     if len(arguments.seeds) < 2:
-        parser.error("one seed says nothing of how far seeds are apart; give two or more")
+        parser.error("one seed does not show how much seeds differ; give two or more")
     config = load_config(ROOT / CONFIG)
     if not config.model.path or not (ROOT / config.model.path).is_dir():
-        parser.error(f"{config.model.path} is not there; run `make demo` first")
+        parser.error(f"{config.model.path} does not exist; run `make demo` first")
     steps = arguments.steps
     mine, band = {}, {}
     with tempfile.TemporaryDirectory() as name:

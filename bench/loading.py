@@ -1,15 +1,15 @@
-"""Memory to load a model: what it takes beyond the rank's own weights, on 1 and 2 processes.
+"""Memory to load a model, beyond the rank's own weights, on 1 and 2 processes.
 
     python -m bench.loading [--json] [--processes 1 2]
 
-A model of 1 GB on disk (Qwen3-shaped, 0.5 B parameters, bf16, several files) is made in the
-temporary directory and removed afterwards. Each rank, a fresh process under torchrun, builds a frozen
-`TorchEngine` (fp32 weights, FSDP2) and loads it. Measured is the highest resident memory (VmHWM of
-/proc/self/status, reset through clear_refs just before) minus what the process held before minus the
-bytes of its own shard: buffers, page cache mappings, communication, and whatever else. Before that a
-tiny model of the same kind has been loaded the same way, so that imported code is not counted, and
-what its memory left to the allocator has been given back to the system. The
-figure is the largest of the ranks', in MB of 10^6 bytes; ratio is the budget of 64 MB over it.
+The benchmark makes a model of 1 GB (Qwen3-shaped, 0.5 B parameters, bf16, several files) in a
+temporary directory. Each rank, a fresh process under torchrun, builds a frozen
+`TorchEngine` (fp32 weights, FSDP2) and loads it. The figure is the peak of resident memory (VmHWM of
+/proc/self/status, reset through clear_refs just before), minus the memory held before, minus the
+bytes of the rank's own shard. So it includes buffers, page cache mappings, communication and anything else. A
+tiny model of the same kind is loaded first, so that imported code is not counted. Its freed
+memory is given back to the system. The largest figure of all ranks counts, in MB of 10^6 bytes. The ratio is
+the budget of 64 MB over it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAPE = {
 
 
 def write_model(directory: Path) -> None:
-    """A 1 GB model and a tiny one, made in a process of their own."""
+    """Write a 1 GB model and a tiny one, in a separate process."""
     code = (
         "import json, sys, torch\n"
         "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
@@ -67,10 +67,10 @@ def write_model(directory: Path) -> None:
 
 
 def load(path: Path, layout: Layout, device: torch.device) -> dict[str, int]:
-    """Load and forget one model; bytes of the rank's shard, and of everything beyond it at the peak."""
+    """Load and drop one model. Return the bytes of the rank's shard, and of everything beyond it at the peak."""
     hf_config = AutoConfig.from_pretrained(path)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory, which would count as held before
+    ctypes.CDLL(None).malloc_trim(0)  # else memory that glibc keeps would count as held before
     reset_peak_memory(device)
     before = used_memory(device)
     engine = TorchEngine(
@@ -84,7 +84,7 @@ def load(path: Path, layout: Layout, device: torch.device) -> dict[str, int]:
 
 
 def rank_main(directory: Path) -> None:
-    """One rank: leaves what it measured beside the models."""
+    """Measure on one rank, and write the figures beside the models."""
 
     def run(layout: Layout, device: torch.device) -> None:
         load(directory / "tiny", layout, device)

@@ -2,16 +2,16 @@
 
     python -m bench.logprobs [--json] [--rounds N] [--vocabularies 4096 32768 152064] [--tokens 2048] [--chunk 1024] [--threads 2] [--clock wall|cpu]
 
-Both sides get the same hidden states, output weight and targets in bf16, and give the log-prob of each target in fp32 with the
-gradients of hidden states and weight. The plain side is `(hidden @ weight.T).float().log_softmax(-1)` and a gather, which has no
-entropy; ours (`burnish.models.logprobs`) computes that too, of which no gradient is asked. Speed: the two take turns, and the ratio
-is the median over rounds of the plain side's time over ours. `forward` is without gradients, as old log-probs are scored.
+Both sides get the same hidden states, output weight and targets in bf16. They return the log-prob of each target in fp32, and the
+gradients of hidden states and weight. The plain side is `(hidden @ weight.T).float().log_softmax(-1)` and a gather, without
+entropy. Ours (`burnish.models.logprobs`) computes the entropy too, without its gradient. The sides take turns; the ratio of speed
+is the median over rounds of the plain side's time over ours. `forward` is without gradients, as for old log-probs.
 On a machine that others use at the same time, `--threads 1 --clock cpu` compares the processor time.
 
-Memory is what torch's allocator gave out beyond the inputs at its highest (its own report to the profiler), forward and
-backward, in megabytes of 10^6 bytes. Its limit is a chunk and the output: the logits of one chunk in bf16, what of them is in
-fp32 at one time on a CPU, the gradients, of which that of the weight is summed in fp32 when there are several chunks, and
-4 bytes for each of a few numbers of every token.
+Memory is the peak that torch's allocator reported to the profiler, beyond the inputs, forward and
+backward, in megabytes of 10^6 bytes. Its limit is a chunk and the output: the logits of one chunk in bf16, the part of them that
+is in fp32 at one time on a CPU, and the gradients. With several chunks, the weight's gradient is summed in fp32. Added are
+4 bytes for each of a few numbers per token.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from burnish.models.logprobs import LogprobOptions, token_logprobs
 
 HIDDEN = 1024
 CACHED = 1 << 21
-"""Bytes of fp32 that ours has of a chunk at one time on a CPU; an operation's result may be beside its input."""
+"""Bytes of a chunk that our side has in fp32 at one time on a CPU. An operation's input and result may exist together."""
 COPIES = 4
 NUMBERS = 16
-"""fp32 numbers for each token: targets, four sums, log-prob, entropy, what is saved and the gradients of these."""
+"""fp32 numbers for each token: target, four sums, log-prob, entropy, saved tensors, and the gradients of these."""
 Pass = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One output layer and what it is given."""
+    """An output layer and its inputs."""
 
     hidden: Tensor
     """[T, H] bf16."""
@@ -49,7 +49,7 @@ class Inputs:
     targets: Tensor
     """[T]."""
     chunk: int
-    """Rows whose logits ours has at one time."""
+    """Number of rows whose logits our side holds at one time."""
 
     @classmethod
     def of(cls, tokens: int, vocabulary: int, chunk: int) -> Inputs:
@@ -60,17 +60,17 @@ class Inputs:
         return cls(hidden.requires_grad_(), weight.requires_grad_(), targets, chunk)
 
     def limit(self, *, backward: bool) -> float:
-        """Bytes of a chunk and the output."""
+        """Return the bytes of a chunk and the output."""
         (tokens, width), vocabulary = self.hidden.shape, len(self.weight)
         chunk = 2 * self.chunk * vocabulary
         fp32 = COPIES * max(CACHED, 4 * vocabulary)
         numbers = 4 * NUMBERS * tokens
         if not backward:
             return chunk + fp32 + numbers
-        of_hidden = 2 * 2 * tokens * width  # of the rows that take part, and at their places
+        of_hidden = 2 * 2 * tokens * width  # for the used rows alone, and for all rows
         summed = 4 if tokens > self.chunk else 0
-        of_weight = (summed + 2) * vocabulary * width  # the sum, and that of a chunk or the result
-        rows = 2 * tokens * width  # the hidden states of the rows that take part
+        of_weight = (summed + 2) * vocabulary * width  # the sum, and a chunk's or the result
+        rows = 2 * tokens * width  # the hidden states of the used rows
         return chunk + fp32 + numbers + rows + of_hidden + of_weight
 
 
@@ -100,7 +100,7 @@ def forward_backward(side: Callable[[Inputs], Tensor], inputs: Inputs) -> Pass:
 
 
 def peak(run: Pass) -> int:
-    """Most bytes that were allocated at one time."""
+    """Return the most bytes that were allocated at one time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, the machine in words, interleaved rounds, and how results are printed."""
+"""Parts that all benchmarks share: the command line, a description of the machine, interleaved rounds, printed results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Result:
     """One line of a benchmark."""
 
     name: str
-    """What was measured."""
+    """Name of the figure."""
     ours: float
     """Our figure, in `unit`."""
     peer: float | None
@@ -31,11 +31,11 @@ class Result:
     limit: float | None
     """The machine's own limit for the same work, in `unit`."""
     unit: str
-    """Of the three figures."""
+    """Unit of the three figures."""
     ratio: float
-    """The peer's time over ours (ours over the limit where the limit is the measure)."""
+    """The peer's time over ours, or our figure beside the limit; larger is better."""
     goal: float
-    """ratio ≥ goal is what we want."""
+    """The goal is met if ratio ≥ goal."""
 
 
 def command_line(
@@ -45,7 +45,7 @@ def command_line(
     threads: int | None = None,
     clock: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with what programs have in common: `--json`, and those of `--rounds`, `--threads` and `--clock` that a default is given for."""
+    """Return a parser with `--json`, and with each of `--rounds`, `--threads` and `--clock` for which a default is given."""
     parser = argparse.ArgumentParser(
         description=documentation, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -61,7 +61,7 @@ def command_line(
 
 
 def machine() -> dict[str, object]:
-    """Processor, device, threads and versions."""
+    """Return processor, device, threads and versions."""
     accelerator = torch.accelerator.is_available()
     return {
         "cpu": _cpu_name(),
@@ -81,7 +81,7 @@ def interleaved(
     rounds: int,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each side in each round, one side after the other, after one round to warm up."""
+    """Return the seconds of each side in each round. Sides take turns; one round before is to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, run in sides.items():
@@ -95,12 +95,12 @@ def interleaved(
 
 
 def ratio(peer: Sequence[float], ours: Sequence[float]) -> float:
-    """Median over rounds of the peer's time over ours."""
+    """Return the median over rounds of the peer's time over ours."""
     return median(theirs / mine for theirs, mine in zip(peer, ours, strict=True))
 
 
 def report(results: Sequence[Result], as_json: bool) -> None:
-    """A line for people per result; with `as_json` one object as the last line."""
+    """Print a line for people per result; with `as_json` one object as the last line."""
     for result in results:
         parts = [f"ours {result.ours:.4g}"]
         parts += [f"peer {result.peer:.4g}"] if result.peer is not None else []

@@ -1,10 +1,10 @@
-"""Peers: other trainers, each in an environment of its own, each a process that takes turns with ours.
+"""Peers: other trainers, each with its own environment and process, which take turns with ours.
 
-A peer is a module of this folder that runs under the peer's Python, so it may import the peer, the
-standard library and the modules of this folder that need neither Burnish nor each other's libraries.
-It lives through the whole benchmark: imports and set-up are paid once, before anything is timed.
-Turns are lines of JSON, a question down its stdin and an answer up its stdout; while one side works
-the other waits in a read, so both have the whole machine in turn. Whatever else the peer prints goes
+A peer is a module of this folder that runs under the peer's Python. So it may import only the peer, the
+standard library, and modules of this folder that import neither Burnish nor another peer.
+Its process lives as long as the benchmark: imports and set-up happen once, before anything is timed.
+A turn is a line of JSON to its stdin, the question, and one from its stdout, the answer. While one side
+works, the other waits in a read, so each has the whole machine in its turn. Other output of the peer goes
 to its log.
 """
 
@@ -26,19 +26,19 @@ from typing import Any, Self
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""Seconds: on the wall, or of processor time that this process has used."""
+"""Seconds of wall-clock time, or of processor time that this process has used."""
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".venv-peers"
 PACKAGES = {
     "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.19.0", "datasets", "accelerate"),
     "verl": ("torch==2.13.0", "verl==0.9.1"),
 }
-"""What is installed for each peer; `bench/NAME-constraints.txt` pins the rest."""
+"""Packages to install for each peer; `bench/NAME-constraints.txt` pins the rest."""
 _LOG_TAIL = 3000
 
 
 def peer_python(name: str) -> Path:
-    """Our own interpreter where that has the peer; else that of the peer's environment, which is made when it is not there."""
+    """Return our own interpreter if it can import the peer, else that of the peer's environment, which is made if missing."""
     if find_spec(name) is not None:
         return Path(sys.executable)
     directory = ENVIRONMENTS / name
@@ -56,14 +56,14 @@ def peer_python(name: str) -> Path:
 
 
 class Peer:
-    """A peer's process, asked one thing at a time. A context manager, entered when the process is set up."""
+    """A peer's process, which answers one question at a time. Entering it as a context manager waits for its set-up."""
 
     def __init__(
         self, name: str | None, module: str, settings: dict[str, Any], threads: int
     ) -> None:
         """Start `module` under the Python of peer `name`, or our own; it gets `settings` as its first message."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
-        self._scratch = tempfile.TemporaryDirectory()  # for what peers leave behind
+        self._scratch = tempfile.TemporaryDirectory()  # for files that peers leave behind
         environment = os.environ | {
             "TMPDIR": self._scratch.name,
             "OMP_NUM_THREADS": str(threads),
@@ -82,19 +82,19 @@ class Peer:
         self.send(settings)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send one question and wait for its answer. Raises `RuntimeError` with the log's end when the peer died."""
+        """Send one question and wait for its answer. Raises `RuntimeError` with the end of the log if the peer died."""
         self.send(question)
         return self.receive()
 
     def send(self, question: dict[str, Any]) -> None:
         """Send one question."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # told by `receive`
+        with suppress(BrokenPipeError):  # `receive` reports it
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """The answer to the oldest question without one. Raises `RuntimeError` with the log's end when the peer died."""
+        """Return the answer to the oldest open question. Raises `RuntimeError` with the end of the log if the peer died."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -122,7 +122,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """End the process: its stdin ends, then it does."""
+        """Close the process's stdin, at which it ends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
@@ -138,14 +138,14 @@ class Peer:
 
 
 class Turns:
-    """The peer's end of the line. Made first of all, as it moves everything else's stdout to stderr."""
+    """The peer's side of the turns. Make it before anything else prints: it redirects all other output to stderr."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def next(self) -> dict[str, Any]:
-        """The next question. Raises `SystemExit` when there is none."""
+        """Return the next question. Raises `SystemExit` at the end."""
         line = sys.stdin.readline()
         if not line:
             raise SystemExit(0)

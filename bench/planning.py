@@ -1,17 +1,20 @@
-"""What the planner says beside what the engine and the generator allocate.
+"""Memory that the planner expects, beside memory that the engine and the generator allocate.
 
     python -m bench.planning [--write] [--cases NAME ...]
 
-Every case is a small model on the CPU. Measured are all bytes that torch's allocator gave out and has not got
-back (`bench.planning_meter`), at their highest in each phase, in the second step or, between processes, in that of the second and third
-in which it is least, for gloo's threads free what was sent whenever they come to it (of the Megatron engine, whose state is there from the start, also in
-the first). The plan is that of `burnish plan` for the same settings, on CPUs. Where several processes exchange
-nothing but tensors whose values do not matter, one stands for all, the others being torch's fake process group, which takes nothing for itself. Where it
-matters what comes, as in reinforcement learning, between the stages of a pipeline and the holders of experts, there are real processes; the fullest of them counts.
-After the last step of reinforcement learning a save is measured, with the host memory that it takes (`bench.planning_saves`). `--tracked` asks torch's memory tracker
-instead, for supervised cases. Sequences have mixed lengths in these. Of layers of full size there is only that tracker's figure, on
-an accelerator that is not there (`bench.planning_imagined`). `--write` puts the table where the tests read it
-(`tests/plan/measured.json`).
+Every case is a small model on the CPU. A figure is the most bytes that torch's allocator had given out at one time in a phase
+(`bench.planning_meter`). It is that of the second step or, with several real processes, the smaller of the second and third step:
+gloo's threads free sent tensors at any time. The Megatron engine has its state from the start, so its first step counts too.
+The plan is that of `burnish plan` for the same settings, on CPUs.
+
+If the values of exchanged tensors do not matter, one process stands for all. torch's fake process group, which takes no memory,
+replaces the others. In reinforcement learning, between the stages of a pipeline and between the holders of experts, values matter.
+There the processes are real, and the fullest counts. After the last step of reinforcement learning a save is measured, with
+the host memory that it takes (`bench.planning_saves`).
+
+`--tracked` measures with torch's memory tracker instead, for supervised cases, which have sequences of mixed lengths. For layers of
+full size there is only that tracker's figure, on a simulated accelerator (`bench.planning_imagined`). `--write` writes the table to
+`tests/plan/measured.json`, where the tests read it.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ STEPS = 3
 
 
 class Subject:
-    """What is measured: the engines and the generator of a case."""
+    """The engines and the generator of a case."""
 
     def __init__(self, case: Case, layout: Layout, meter: Meter) -> None:
         self._config = config = RunConfig.model_validate(case.settings())
@@ -116,11 +119,11 @@ class Subject:
         return engine
 
     def tensors(self) -> list[Tensor]:
-        """Weights and slots of the trained model."""
+        """Return weights and optimizer slots of the trained model."""
         return [shard.tensor for part in Part for shard in self._engine.shards(part)]
 
     def save(self) -> None:
-        """Commit a step."""
+        """Measure a save."""
         critic = {"critic": self._critic} if self._critic else {}
         saves = Saves(self._layout, background=self._config.checkpoint.background)
         with self._meter.phase("save"):
@@ -129,13 +132,13 @@ class Subject:
         saves.close()
 
     def close(self) -> None:
-        """Give back what engines hold, process groups included."""
+        """Close the engines, with their process groups."""
         for engine in (self._reference, self._critic, self._engine):
             if engine:
                 engine.close()
 
     def step(self) -> None:
-        """All phases once."""
+        """Run and measure all phases once."""
         rng, config = np.random.default_rng(0), self._config
         lengths = [int(self._case.together * part) for part in MIXED]
         first = [1] * len(lengths)
@@ -200,7 +203,7 @@ class Subject:
 
 
 def run_cases(cases: Sequence[Case], file: Path, tracked: bool) -> None:
-    """In this process, case by case; a line in the file for each."""
+    """Measure cases in this process, and write a line to the file for each."""
     how = tracked_peaks if tracked else peaks_of
     if not all(case.stands_alone for case in cases):
         launch(lambda layout, _: _run(cases, layout, file, how), DistributedConfig())
@@ -228,7 +231,7 @@ def _run(
 
 
 def peaks_of(case: Case, layout: Layout) -> dict[str, int]:
-    """Bytes by phase on this rank."""
+    """Return the bytes by phase on this rank."""
     meter = Meter()
     subject = Subject(case, layout, meter)
     for _step in range(2 if case.stands_alone else STEPS):
@@ -243,7 +246,7 @@ def peaks_of(case: Case, layout: Layout) -> dict[str, int]:
 
 
 def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:
-    """The same of an update by torch's memory tracker, which follows every operation's tensors."""
+    """Return the same for an update, by torch's memory tracker, which follows the tensors of every operation."""
     subject = Subject(case, layout, Meter())
     subject.step()
     tracker = MemTracker()
@@ -255,7 +258,7 @@ def tracked_peaks(case: Case, layout: Layout) -> dict[str, int]:
 
 
 def measure(cases: Sequence[Case], tracked: bool) -> Iterator[tuple[Case, dict[str, int]]]:
-    """Bytes by phase, from fresh processes."""
+    """Yield each case and its bytes by phase, measured in fresh processes."""
     alone = [case for case in cases if case.stands_alone and not case.size]
     full = [case for case in cases if case.size]
     groups = [(0, some) for some in (alone, full) if some]
@@ -283,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="keep the table")
+    parser.add_argument("--write", action="store_true", help="write the table for the tests")
     parser.add_argument("--tracked", action="store_true", help="measure by torch's memory tracker")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ from burnish.plan.devices import parse_devices
 from burnish.plan.layouts import Planner
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
-"""Lengths of a supervised micro-batch's sequences, as parts of it."""
+"""Lengths of a supervised micro-batch's sequences, as fractions of its tokens."""
 BASE = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -73,32 +73,32 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is run."""
+    """A model and the settings of its run."""
 
     family: str
-    """Its `model_type`."""
+    """The model's `model_type`."""
     precision: str
     """`engine.precision`."""
     checkpointing: str
     """`engine.activation_checkpointing`."""
     tokens: int
-    """Of a micro-batch on one process."""
+    """Tokens of a micro-batch on one process."""
     processes: int = 1
-    """Over which the model is sharded."""
+    """Number of processes that the model is sharded over."""
     microbatches: int = 1
-    """Of a step."""
+    """Micro-batches per step."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Further fields of its config.json."""
+    """Further fields of the model's config.json."""
     command: Literal["sft", "rl"] = "sft"
     """rl: with a generator, log-probs before the update, and a reference."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further settings, by their dotted names."""
     size: str = ""
-    """One of `SHAPES`, on an accelerator that is not there (`bench.planning_imagined`)."""
+    """A key of `SHAPES`, for a model on a simulated accelerator (`bench.planning_imagined`)."""
 
     @property
     def name(self) -> str:
-        """All of it in a few words."""
+        """The whole case in a few words."""
         more = [f"as {self.size} on an accelerator"] if self.size else []
         more += [f"{key}={value}" for key, value in self.model.items()]
         more += [f"{self.microbatches} micro-batches"] if self.microbatches > 1 else []
@@ -143,7 +143,7 @@ class Case:
         return values
 
     def planned(self, *, shared_cache: bool = True) -> dict[str, float]:
-        """Bytes by phase that the planner says, without those on the host.
+        """Return the planned bytes by phase, without those on the host.
 
         `shared_cache`: the CPU has no matrix units, so keys and values are in fp32.
         """
@@ -161,14 +161,14 @@ class Case:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether one process can stand for all of them: nothing is exchanged but by collectives whose results do not matter."""
-        told = ("engine.pipeline_parallel", "engine.expert_parallel")  # how much comes
+        """Whether one process can stand for all of them: they only run collectives whose results do not change memory."""
+        told = ("engine.pipeline_parallel", "engine.expert_parallel")  # these tell sizes
         others = self.more.get("optim.kind") == "muon" or any(name in self.more for name in told)
         return self.command == "sft" and not others
 
     @property
     def saves(self) -> bool:
-        """Whether a save is measured: all that it copies lies on the device."""
+        """Whether a save is measured, because all the state that it copies is on the device."""
         return self.command == "rl" and not self.is_megatron and "engine.park" not in self.more
 
     @property
@@ -183,7 +183,7 @@ class Case:
 
     @property
     def shares(self) -> int:
-        """Into how many parts a step is cut."""
+        """Number of parts that a step is divided into."""
         kinds = ("sequence", "tensor", "pipeline")
         sharing = [self.more.get(f"engine.{each}_parallel", 1) for each in kinds]
         return self.processes // int(np.prod(sharing))
@@ -218,7 +218,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _rl_cases() -> Iterator[Case]:
-    """Reinforcement learning of several processes, and a save in the background."""
+    """Yield reinforcement learning on several processes, and saves in the background."""
     tensor, sequence = {"engine.tensor_parallel": 2}, {"engine.sequence_parallel": 2}
     background = {"checkpoint.background": True}
     yield _small("qwen3", "bf16", "none", 1, background, "rl")
@@ -235,7 +235,7 @@ def _rl_cases() -> Iterator[Case]:
 
 
 def _full_cases() -> Iterator[Case]:
-    """Layers of full size over many devices, some with the whole vocabulary; there are few of them, for all are alike."""
+    """Yield models with layers of full size over many devices, some with the whole vocabulary. Few layers suffice: all are alike."""
     yield _full("8B", "none", 8192, 32, 32768)
     yield _full("30B-A3B", "full", 8192, 64, 32768)
     yield _full("30B-A3B", "none", 2048, 64, 151936)
@@ -266,7 +266,7 @@ def _full(
 
 
 def _shared_cases() -> Iterator[Case]:
-    """Processes that share micro-batches, and copies of the model."""
+    """Yield processes that share micro-batches, and copies of the model."""
     sequence, tensor = {"engine.sequence_parallel": 2}, {"engine.tensor_parallel": 2}
     for more in (sequence, tensor):
         yield _small("qwen3", "bf16", "none", 2, more)
@@ -280,7 +280,7 @@ def _shared_cases() -> Iterator[Case]:
 
 
 def _other_cases() -> Iterator[Case]:
-    """Adapters, a critic, Muon, and weights that stay gathered."""
+    """Yield adapters, a critic, Muon, and weights that stay gathered."""
     adapter, critic = {"model.lora.rank": 16}, {"algorithm.advantage": "gae"}
     for processes in (1, 2):
         yield _small("qwen3", "bf16", "none", processes, adapter)
@@ -306,7 +306,7 @@ def _other_cases() -> Iterator[Case]:
 
 
 def _cases_with_less() -> Iterator[Case]:
-    """What leaves the device, and narrower moments. What lies on the host is not of torch's allocator, so this is a device's need."""
+    """Yield offloaded state and moments in bf16. Offloaded memory is not from torch's allocator, so figures are those of a device."""
     for checkpointing in ("none", "full"):
         yield Case("qwen3", "bf16", checkpointing, 4096, more={"engine.activation_offload": True})
     offload, narrow = {"engine.optimizer_offload": True}, {"optim.moments": "bf16"}
@@ -316,7 +316,7 @@ def _cases_with_less() -> Iterator[Case]:
 
 
 def _megatron_cases() -> Iterator[Case]:
-    """The Megatron engine: every kind of layout, what is computed again, micro-batches in flight, mixtures."""
+    """Yield the Megatron engine: every kind of layout, recomputation, several micro-batches in flight, mixtures of experts."""
     kind = {"engine.kind": "megatron"}
     tensor = kind | {"engine.tensor_parallel": 2}
     pipeline = kind | {"engine.pipeline_parallel": 2}

@@ -1,12 +1,12 @@
-"""An accelerator that is not there, for `bench.planning`: what a model of full size would take there, without its memory.
+"""A simulated accelerator for `bench.planning`: counts the memory of a model of full size without having it.
 
-torch lets a program register a device of its own. Tensors on this one are fake: they have shapes and no
-elements, while what lies on the host is real. So the engine takes an accelerator's ways (one piece of
-logits, Triton's passes over them, fused norms, attention over variable lengths), FSDP2 finds streams that do
-nothing, and torch's memory tracker counts. What a program would read back from the device is answered: norms are 1, and every
-row has a gradient. Left out: what an allocator rounds up, and the workspaces of kernels.
+torch lets a program register its own kind of device. Tensors on this one are fake: they have shapes but no
+elements. Tensors on the host are real. So the engine uses its code for accelerators (one chunk of
+logits, Triton's passes over them, fused norms, attention over variable lengths), FSDP2 gets streams that do
+nothing, and torch's memory tracker counts. Values that a program reads back from the device are made up: norms are 1, and every
+row has a gradient. Left out: an allocator's rounding, and the workspaces of kernels.
 
-Registering changes the process for good, so nothing else is measured in it.
+The registration changes the process for good, so nothing else is measured in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAME = "imagined"
 
 
 def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
-    """Bytes of a supervised update on the device, by torch's memory tracker."""
+    """Return the peak of a supervised update on the device, in bytes, by torch's memory tracker."""
     config = RunConfig.model_validate(case.settings())
     fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
     hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
@@ -69,7 +69,7 @@ def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
 
 
 def share_of(case: Case, flops: ModelFlops) -> Batch:
-    """One share of a step's batch, divided alone: its sequences fill all tokens, which balancing many shares may not achieve."""
+    """Return one share of a step's batch, divided alone. Its sequences fill all tokens; balancing many shares may not achieve that."""
     rng, config = np.random.default_rng(0), RunConfig.model_validate(case.settings())
     lengths = [int(case.together * part) for part in MIXED] * case.microbatches
     examples = [Example(rng.integers(3, 2048, n), np.arange(n) > 0) for n in lengths]
@@ -77,7 +77,7 @@ def share_of(case: Case, flops: ModelFlops) -> Batch:
 
 
 class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
-    """Sums up what is held without saying what of it is gradients: the hooks for that cannot be put on frozen weights."""
+    """Counts memory without telling gradients apart, because the hooks for that cannot be put on frozen weights."""
 
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
@@ -90,10 +90,10 @@ class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _accelerator() -> Iterator[torch.device]:
-    """The device, which computes inside the block with the kernels of CUDA: these have forms for fake tensors."""
+    """Yield the device. In the block it uses the code for CUDA's kernels, which have versions for fake tensors."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, _Backend())
-        # One kernel, as CUDA has it; without one torch composes this of operations that hold what they make.
+        # CUDA has one kernel for this. Else torch composes it of operations, which hold their results.
         torch.library.impl("aten::silu_backward", "PrivateUse1", lambda g, x: torch.empty_like(x))
     attention = mock.patch(
         "burnish.models.kernels.attention._has_varlen_kernel", _has_varlen_kernel
@@ -106,28 +106,28 @@ def _accelerator() -> Iterator[torch.device]:
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
-    """It has. (A mock that is to say so would remember the queries of every call, and their graphs.)"""
+    """Return True. (A mock would keep the queries of every call, and their graphs.)"""
     return True
 
 
 def _is_sm80_or_newer(device: torch.device) -> bool:
-    """It is."""
+    """Return True."""
     return True
 
 
 def _kernels(hidden: Tensor) -> Any:
-    """Those for passes over logits."""
+    """Return the kernels for passes over logits."""
     return _Kernels
 
 
 def _rms_norm(rows: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -> Tensor:
-    """In one kernel, as CUDA has it; for a device of this kind torch composes it of many operations that keep fp32."""
+    """Compute it in one kernel, as CUDA does. For this device torch would compose it of many operations that keep fp32."""
     normed: Tensor = _Norm.apply(rows, weight)  # type: ignore[no-untyped-call]
     return normed
 
 
 class _Norm(torch.autograd.Function):
-    """What that kernel takes, without numbers: it keeps its input and one fp32 number a row."""
+    """That kernel's memory, without its numbers: it keeps its input and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
@@ -141,7 +141,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Kernels:
-    """Those of `burnish.models.kernels.triton_logprobs`, which write over logits."""
+    """Stand-ins for `burnish.models.kernels.triton_logprobs`, which overwrites logits."""
 
     @staticmethod
     def softmax_sums(logits: Tensor, *_: object) -> Tensor:
@@ -152,7 +152,7 @@ class _Kernels:
 
 
 class _Nothing:
-    """A stream, or an event."""
+    """A stream or an event that does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -168,7 +168,7 @@ class _Nothing:
 
 
 class _Backend(_DummyBackendModule):
-    """What is asked of `torch.NAME`."""
+    """The functions of `torch.imagined` that are called."""
 
     Stream = Event = _Nothing
 
@@ -185,7 +185,7 @@ class _Backend(_DummyBackendModule):
 
 
 class _Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations on the device have no elements; those on the host are left alone."""
+    """Makes operations on the device fake, and leaves those on the host alone."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,5 +210,5 @@ class _Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     def _faked(self, tensor: Tensor) -> Tensor:
-        """A fake of it; of another object, for the fakes are remembered by weak references, which keep parameters from changing places."""
+        """Return a fake of `tensor.detach()`: torch remembers it by a weak reference, and could not swap a parameter that has one."""
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor.detach())

@@ -1,9 +1,9 @@
 """Bytes that torch's CPU allocator has given out, for `bench.planning`.
 
-What torch tells its profiler of memory is what threads that are profiled allocate and free. gloo's threads are profiled
-only while they run a collective: what they let go of afterwards would count as held for ever. The allocator itself knows
-better: told to, it keeps the sum of what it gave out, whoever frees it, and says it with every event. That sum is what is read here.
-Left out: what other libraries take for themselves (kernels that oneDNN writes, buffers of the system).
+torch's profiler sees the allocations and frees of profiled threads only. gloo's threads are profiled
+only while they run a collective: memory that they free afterwards would count as held for ever. With a flag, the allocator
+itself sums what it has given out, whichever thread frees it, and reports the sum with every event. This module reads that sum.
+Left out: memory that other libraries take from the system, such as oneDNN's generated kernels.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SWITCH = "FLAGS_caffe2_report_cpu_memory_usage"
 """torch's own flag, a C++ variable of its core library (c10/core/CPUAllocator.cpp)."""
 
 _LITTLE = 4
-"""Bytes that every phase allocates, so that the sum is said at least once."""
+"""Bytes that every phase allocates, so that the sum is reported at least once."""
 
 
 def switch() -> ctypes.c_bool:
-    """Whether torch's allocator says what it gives out: the flag of this process, to be set."""
+    """Return this process's flag, which makes torch's allocator report what it has given out."""
     library = next((Path(torch.__file__).parent / "lib").glob("*c10.*"))
     return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _SWITCH)
 
 
 class Meter:
-    """Bytes that are allocated, at their highest in every phase, beside what there was before. Turns the switch on for good."""
+    """The most bytes allocated in each phase, beyond those at the start. Turns the switch on for good."""
 
     def __init__(self) -> None:
         switch().value = True
@@ -55,12 +55,12 @@ class Meter:
         self.peaks.setdefault(name, []).append(max(_totals(tree)) - self._before)
 
     def add(self, name: str, size: int) -> None:
-        """Count bytes beside those of the allocator, of the last time that a phase was measured."""
+        """Add bytes from outside the allocator to the last measurement of a phase."""
         self.peaks[name][-1] += size
 
 
 def _totals(events: list[Any]) -> Iterator[int]:
-    """All that was given out, after every event of memory."""
+    """Yield the sum of bytes given out after each event of memory."""
     waiting = list(events)
     while waiting:
         event = waiting.pop()

@@ -1,7 +1,7 @@
-"""Saving of what `bench.planning` measures, with the host memory that a save takes beside torch's allocator.
+"""Saves of `bench.planning`, with the host memory that a save takes outside torch's allocator.
 
-In a run that memory is the engine's arena, and, for a save in the background, what the state is copied to and what the process
-beside the rank takes. Here one process does both one after the other: the copy is there while its blocks are put together.
+In a run this memory is the engine's arena and, for a save in the background, the copy of the state and the memory of the process
+beside the rank. Here one process does both, one after the other: the copy still exists while its blocks are put together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from burnish.engines.base import Engine, Part
 
 
 class Saves:
-    """Commits steps to a directory that goes with it."""
+    """Commits steps to a directory that `close` removes."""
 
     def __init__(self, layout: Layout, *, background: bool) -> None:
         self._background, self._step, self._held = background, 0, ExitStack()
@@ -33,7 +33,7 @@ class Saves:
         self._checkpoints = Checkpoints(Path(from_main(mine, layout)), layout)
 
     def save(self, engines: Mapping[str, Engine]) -> int:
-        """Commit a step of engines by role; bytes of the host that this took. Collective."""
+        """Commit a step of engines by role. Return the bytes of host memory that this took. Collective."""
         arena, self._step = Arena(torch.device("cpu")), self._step + 1
         contents = Contents({role: _contents(engine) for role, engine in engines.items()}, {})
         if not self._background:

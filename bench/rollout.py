@@ -1,13 +1,13 @@
-"""Generators inside the trainer, in a process beside it and behind `burnish serve`.
+"""Generators inside the trainer, in a process beside it, and in `burnish serve`.
 
     python -m bench.rollout [--json] [--rounds N] [--cases tokens update ahead]
 
-All processes have one thread and compute in fp32 on the CPU. vLLM takes part where it is installed.
+All processes have one thread and compute in fp32 on the CPU. vLLM takes part if it is installed.
 
 - `tokens`: 16 prompts of 24 tokens, 8 samples of each, 64 tokens each, 5 M parameters; beside Hugging Face `generate`.
 - `update`: the weights of a model of 350 MB, beside a copy of the tensors within this process, and vLLM's own `reload_weights`.
 - `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
-  and training take alike. A step is the median of a run's steps but the first two and the last two.
+  and training take equally long. The figure is the median of a run's steps without the first two and the last two.
 
 Ratios are medians over rounds.
 """
@@ -53,12 +53,12 @@ PLACES = {
 """Engine and place of each side."""
 SLOTS, STEPS = 32, 12
 GOALS = {"child": 1 / 1.5, "servers": 1 / 3}
-"""vLLM's own `reload_weights` over an update, by place."""
+"""Goals for the time of vLLM's own `reload_weights` over that of an update, by place."""
 
 
 @contextmanager
 def world(size: str) -> Iterator[Path]:
-    """Prompts, a tokenizer and a configuration with a new model of `size`, in a directory of their own."""
+    """Yield a directory with prompts, a tokenizer and a configuration with a new model of `size`."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = model_config(size)
@@ -84,7 +84,7 @@ def world(size: str) -> Iterator[Path]:
 
 @contextmanager
 def generators(directory: Path) -> Iterator[dict[str, Generator]]:
-    """The generator of each place, without weights."""
+    """Yield the generator of each place, without weights."""
     file = str(directory / "config.yaml")
     with ExitStack() as stack:
         made: dict[str, Generator] = {}
@@ -101,7 +101,7 @@ def generators(directory: Path) -> Iterator[dict[str, Generator]]:
 
 @contextmanager
 def server(arguments: Sequence[str]) -> Iterator[None]:
-    """A process of `burnish serve`."""
+    """Run `burnish serve` in a process."""
     command = [sys.executable, "-m", "burnish", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
@@ -112,7 +112,7 @@ def server(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def fresh_model(directory: Path) -> PreTrainedModel:
-    """The model of the world's configuration, with new weights."""
+    """Return the model of the configuration in `world`, with new weights."""
     shape = dict(yaml.safe_load((directory / "config.yaml").read_text())["model"]["fresh"])
     torch.manual_seed(0)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
@@ -120,7 +120,7 @@ def fresh_model(directory: Path) -> PreTrainedModel:
 
 
 def tokens(rounds: int) -> list[Result]:
-    """Tokens a second of each place and of Hugging Face `generate`."""
+    """Measure tokens per second of each place and of Hugging Face `generate`."""
     with world("5m") as directory, generators(directory) as made:
         model = fresh_model(directory)
         rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def tokens(rounds: int) -> list[Result]:
 
 
 def update(rounds: int) -> list[Result]:
-    """Seconds of a weight update; the limit is vLLM's own, or copying the tensors in memory without vLLM."""
+    """Measure seconds of a weight update. The limits are a copy of the tensors in memory and, if installed, vLLM's own update."""
     with world("88m") as directory, generators(directory) as made, ExitStack() as stack:
         shards = list(model_shards(fresh_model(directory)))
         room = [torch.empty_like(shard.tensor) for shard in shards]
@@ -205,7 +205,7 @@ def copy(shards: Sequence[Shard], room: Sequence[torch.Tensor]) -> None:
 
 
 def ahead(rounds: int) -> list[Result]:
-    """Seconds a step with and without drawing ahead."""
+    """Measure seconds per step with and without generating ahead."""
     seconds: dict[int, list[float]] = {0: [], 1: []}
     parts: dict[str, list[float]] = {"rollout": [], "train": []}
     with world("5m") as directory:
@@ -225,7 +225,7 @@ def ahead(rounds: int) -> list[Result]:
 
 
 def run(directory: Path, name: str, k: int) -> list[dict[str, Any]]:
-    """One run of `burnish rl`; the metrics of its steps but the first two and the last two."""
+    """Run `burnish rl`. Return the metrics of its steps without the first two and the last two."""
     settings = [f"name={name}", f"rollout.ahead={k}", "rollout.place=child"]
     settings += ["batch.prompts=4", f"rollout.slots={SLOTS}"]
     command = [sys.executable, "-m", "burnish", "rl", str(directory / "config.yaml"), *settings]

@@ -1,6 +1,6 @@
-"""The limit of `bench.rollout`'s update with vLLM: its own `reload_weights`, from memory. Runs in a process of its own.
+"""The limit of `bench.rollout`'s update with vLLM: its own `reload_weights`, from memory. Runs in its own process.
 
-Settings: `model`, the content of a config.json. A question has a reload; the answer has `seconds`.
+Settings: `model`, the content of a config.json. Each question causes a reload. An answer has `seconds`.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The control plane of very many ranks, which one machine imitates.
+"""The control plane of very many ranks, imitated by one machine.
 
     python -m bench.scale [--json] [--ranks N] [--cases NAME ...]
 
-`save`: one process does what each rank does to plan a save of a model of 70 billion weights, fully sharded: it plans a section of
-the files for all ranks, and takes its own share of the others.
+`save`: one process does the work of each rank in planning a save of a model of 70 billion weights, fully sharded. It plans a section
+of the files for all ranks, and takes its own share of the other sections.
 
-`publish`: one process does all but the sending of what each rank does to publish those weights.
+`publish`: one process does the work of each rank in publishing those weights, except sending.
 `step`: messages and Python of a step of GRPO that saves and writes nothing. gloo passes messages round in rings, so they take
-hops × the time of a hop, measured between two processes on this machine and to be scaled by the network's latency; of a delivery,
-each dim of the grid of ranks is one hop. Each rank has 16 rollouts, of 400 new tokens on average. It reads the numbers of all, shares out the prompts,
-chooses the groups, divides the sequences among the ranks, computes advantages and makes statistics, by the run's own functions.
-Besides: what it receives, its memory, and the numbers of a critic.
+hops × the time of a hop. The hop is measured between two processes on this machine; scale it by your network's latency. A delivery
+takes one hop per dim of the grid of ranks. Each rank has 16 rollouts, of 400 new tokens on average. With the run's own functions it
+reads the numbers of all ranks, divides the prompts, chooses the groups, divides the sequences among the ranks, computes advantages
+and makes statistics. Further figures: the bytes that it receives, its memory, and the numbers of a critic.
 
-`start`: fake ranks connect to a real store and a real relay, each in a process of its own, and do there what a run's
-ranks do. They share this machine's cores; on a cluster only store and relay share one.
+`start`: fake ranks connect to a real store and a real relay, each in its own process, and use them as a run's
+ranks do. They share this machine's cores; on a cluster, only store and relay share a machine.
 
-The goal stands as the limit: a ratio above 1 keeps it.
+The limit is the goal: a ratio of 1 or more meets it.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 RANKS = 16_000
 LAYERS = 80
-"""Of the model."""
+"""Layers of the model."""
 FLAGS, GATHERS, DELIVERIES = 3, 1, 1
-"""Traced in a run of two ranks: whether a rank was told to stop, twice, once with whether a save is late, and whether statistics are alike;
-the numbers of rollouts; and their tokens."""
+"""Messages of a step, as traced in a run of two ranks. Three flags: whether a rank was told to stop, the same together with whether a
+save is late, and whether statistics are alike. A gathering of the rollouts' numbers, and a delivery of their tokens."""
 REPEATED = 7
-"""How often Python of a step is timed; the median counts."""
+"""Number of times that a step's Python is timed; the median counts."""
 SAMPLES = 16
 """Rollouts that a rank makes in a step."""
 CONFIG = {
@@ -95,7 +95,7 @@ CONFIG = {
     "data": {"train": ["x"]},
     "reward": {"functions": [{"function": "exact_match"}]},
 }
-"""Of GRPO as it comes."""
+"""GRPO with default settings."""
 PER_PROCESS = 4_000
 """Fake ranks that share a process."""
 PATIENCE = timedelta(minutes=20)
@@ -103,7 +103,7 @@ PATIENCE = timedelta(minutes=20)
 
 @contextmanager
 def beside(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """A process that runs `target(pipe, *arguments)`, and this end of its pipe."""
+    """Run `target(pipe, *arguments)` in a process. Yield this end of its pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -116,7 +116,7 @@ def beside(target: Callable[..., None], *arguments: object) -> Iterator[Connecti
 
 
 def serve_store(pipe: Connection, ranks: int) -> None:
-    """A store, until the pipe closes."""
+    """Serve a store until the pipe closes."""
     processes.raise_descriptors(ranks)
     store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, False)
     pipe.send(store.port)
@@ -124,7 +124,7 @@ def serve_store(pipe: Connection, ranks: int) -> None:
 
 
 def serve_relay(pipe: Connection, ranks: int) -> None:
-    """A relay, until the pipe closes."""
+    """Serve a relay until the pipe closes."""
     processes.raise_descriptors(ranks)
     relay = failure_watch._Relay(local=True, patience=Patience(0.0))
     relay.start()
@@ -138,9 +138,10 @@ def wait_for_end(pipe: Connection) -> None:
 
 
 def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> None:
-    """Fake ranks: connect to a store, then twice do what meeting asks of it, each when told.
+    """As fake ranks, connect to a store, then meet at it twice; begin each part at a message.
 
-    One after the other, because thousands of threads measure themselves. Those that wait find the others there.
+    The ranks act one after the other: with thousands of threads, the threads would be measured. So a rank that waits for the others
+    finds them there.
     """
     processes.raise_descriptors(count)
     pipe.send("ready")
@@ -149,7 +150,7 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
         Place(Layout(rank, ranks, rank % 8, 8), "127.0.0.1", port, agent_store=True)
         for rank in range(first, first + count)
     ]
-    with ThreadPoolExecutor(16) as pool:  # a connection looks its own name up
+    with ThreadPoolExecutor(16) as pool:  # each connection looks its own name up, which takes time
         stores = list(pool.map(lambda place: processes._connect(place, PATIENCE), places))
     pipe.send(count)
     pipe.recv()
@@ -164,7 +165,7 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
 
 
 def join(places: list[Place], stores: list[Store]) -> None:
-    """Do at the store what torch and gloo do for the world's group and each group of the grid: tell and read addresses, and wait."""
+    """Use the store as torch and gloo do for the world's group and each group of the grid: write and read addresses, and wait."""
     world, below = places[0].layout.world, 1
     for size in (1, *group_sizes(world)):
         below *= size
@@ -182,7 +183,7 @@ def join(places: list[Place], stores: list[Store]) -> None:
 
 
 def listen(pipe: Connection, first: int, count: int, contact: dict[str, Any]) -> None:
-    """Fake ranks' connections to a relay: introduce all, and wait for a failure if asked to."""
+    """As fake ranks, connect to a relay and introduce all. Then wait for a failure, which the first rank reports if asked to."""
     processes.raise_descriptors(count)
     pipe.send("ready")
     pipe.recv()
@@ -203,7 +204,7 @@ def listen(pipe: Connection, first: int, count: int, contact: dict[str, Any]) ->
 
 
 def together(pipes: list[Connection], messages: list[object]) -> float:
-    """Seconds from a message to all until the last one's answer."""
+    """Send each process a message. Return the seconds until the last answer."""
     begun = perf_counter()
     for pipe, message in zip(pipes, messages, strict=True):
         pipe.send(message)
@@ -216,7 +217,7 @@ def together(pipes: list[Connection], messages: list[object]) -> float:
 def crowd(
     target: Callable[..., None], ranks: int, *arguments: object, each: int = PER_PROCESS
 ) -> Iterator[list[Connection]]:
-    """Processes that imitate `ranks` ranks."""
+    """Start processes that imitate `ranks` ranks. Yield their pipes."""
     with ExitStack() as stack:
         shares = [(n, min(each, ranks - n)) for n in range(0, ranks, each)]
         pipes = [stack.enter_context(beside(target, *share, *arguments)) for share in shares]
@@ -226,7 +227,7 @@ def crowd(
 
 
 def start(ranks: int) -> list[Result]:
-    """What rank 0 and the launcher's store have to do until all have met, and until all have heard of a failure."""
+    """Measure the work of rank 0's relay and the launcher's store until all ranks have met, and until all know of a failure."""
     with beside(serve_store, ranks) as server:
         port = server.recv()
         with crowd(meet, ranks, ranks, port) as pipes:
@@ -248,7 +249,7 @@ def start(ranks: int) -> list[Result]:
 
 
 def save(ranks: int) -> list[Result]:
-    """What a rank does for the plan of a save, in a process of its own."""
+    """Measure a rank's work for the plan of a save, in a separate process."""
     with beside(plan, ranks) as pipe:
         outlined, planned, told, size = pipe.recv()
     return [
@@ -261,7 +262,7 @@ def save(ranks: int) -> list[Result]:
 
 
 def plan(pipe: Connection, ranks: int) -> None:
-    """Plan rank 0's section as `WritePlan.together` does, of pieces that are made here instead of gathered."""
+    """Plan rank 0's section as `WritePlan.together` does, from pieces that are made here instead of gathered."""
     roles, disks, size = [MAIN], Disks.one(ranks), prod(group_sizes(ranks)[:3])
     tensors = stored_tensors()
     reset_peak_memory(CPU)
@@ -297,7 +298,7 @@ def plan(pipe: Connection, ranks: int) -> None:
 
 
 def stored_tensors(layers: int = LAYERS) -> tuple[TensorSpec, ...]:
-    """A model of 70 billion weights, the bits that bf16 lacks, and two moments."""
+    """Return the tensors of a model of 70 billion weights: in bf16, the bits that bf16 lacks, and two moments."""
     layer: dict[str, tuple[int, ...]] = {
         "q": (8192, 8192),
         "k": (1024, 8192),
@@ -320,7 +321,7 @@ def stored_tensors(layers: int = LAYERS) -> tuple[TensorSpec, ...]:
 def pieces(
     tensors: tuple[TensorSpec, ...], rows: Ints, ranks: int, of: range | None = None
 ) -> list[tuple[BoxTable, Ints]]:
-    """Every rank's pieces of some tensors, or those `of` some ranks, cut by rows as FSDP cuts them."""
+    """Return all ranks' pieces of some tensors, or those `of` some ranks, cut by rows as FSDP cuts them."""
     lengths = np.array([tensors[row].shape[0] for row in rows])
     columns = np.array([(*tensors[row].shape, 1)[1] for row in rows])
     most, found = -(-lengths // ranks), list[tuple[BoxTable, Ints]]()
@@ -335,7 +336,7 @@ def pieces(
 
 
 def publish(ranks: int) -> list[Result]:
-    """What a rank does to publish the model, in a process of its own: to plan, and in every step."""
+    """Measure a rank's work to publish the model, in a separate process: the plan, and each step."""
     with beside(gather, ranks) as pipe:
         planned, told, ran, waves = pipe.recv()
     print(f"{waves} waves; {told / 1e6:.1f} MB of pieces from all ranks", flush=True)
@@ -343,7 +344,7 @@ def publish(ranks: int) -> list[Result]:
 
 
 def gather(pipe: Connection, ranks: int) -> None:
-    """Plan the gathering of a model, and go through its parts as `Gather.run` does, without any elements."""
+    """Plan the gathering of a model, and go through its parts as `Gather.run` does, but without elements."""
     tensors = tuple(each for each in stored_tensors() if each.name.startswith("model/"))
     rows = np.arange(len(tensors))
     boxes, first = pieces(tensors, rows, ranks, range(1))[0]
@@ -376,7 +377,7 @@ def gather(pipe: Connection, ranks: int) -> None:
 
 
 def step(ranks: int) -> list[Result]:
-    """What a step costs in messages one after the other, and in Python of each rank."""
+    """Measure a step's messages, one after the other, and the Python of each rank."""
     with beside(serve_store, 2) as server, crowd(pass_on, 2, server.recv(), each=1) as pipes:
         for pipe in pipes:
             pipe.send(None)
@@ -406,7 +407,7 @@ def step(ranks: int) -> list[Result]:
 
 
 def exchange(pipe: Connection, ranks: int) -> None:
-    """Do with all rollouts of a step of GRPO what every rank does, and pack those that go to one rank. Whiten those of PPO."""
+    """Do every rank's work on all rollouts of a step of GRPO. Pack the rollouts of one rank. Whiten the advantages of PPO."""
     rng, begin, limit = np.random.default_rng(0), 100, 800
     messages = []
     for rank, row in enumerate(rng.integers(1, limit, (ranks, SAMPLES)).tolist()):
@@ -513,7 +514,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
 
 
 def hear(levels: list[list[bytes]], sizes: Sequence[int]) -> tuple[RolloutTable, Any]:
-    """Do what rank 0 does with the messages of each of its groups."""
+    """Handle the messages of each of rank 0's groups as rank 0 does."""
     for level, size in zip(levels, sizes, strict=False):
         own = merged_shares([pickle.loads(message) for message in level[:size]])  # noqa: S301 - our own
         if level is not levels[-2]:
@@ -522,7 +523,7 @@ def hear(levels: list[list[bytes]], sizes: Sequence[int]) -> tuple[RolloutTable,
 
 
 def held_by(table: RolloutTable, ranks: npt.NDArray[np.int64]) -> RolloutTable:
-    """Give each rank the rollouts that it trains on, so that rank 0 waits for no other."""
+    """Return a table in which each rank owns the rollouts that it trains on, so that rank 0 needs no other rank."""
     mine = np.flatnonzero(ranks == 0)
     held = np.full(len(ranks), -1)
     held[mine] = np.arange(len(mine))
@@ -536,13 +537,13 @@ def held_by(table: RolloutTable, ranks: npt.NDArray[np.int64]) -> RolloutTable:
 
 
 def completion(size: int) -> Completion:
-    """So many tokens."""
+    """Return a completion of `size` tokens."""
     numbers = np.zeros(size, np.float32)
     return Completion(np.zeros(size, np.int64), numbers, numbers, "stop", 7)
 
 
 def pass_on(pipe: Connection, rank: int, count: int, port: int) -> None:
-    """One of two real processes, which tell each other flags over gloo."""
+    """As one of two real processes, exchange flags and deliveries over gloo, and send their times."""
     pipe.send("ready")
     pipe.recv()
     with processes.process_group(
@@ -555,7 +556,7 @@ def pass_on(pipe: Connection, rank: int, count: int, port: int) -> None:
 
 
 def half_of(work: Callable[[], object]) -> float:
-    """Half the median seconds."""
+    """Return half of the median seconds."""
     seconds = []
     for _ in range(500):
         begun = perf_counter()
@@ -565,7 +566,7 @@ def half_of(work: Callable[[], object]) -> float:
 
 
 def within(name: str, ours: float, unit: str, goal: float | None = None) -> Result:
-    """A figure that is to be at most `goal`."""
+    """Return a figure that should be at most `goal`."""
     if goal is None:
         return Result(f"scale/{name}", ours, None, None, unit, 0, 0)
     return Result(f"scale/{name}", ours, None, goal, unit, goal / max(ours, 1e-9), 1)

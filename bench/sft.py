@@ -2,15 +2,15 @@
 
     python -m bench.sft [--json] [--rounds N] [--threads N] [--cases products lengths ranks]
 
-    products  forward, backward and step of a Qwen3-shaped model of 109 M parameters on 4,096 tokens, in sequences of
-              1,024 and of 512, bf16, as it is and with engine.compile: the share of the speed of matrix products of
-              2,048^3 in the same round, into memory that is warm. Peer: plain transformers in bf16 throughout, as
-              it is and compiled.
-    lengths   the 30 M model on texts of 32 to 1,024 tokens with a long tail, 64 a step: useful tokens per second.
-              Peers: TRL's SFTTrainer, its packing on, and transformers' Trainer, which pads.
-    ranks     the 30 M model on 16 sequences of 512 tokens: two processes (FSDP) of one thread each beside one of two.
+    products  forward, backward and optimizer step of a Qwen3-shaped model of 109 M parameters on 4,096 tokens, in sequences
+              of 1,024 and of 512, bf16, with and without engine.compile. The figure is the share of the speed of matrix
+              products of 2,048^3 in the same round, into warm memory. Peer: plain transformers in bf16 throughout, compiled
+              and not.
+    lengths   the 30 M model on texts of 32 to 1,024 tokens with a long tail, 64 per step: useful tokens per second.
+              Peers: TRL's SFTTrainer with packing, and transformers' Trainer, which pads.
+    ranks     the 30 M model on 16 sequences of 512 tokens: two processes (FSDP) of one thread each beside one of two threads.
 
-All take turns within each round, and ratios are medians over rounds of the same round's times per token.
+All sides take turns within each round. Ratios are medians over rounds of the same round's times per token.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from burnish.models.meta_init import count_flops
 LR = 1e-5
 SHORTEST, LONGEST = 32, 1024
 EDGE, PRODUCTS = 2048, 8
-"""Rows and columns of the product that sets the limit, and how many are timed together."""
+"""Rows and columns of the matrix product that sets the limit, and the number of products that are timed together."""
 
 
 def write_world(directory: Path, size: str, lengths: Sequence[int], examples: int) -> RunConfig:
-    """Weights, tokenizer and texts of these lengths on disk, and our configuration of them."""
+    """Write weights, tokenizer and texts of these lengths. Return our configuration with them."""
     model, rows, shape = directory / "model", directory / "texts.jsonl", model_config(size)
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(model)
@@ -67,13 +67,13 @@ def write_world(directory: Path, size: str, lengths: Sequence[int], examples: in
 
 @contextmanager
 def world(size: str, lengths: Sequence[int], examples: int) -> Iterator[RunConfig]:
-    """`write_world` in a directory of its own."""
+    """Call `write_world` in a temporary directory."""
     with tempfile.TemporaryDirectory() as directory:
         yield write_world(Path(directory), size, lengths, examples)
 
 
 def long_tail(count: int) -> list[int]:
-    """Lengths of which most are short and few are long: log-normal, cut to the shortest and longest."""
+    """Return lengths of which most are short and few are long: log-normal, clipped to the shortest and longest."""
     rng = random.Random(0)
     drawn = (int(rng.lognormvariate(5.0, 0.9)) for _ in range(count))
     return [min(max(length, SHORTEST), LONGEST) for length in drawn]
@@ -136,7 +136,7 @@ def _in_words(share: dict[str, float]) -> str:
 
 
 def plain_step(config: RunConfig, lengths: Sequence[int], *, compiled: bool) -> Callable[[], None]:
-    """A step of transformers' model in bf16 with torch's AdamW, on random tokens."""
+    """Return a step of transformers' model in bf16 with torch's AdamW, on random tokens."""
     model = Qwen3ForCausalLM.from_pretrained(config.model.path, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     ids = torch.randint(2, model.config.vocab_size, (len(lengths), lengths[0]))
@@ -190,7 +190,7 @@ def lengths(rounds: int, threads: int) -> list[Result]:
 
 
 def _per_token(ours: Sft, peers: dict[str, Peer], rounds: int) -> dict[str, list[float]]:
-    """Seconds per token of every side in every round, after one round to warm up."""
+    """Return the seconds per token of each side in each round, after one round to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in ("ours", *peers)}
     for number in range(rounds + 1):
         mine, tokens = ours.step()
@@ -205,7 +205,7 @@ def _per_token(ours: Sft, peers: dict[str, Peer], rounds: int) -> dict[str, list
 
 
 def ranks(rounds: int, threads: int) -> list[Result]:
-    del threads  # two in all
+    del threads  # this case always uses two
     with ExitStack() as stack:
         config = stack.enter_context(world("30m", [512] * 16 * (rounds + 1), 16))
         teams = {

@@ -1,7 +1,7 @@
-"""A rank of ours that does a step of SFT when asked. A peer of `bench.sft`, under our own Python.
+"""One of our ranks, which does a step of SFT for each question. A peer of `bench.sft` under our own Python.
 
 Settings: `config` (a run's configuration), `rank`, `world`, `port` (of rank 0), `threads`. An answer has
-`seconds`, and the `tokens` that all ranks trained on.
+`seconds`, and the number of `tokens` that all ranks trained on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from burnish.train.setup import example_dataset, lay_foundation, make_engine
 
 
 class Sft:
-    """The pieces of `burnish.train.sft`, and one step of them."""
+    """The parts of `burnish.train.sft`, and one step with them."""
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self._config, self._layout, self._device = config, layout, device
@@ -40,7 +40,7 @@ class Sft:
         self._next = self._made()
 
     def step(self) -> tuple[float, list[int]]:
-        """One step: its seconds, and the tokens of each sequence trained on."""
+        """Take one step. Return its seconds, and the tokens of each sequence."""
         start, (batch, lengths) = clock(self._device)(), self._next
         stats = self._engine.forward_backward(batch, sft_loss)
         self._next = self._made()
@@ -59,7 +59,7 @@ class Sft:
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Seconds on the wall when the device has done what it was given."""
+    """Return a clock of wall-clock seconds, which waits for the device to finish its work."""
 
     def now() -> float:
         synchronize(device)

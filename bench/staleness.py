@@ -2,12 +2,12 @@
 
     python -m bench.staleness [--runs DIRECTORY] [--picture FILE] [--seeds 0 1 2] [SETTING=VALUE ...]
 
-Runs `examples/demo/rl.yaml` with `algorithm.mismatch_cap: 2` and the given settings, from the model that the demo's first stage
-leaves (`make demo`). The picture of the docs has `steps=400 batch.prompts=64 optim.lr=1e-4`. Each run that is complete in DIRECTORY
-is kept, so the command may be started again. The picture shows the mean of the seeds, smoothed over 10 steps, and from the lowest to
-the highest of them. Printed is the share of steps at which a mean lies between the lowest and the highest seed of `ahead` 0, wider
-on either side by two standard errors of one smoothed reward. The delay is the number of steps by which the curve has to be moved so
-that most of it lies there. Takes long, so `make bench` leaves it out.
+Runs `examples/demo/rl.yaml` with `algorithm.mismatch_cap: 2` and the given settings, from the model of the demo's first stage
+(`make demo`). The picture of the docs has `steps=400 batch.prompts=64 optim.lr=1e-4`. A run that is complete in DIRECTORY
+is not repeated, so the command may be started again. The picture shows the mean of the seeds, smoothed over 10 steps, and the range
+from the lowest to the highest seed. The command prints the share of steps at which a mean lies in the band of `ahead` 0. The band
+goes from its lowest to its highest seed, widened on either side by two standard errors of one smoothed reward. The delay is the
+number of steps by which the curve has to be moved so that most of it lies in the band. This takes long, so `make bench` leaves it out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from burnish.tracking.trackers import read_metrics
 AHEAD = {0: "#1f77b4", 1: "#ff7f0e", 4: "#2ca02c"}
 """Settings of `rollout.ahead`, and their colours."""
 MOST_DELAY = 20
-"""Steps by which a curve is moved at most."""
+"""Most steps by which a curve is moved."""
 WIDTH, HEIGHT, MARGIN = 640, 360, 48
 
 
 def curve(runs: Path, ahead: int, seed: int, steps: int, settings: list[str]) -> Curve:
-    """The mean reward of each step of one run, which is made if it is not there."""
+    """Return the mean reward of each step of one run. Start the run if it is not complete."""
     name = f"ahead{ahead}-seed{seed}"
     found = rewards(runs / name)
     if len(found) < steps:
@@ -47,19 +47,19 @@ def curve(runs: Path, ahead: int, seed: int, steps: int, settings: list[str]) ->
 
 
 def rewards(run: Path) -> Curve:
-    """The rewards that a run has recorded."""
+    """Return the rewards that a run has recorded."""
     file = run / "metrics.jsonl"
     rows = read_metrics(file) if file.exists() else []
     return np.array([row["reward/mean"] for row in rows if "reward/mean" in row])
 
 
 def early(curves: Sequence[Curve], delay: int) -> list[Curve]:
-    """The curves without their last `delay` steps."""
+    """Return the curves without their last `delay` steps."""
     return [each[: len(each) - delay] for each in curves]
 
 
 def picture(curves: dict[int, list[Curve]]) -> str:
-    """The curves as an SVG."""
+    """Return the curves as an SVG."""
     steps = min(len(each) for group in curves.values() for each in group)
     right, bottom = WIDTH - MARGIN, HEIGHT - MARGIN
 
@@ -106,7 +106,7 @@ def main() -> None:
     given = parser.parse_args()
     config = load_config(ROOT / CONFIG, given.settings)
     steps = config.steps
-    assert steps is not None  # of the demo
+    assert steps is not None  # the demo sets it
     curves: dict[int, list[Curve]] = {ahead: [] for ahead in AHEAD}
     for seed in given.seeds:
         for ahead, group in curves.items():

@@ -1,7 +1,7 @@
-"""How long a run takes to begin, beside the imports that TRL's trainer needs.
+"""The time that a run takes to begin, beside the imports that TRL's trainer needs.
 
-Starts `burnish rl` with a model of 5 M parameters and reads when it says its first line, and how much
-processor time it has used when it writes the first step's line. The step's own time is taken off.
+Starts `burnish rl` with a model of 5 M parameters. Measures the time until its first line, and the processor time
+that it has used when it prints the first step's line, minus the time of the step.
 
     python -m bench.start [--rounds 5] [--json]
 """
@@ -30,9 +30,9 @@ class Start(NamedTuple):
     """Seconds of one start."""
 
     first_line: float
-    """On the wall, from the command to the first line."""
+    """Wall-clock time from the command to the first line."""
     first_step: float
-    """Of processor time, from the command to the beginning of the first step."""
+    """Processor time from the command to the beginning of the first step."""
 
 
 def start(directory: Path) -> Start:

@@ -1,13 +1,14 @@
-"""What tracking costs: steps of the demo's task with every tracker and with none, in turns within one run.
+"""The cost of tracking: steps of the demo's task with all trackers and with none, in turns within one run.
 
     .venv-trackers/bin/python -m bench.tracking [--json] [--rounds N] [--clock wall|cpu]
 
-On: TensorBoard, W&B and SwanLab (offline), MLflow (a server on loopback), Trackio (local), rollout files, traces of the
-rollouts that are kept longest and of 1 % of all, to files and to a collector on loopback, the beginnings of phases in the log. Off: the console and `metrics.jsonl`, which every run has. A round is ten steps of each, after one to warm up. The time of
-"on" includes that of trackers to take all that they were given, which in a run goes on beside the next steps. `--clock cpu` counts
-the processor time of the process with all its threads. Further lines say how much more of it each thread takes with tracking, and of
-the training thread the calls of observers; these differ less from run to run than the steps do. Left out: the report, which takes at
-most 2 % by itself; checkpoints and validation.
+"on": TensorBoard, W&B and SwanLab (offline), MLflow (a server on loopback), Trackio (local), rollout files, traces of the
+rollouts that are kept longest and of 1 % of all, to files and to a collector on loopback, and log lines at the start of phases.
+"off": the console and `metrics.jsonl`, which every run has. A round is ten steps of each side, after one round to warm up. The time
+of "on" includes the time in which trackers process everything; in a run, they do this beside the next steps. `--clock cpu` counts
+the processor time of the process with all its threads. Further lines show how much more processor time each thread takes with
+tracking, and the training thread's calls of observers. These vary less between runs than the steps do. Left out: the report, which
+takes at most 2 %, checkpoints and validation.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from burnish.tracking.trackers import BackgroundTracker, Observers
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 STEPS, GOAL = 10, 0.99
-"""Steps of a side in a round; the least share of the time without tracking."""
+"""Steps of a side in a round; goal for the time without tracking over the time with it."""
 OBSERVERS, LEAST = "observers", 0.0002
-"""What the training thread spends in them; the least difference of a thread that is shown, in seconds a step."""
+"""Name of the training thread's time in observers; smallest difference that is shown, in seconds per step."""
 SILENT: dict[str, Any] = {"trackers": [], "rollouts_every": 0, "traces": {"local": False}}
 COLLECTOR = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -64,7 +65,7 @@ server.serve_forever()
 
 
 class Turns:
-    """A run's observers, every `STEPS` steps those with tracking and those without."""
+    """A run's observers, which switch every `STEPS` steps between those with tracking and those without."""
 
     clock: Clock
     seconds: Mapping[str, list[float]]
@@ -120,19 +121,19 @@ class Turns:
 
 
 def used_by_thread() -> dict[str, float]:
-    """Return the seconds of processor time that each thread has used, by name. Not the main one and torch's, which train."""
+    """Return the seconds of processor time that each thread has used, by name. Leave out the main thread and torch's, which train."""
     training = Path("/proc/self/comm").read_text().strip()
     names = {str(each.native_id): each.name for each in threading.enumerate()}
     found: dict[str, float] = defaultdict(float)
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
             found[names.get(task.name, (task / "comm").read_text().strip())] += seconds
     return {k: v for k, v in found.items() if k not in (training, names[str(os.getpid())])}
 
 
 def wait_for(held: Any) -> None:
-    """Wait until trackers in the background have taken what they were given."""
+    """Wait until trackers in the background have processed everything."""
     if isinstance(held, list):
         for each in held:
             wait_for(each)
@@ -144,7 +145,7 @@ def wait_for(held: Any) -> None:
 
 @contextmanager
 def services(directory: Path) -> Iterator[str]:
-    """Variables for the trackers; servers on loopback. Yields the collector's address."""
+    """Set variables for the trackers, and start servers on loopback. Yield the collector's address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     store = ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db", "--workers", "1"]
@@ -173,7 +174,7 @@ def services(directory: Path) -> Iterator[str]:
 
 
 def settings_of(endpoint: str, steps: int) -> dict[str, Any]:
-    """The demo's reinforcement learning, on the model that its fine-tuning begins with."""
+    """Return the demo's settings for reinforcement learning, on the model that its fine-tuning begins with."""
     demo: dict[str, Any] = yaml.safe_load((DEMO / "rl.yaml").read_text())
     model = yaml.safe_load((DEMO / "sft.yaml").read_text())["model"]
     return demo | {
@@ -196,7 +197,7 @@ def middle(rows: list[dict[str, float]], name: str) -> float:
 
 
 def by_thread(found: Mapping[str, list[dict[str, float]]], step: float) -> list[Result]:
-    """What each thread uses more with tracking, in a step, and all together."""
+    """Return the additional processor time per step with tracking, of each thread and of all."""
     sides = {side: found[side][1:] for side in found}
     cost = {
         name: (middle(sides["on"], name) - middle(sides["off"], name)) / STEPS

@@ -2,8 +2,8 @@
 
 Settings: `model` and `prompts` (paths), `prompts_per_step`, `samples`, `max_tokens`, `lr`, `seed`,
 `weights_dtype` (of the model and so of AdamW: float32 computes in bf16 by autocast, bfloat16 is bf16
-throughout), `rows` (sequences per forward and backward pass), `clock`. A question's `lengths` give the length
-of each completion of the step in order; the answer has `seconds`, and `tokens` generated.
+throughout), `rows` (sequences per forward and backward pass), `clock`. A question has `lengths`, one for each
+completion of the step in order. An answer has `seconds`, and the number of `tokens` generated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.words import EOS, even_share  # noqa: E402
 
 
 class Lengths(LogitsProcessor):
-    """Ends row i with the end token as its token number `wanted[i]`, and never before."""
+    """Makes the end token the `wanted[i]`-th token of row i, and never an earlier one."""
 
     def __init__(self, prompt_length: int, wanted: torch.Tensor) -> None:
         self._prompt_length, self._wanted = prompt_length, wanted
@@ -44,12 +44,12 @@ class Lengths(LogitsProcessor):
 
 
 class GivenLengths(Qwen3ForCausalLM):
-    """The model, whose generated rows have the lengths of `wanted`."""
+    """The model, with generated rows of the lengths `wanted`."""
 
     wanted: torch.Tensor
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """Generate as asked, to those lengths."""
+        """Generate rows of these lengths."""
         lengths = Lengths(options["input_ids"].shape[1], self.wanted)
         return super().generate(
             *arguments, **options, logits_processor=LogitsProcessorList([lengths])
@@ -57,7 +57,7 @@ class GivenLengths(Qwen3ForCausalLM):
 
 
 class TakeTurns(TrainerCallback):
-    """Begins a step when asked to, and answers when it is done."""
+    """Begins a step when it gets a question, and answers when the step is done."""
 
     def __init__(self, model: GivenLengths, clock: Clock) -> None:
         self._model, self._clock = model, clock
@@ -69,12 +69,12 @@ class TakeTurns(TrainerCallback):
         self._start = self._now()
 
     def on_step_end(self, *arguments: Any, **options: Any) -> None:
-        """Answer it."""
+        """Answer the question."""
         seconds = self._now() - self._start
         TURNS.answer(seconds=seconds, tokens=int(self._model.wanted.sum()))
 
     def _now(self) -> float:
-        """The clock's time when the device has done what it was given."""
+        """Return the clock's time once the device has finished its work."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self._clock()

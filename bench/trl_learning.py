@@ -1,8 +1,8 @@
-"""The peer of `bench.learning`: a whole run of TRL's GRPOTrainer, asked for by its settings. Runs under the peer's Python.
+"""The peer of `bench.learning`: a whole run of TRL's GRPOTrainer. Runs under the peer's Python.
 
-One question, after `{}`: `model`, `train` (path of JSON Lines with `prompt` and `answer`), `prompts`,
-`samples`, `max_tokens`, `lr`, `warmup`, `steps`, `seed`, `output` (a directory). The answer has
-`rewards`, the mean of each step.
+The first question is `{}`. The second has the settings: `model`, `train` (path of JSON Lines with `prompt` and `answer`),
+`prompts`, `samples`, `max_tokens`, `lr`, `warmup`, `steps`, `seed`, `output` (a directory). Its answer has `rewards`, the mean
+of each step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
 def exact_match(completions: list[str], answer: list[str], **columns: object) -> list[float]:
-    """1 where the completion is the answer."""
+    """Return 1 for each completion that is the answer, else 0."""
     return [float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
 
 
 def learn(settings: dict[str, Any]) -> list[float]:
-    """The mean reward of every step of one run."""
+    """Train, and return the mean reward of every step."""
     config = GRPOConfig(
         output_dir=settings["output"],
         use_cpu=not torch.cuda.is_available(),

@@ -3,7 +3,8 @@
 Settings: `model` and `texts` (paths), `examples` (sequences per step), `rows` (sequences per forward and backward
 pass), `lr`, `seed`, `weights_dtype` (of the model and so of AdamW: float32 computes in bf16 by
 autocast, bfloat16 is bf16 throughout), `packing` (None: a sequence is a text, padded to the longest of its pass;
-else texts are packed into sequences of at most so many tokens), `checkpointing` (of gradients). A question's answer has `seconds`, and `tokens` trained on.
+else the maximum number of tokens of a packed sequence), `checkpointing` (of activations). An answer has `seconds`, and the number
+of `tokens` trained on.
 """
 
 from __future__ import annotations

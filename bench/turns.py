@@ -1,4 +1,4 @@
-"""How a trainer of transformers, or one made from it, takes turns: a callback around each of its steps. Runs under a peer's Python."""
+"""A callback with which transformers' Trainer, or one derived from it, takes turns step by step. Runs under a peer's Python."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bench.peers import Turns
 
 
 class TakeTurns(TrainerCallback):  # type: ignore[misc]  # transformers has no types for it
-    """Begins a step when asked to, and answers when the device has done it."""
+    """Begins a step when it gets a question, and answers when the device has finished it."""
 
     def __init__(self, turns: Turns, examples: int) -> None:
-        """`examples`: rows that make a step."""
+        """`examples`: rows per step."""
         self._turns, self._examples = turns, examples
         self._start = 0.0
         self._lengths: list[int] = []
 
     def take_data(self, rows: Any) -> None:
-        """Rows in the order they are trained on, from the beginning again after the last."""
+        """Take the rows in the order of training, which starts again after the last."""
         self._lengths = [len(row["input_ids"]) for row in rows]
 
     def on_step_begin(self, *arguments: Any, **options: Any) -> None:
@@ -30,7 +30,7 @@ class TakeTurns(TrainerCallback):  # type: ignore[misc]  # transformers has no t
         self._start = _now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Answer it."""
+        """Answer the question."""
         seconds = _now() - self._start
         first = (state.global_step - 1) * self._examples
         numbers = [i % len(self._lengths) for i in range(first, first + self._examples)]
@@ -44,7 +44,7 @@ def _now() -> float:
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """What the configuration of every such trainer has in common."""
+    """Return the arguments that all these trainers share."""
     return {
         "output_dir": settings["model"] + "-trained",
         "use_cpu": not torch.cuda.is_available(),

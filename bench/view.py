@@ -1,7 +1,7 @@
-"""How soon `burnish view` shows runs and rollouts, how long its index takes, and what it needs.
+"""The time until `burnish view` shows runs and rollouts, and the time, memory and disk space of its index.
 
-Makes 200,000 rollouts of 500 tokens in 200 steps and a run of 3,000 steps, starts the command and asks it over HTTP.
-With `--steps 10000` the rollouts' steps are linked again and again until there are so many: 10 million rollouts.
+Makes 200,000 rollouts of 500 tokens in 200 steps and a run of 3,000 steps, starts the command and sends it requests over HTTP.
+With `--steps 10000`, links to the rollout files make 10,000 steps of the 200: 10 million rollouts.
 
     python -m bench.view [--rounds 5] [--steps 200] [--directory DIR] [--json]
 """
@@ -38,7 +38,7 @@ _QUERIES: dict[str, dict[str, Any]] = {
 
 
 class Viewer:
-    """A viewer that was started."""
+    """A running `burnish view`."""
 
     def __init__(self, process: subprocess.Popen[str], begun: float) -> None:
         assert process.stdout is not None
@@ -56,12 +56,12 @@ class Viewer:
         return json.loads(body)
 
     def used(self) -> float:
-        """Return the processor time that it has used, in seconds."""
+        """Return the processor time that the process has used, in seconds."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
     def megabytes(self) -> float:
-        """Return the most memory that it had."""
+        """Return the process's peak memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
 
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def make(root: Path, steps: int) -> None:
-    """Make the runs that are not there."""
+    """Make the runs that do not exist."""
     if not (root / "long").exists():
         make_run(root / "long", steps=3000)
     if not (root / "rollouts").exists():
@@ -103,7 +103,7 @@ def make(root: Path, steps: int) -> None:
 
 
 def measured(root: Path, steps: int, rounds: int) -> list[Result]:
-    """Start the viewer with and without an index, and ask."""
+    """Start the viewer with and without an index, and time its answers."""
     run, index = "rollouts", root / "rollouts" / ".index.sqlite"
     rows = steps * _PROMPTS * _SAMPLES
     firsts: dict[str, list[tuple[float, float]]] = {}

@@ -1,4 +1,4 @@
-"""Make runs to look at: their files, as a run writes them, without training."""
+"""Make runs for `burnish view`: the files that a run writes, without training."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_run(
 
 
 def make_hostile_run(directory: Path) -> Path:
-    """Write a run whose texts try to be more than texts."""
+    """Write a run whose texts try to act as HTML, scripts or formulas."""
     run = _begun(directory, 1)
     run.metrics.write_text(json_line({"step": 1, "reward/mean": 0.5, HOSTILE[0]: 1.0}))
     rewards = (math.nan, math.inf, -math.inf, *range(len(HOSTILE) - 3))
@@ -148,7 +148,7 @@ def _rollout(
 
 
 def main(directory: Path) -> None:
-    """Make a few runs to look at."""
+    """Make a few runs."""
     make_run(directory / "long", steps=3000)
     make_run(directory / "small", steps=60, prompts=16, every=2, tokens=80)
     make_hostile_run(directory / "hostile")

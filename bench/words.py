@@ -1,4 +1,4 @@
-"""The benchmarks' world: a language of numbered words, prompts in it, a reward, model sizes. Imported by both sides."""
+"""The benchmarks' data and models: a language of numbered words, prompts in it, a reward, model sizes. Both sides import it."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ SIZES: dict[str, dict[str, int]] = {
         "max_position_embeddings": 40960,
     },
 }
-"""Shapes; where they do not say otherwise 6 layers of 64-wide heads and 4096 words. Two heads to a key head where they do not say otherwise, tied embeddings in all."""
+"""Shapes. Defaults: 6 layers, heads of width 64, two heads per key head, 4096 words. Embeddings are always tied."""
 
 
 def model_config(size: str) -> dict[str, Any]:
-    """The content of a Qwen3 config.json of about `size` parameters."""
+    """Return the content of a Qwen3 config.json of about `size` parameters."""
     shape = SIZES[size]
     return {
         "model_type": "qwen3",
@@ -74,7 +74,7 @@ def model_config(size: str) -> dict[str, Any]:
 
 
 def write_tokenizer(directory: Path, vocabulary: int = VOCABULARY) -> None:
-    """One token per word: <pad>, <eos>, w2 and so on."""
+    """Write a tokenizer with one token per word: <pad>, <eos>, w2 and so on."""
     names = ["<pad>", "<eos>", *(f"w{number}" for number in range(2, vocabulary))]
     words = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
@@ -85,19 +85,19 @@ def write_tokenizer(directory: Path, vocabulary: int = VOCABULARY) -> None:
 
 
 def sentence(rng: random.Random, words: int) -> str:
-    """Random words."""
+    """Return random words."""
     return " ".join(f"w{rng.randrange(2, VOCABULARY)}" for _ in range(words))
 
 
 def write_prompts(path: Path, count: int, words: int) -> None:
-    """JSON Lines of prompts of `words` words each, without answers."""
+    """Write JSON Lines of prompts of `words` words each, without answers."""
     rng = random.Random(0)
     rows = (json.dumps({"prompt": sentence(rng, words), "answer": ""}) for _ in range(count))
     path.write_text("".join(row + "\n" for row in rows))
 
 
 def even_share(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """The share of even words in each completion: a reward that costs little and varies."""
+    """Return the share of even words in each completion: a reward that costs little and varies."""
     shares = []
     for completion in completions:
         words = completion.split()

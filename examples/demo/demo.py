@@ -1,10 +1,10 @@
-"""`make demo`: from nothing to a small model that has learned to sort digits, by the same commands as any run.
+"""`make demo`: train a small model from nothing to sort digits, with the same commands as any run.
 
 Makes a tokenizer and digits to sort, trains a new model a little on them (`burnish sft`), improves
 it by reinforcement learning (`burnish rl`), and asks the result with plain transformers. The exit status is 1
 unless the model is poor before reinforcement learning and nearly always right after it.
 
-Choices of digits are held out in every order: the model never trains on 6237, nor on 2736.
+A choice of four digits is held out in all its orders: the model trains neither on 6237 nor on 2736.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RUNS = Path("runs/demo")
 QUESTIONS = ("6237=", "4820=", "9061=")
-"""Held out, as are all other orders of their digits."""
+"""Prompts whose digits are held out in every order."""
 BEFORE_AT_MOST, AFTER_AT_LEAST = 0.40, 0.95
-"""Accuracies that reinforcement learning begins and ends with."""
+"""Expected accuracies before and after reinforcement learning."""
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def unkept(before: float, after: float) -> str:
-    """Return how the accuracies before and after reinforcement learning differ from the expected ones; empty if they do not."""
+    """Return how the accuracies before and after reinforcement learning miss the expected ones; empty if they meet them."""
     missed = []
     if not before <= BEFORE_AT_MOST:
         missed.append(f"{before:.1%} right before it, want at most {BEFORE_AT_MOST:.0%}")
@@ -84,8 +84,8 @@ def newest_model(run: Path) -> Path:
 
 
 def ask(model: Path) -> dict[str, str]:
-    """Greedy answers to the questions, by transformers alone."""
-    for talkative in ("torchao", "torch.utils._pytree"):  # which transformers imports
+    """Return greedy answers to the questions, from transformers alone."""
+    for talkative in ("torchao", "torch.utils._pytree"):  # transformers imports them
         logging.getLogger(talkative).setLevel(logging.ERROR)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,7 +105,7 @@ def ask(model: Path) -> dict[str, str]:
 
 
 def accuracies(metrics: Path) -> tuple[float, float]:
-    """Held-out exact match before and after reinforcement learning."""
+    """Return held-out exact match before and after reinforcement learning."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     measured = [row["val/mean@1"] for row in rows if "val/mean@1" in row]
     return measured[0], measured[-1]
@@ -124,7 +124,7 @@ def report(answers: dict[str, str], summary: dict[str, float], model: Path) -> N
   held-out exact match    before   after
                           {summary["accuracy_before"]:6.1%}  {summary["accuracy_after"]:6.1%}     in {summary["seconds"]:.0f} seconds
 
-  the model    {model}   (AutoModelForCausalLM.from_pretrained takes it as it lies)
+  the model    {model}   (AutoModelForCausalLM.from_pretrained loads it as it is)
   the report   {RUNS / "rl" / "report.html"}   (open it in a browser)
 
 Try next

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 CHARACTERS = "0123456789="
 DIGITS = 4
 HELD_OUT = 30
-"""How many of the 210 choices of digits are never trained on, in any of their 24 orders."""
+"""Number of the 210 choices of digits that are never trained on, in any of their 24 orders."""
 
 
 def write_tokenizer(directory: Path) -> None:
-    """One token per character, and a pad, an end and an unknown token."""
+    """Write a tokenizer with one token per character, and a pad, an end and an unknown token."""
     names = ["<pad>", "<eos>", "<unk>", *CHARACTERS]
     vocabulary = {token: number for number, token in enumerate(names)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

@@ -18,7 +18,7 @@ DATA = Path("runs/sums.jsonl")
 
 
 def close(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Return 1 for the right number and less the further a completion is from it; 0 for no number."""
+    """Return 1 for the right number, less for a number further away, and 0 for no number."""
     numbers = [text.strip() for text in completions]
     return [
         1 / (1 + abs(int(number) - int(right))) if number.isdecimal() else 0.0
