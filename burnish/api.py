@@ -112,7 +112,7 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 
 
 def config_at(place: str) -> tuple[Path | None, Path | None]:
-    """Return the configuration file, None for a model; and the run's directory, if any."""
+    """Return the configuration file (None for a model) and the run's directory, if any."""
     if is_model(place):
         return None, None
     path = Path(place)

@@ -1,6 +1,6 @@
-"""Compare two configurations: the same run may be resumed.
+"""Decide whether a configuration may resume another's run.
 
-Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.train.fingerprints` compares their content.
+Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.train.fingerprints` compares content.
 """
 
 from __future__ import annotations

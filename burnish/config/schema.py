@@ -161,7 +161,7 @@ class EngineConfig(Section):
     optimizer_offload: MayChange[bool] = False
     """Keep the optimizer state on the host. A step brings it to the device in pieces."""
     park: MayChange[bool] = False
-    """rl: move weights, gradients and optimizer state to the host while completions are generated, also those of critic and reference. Evaluations do not."""
+    """rl: move weights, gradients and optimizer state to the host while completions are generated, also those of critic and reference. Evaluations move nothing."""
     compile: bool = False
     """torch: compile each decoder layer with torch.compile. Steps get faster after a first one of a minute or more. Needs a C++ compiler."""
     router_aux_loss: float = Field(0.0, ge=0)
@@ -215,11 +215,11 @@ class DataConfig(Section):
     """Data for training and validation: JSON Lines, Parquet or CSV files, or data sets of the Hugging Face Hub."""
 
     train: MayChange[list[str]] = []
-    """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, OWNER/NAME:SUBSET/SPLIT, or one of the two after the colon; before it @REVISION. Default: the data set's own subset, and its split train."""
+    """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, or in full OWNER/NAME@REVISION:SUBSET/SPLIT, where either SUBSET or SPLIT may also be alone. Default: the data set's own subset, and its split train."""
     weights: list[Annotated[float, Field(gt=0)]] = []
     """How often each entry of `train` is drawn, relative to the others: [3, 1] draws three rows of the first for one of the second. Needs `steps`. Default: every row once an epoch."""
     curriculum: str | None = None
-    """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. measured, RL: leave prompts out more and more often while all their completions are worth the same, as this run measures; needs `steps`. Default: no such order."""
+    """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. measured, RL: leave a prompt out more and more often while all its completions get equal rewards in this run; needs `steps`. Default: no such order."""
     streaming: int = Field(0, ge=0)
     """Read `train` during training, in windows of this many megabytes. Use it for data that do not fit on the disk, or that take too long to tokenize first. Each process holds two windows, with `weights` of each entry. Files are shuffled, and rows within a window. Needs `steps`. 0: tokenize all rows before the first step."""
     validation: MayChange[list[str]] = []
@@ -593,7 +593,7 @@ class DistributedConfig(Section):
     """Timeouts and restarts."""
 
     timeout_seconds: float = Field(600.0, gt=0)
-    """How long a collective waits for other ranks before the run stops. Also how long the process that saves in the background may read and write nothing before its save has failed."""
+    """How long a collective waits for other ranks before the run stops. Also how long a save in the background may neither read nor write before it fails."""
     stall_seconds: float = Field(3600.0, ge=0)
     """If nothing moves on any rank for this time, a training run reports where each rank is, and ends. The same command resumes it. 0: never."""
     max_restarts: int = Field(10, ge=0)
@@ -620,7 +620,7 @@ class RunConfig(Section):
     epochs: MayChange[int] = Field(1, ge=1)
     """Passes over the data, if `steps` is not given. Each takes every prompt or example once, so the last step of an epoch may be smaller. With `algorithm.dynamic_sampling`, which takes more prompts: as many steps as full batches of the data would make."""
     resume: MayChange[Literal["auto", "never", "fresh"]] = "auto"
-    """auto: continue from the newest committed step of this run. never: refuse if there is one. fresh: rename the run's directory to NAME.1 and begin anew; a restart by torchrun or Slurm continues. A run that never saved is renamed by itself if another configuration has its name."""
+    """auto: continue from the newest committed step of this run. never: refuse if there is one. fresh: rename the run's directory to NAME.1 and begin anew; a restart by torchrun or Slurm continues. The directory of a run that never saved is renamed without being asked if a run with another configuration has its name."""
     model: ModelConfig = ModelConfig()
     """The model to train."""
     engine: EngineConfig = EngineConfig()

@@ -63,7 +63,7 @@ class Loader:
         self._shuffle = shuffle
         self._by_epoch = by_epoch
         self._difficulty = difficulty
-        self._epoch: tuple[int, Indices] | None = None  # the order last asked for
+        self._epoch: tuple[int, Indices] | None = None  # the latest epoch and its order
 
     @property
     def state(self) -> State:

@@ -82,7 +82,7 @@ class Rows:
 
     @property
     def columns(self) -> list[str]:
-        """Their names."""
+        """Names of columns."""
         return list(self.keys or self.table.column_names)
 
     def column(self, name: str) -> list[Any]:
@@ -119,7 +119,7 @@ class Rows:
         return MissingError(
             f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
             have="columns " + ", ".join(self.columns),
-            want=f"{setting}: a column that is there",
+            want=f"{setting}: an existing column",
             do=f"did you mean {near[0]!r}? Set {setting}={near[0]}"
             if near
             else f"name the column in {setting}",

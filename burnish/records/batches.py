@@ -129,7 +129,7 @@ class Batch:
         if any(said) and not all(said):
             raise BurnishError(
                 "some micro-batches name the experts of their tokens, and others do not",
-                have=f"experts in {sum(said)} of {len(said)} micro-batches, none in the {said.index(False) + 1}.",
+                have=f"experts in {sum(said)} of {len(said)} micro-batches, none in number {said.index(False) + 1}",
                 want="experts of all tokens of a step, or of none",
                 do="give every example its experts, or none (algorithm.router_replay=none)",
             )

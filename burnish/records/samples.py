@@ -31,7 +31,7 @@ class Prompt:
     """One task for reinforcement learning or evaluation."""
 
     index: int
-    """Row in the data set before shuffling; names the prompt across steps and runs."""
+    """Row in the data set before shuffling. It identifies the prompt across steps and runs."""
     token_ids: TokenIds
     """The prompt as the model sees it, chat template applied."""
     text: str
@@ -53,7 +53,7 @@ class Request:
     """A prompt for a generator, and the samples to draw."""
 
     prompt_key: int
-    """Names the prompt in the derivation of random draws; unique within a step."""
+    """Identifies the prompt when random draws are derived. Unique within a step."""
     token_ids: TokenIds
     """The prompt."""
     samples: int = 1
@@ -160,9 +160,9 @@ class Rollout:
     text: str
     """The completion decoded, special tokens removed."""
     reward: float = 0.0
-    """Weighted sum of the functions' values."""
+    """Weighted sum of the values of reward functions and models."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Each reward function's value, by the function's name, and further numbers that it returned, as FUNCTION/NAME."""
+    """Value of each reward function and model, by its name, and further numbers that functions returned, as FUNCTION/NAME."""
     greedy_reward: float | None = None
     """Reward of the greedy completion of the same prompt, if advantages compare with it (ReMax)."""
     reward_error: str | None = None
