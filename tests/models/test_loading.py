@@ -22,7 +22,8 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.meta_init import build_on_meta, fill_buffers
+from burnish.models.meta_init import build_on_meta, fill_buffers, materialize
+from burnish.models.names import model_shards
 
 
 def test_config_of_a_directory(tmp_path):
@@ -240,3 +241,26 @@ def test_a_model_with_code_of_its_own(tmp_path):
     )
     assert (target / "modeling_mine.py").read_text() == CUSTOM["modeling_mine.py"]
     assert json.loads((target / "config.json").read_text())["architectures"] == ["MineForCausalLM"]
+
+
+def test_the_padding_token_s_embedding_is_the_file_s(tmp_path):
+    """transformers loads Youtu with zeros there, and other families as here."""
+    for family, zeroed in (("youtu", True), ("qwen3", False)):
+        sizes = {
+            "vocab_size": 9,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "pad_token_id": 2,
+            "intermediate_size": 64,
+        }
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        embedding = model.get_input_embeddings().weight.detach().fill_(1.0)
+        model.save_pretrained(tmp_path / family)
+        config = ModelConfig(path=str(tmp_path / family))
+        hf_config = read_model_config(config)
+        loaded = build_on_meta(hf_config)
+        materialize(loaded, torch.device("cpu"))
+        weights_source(config, hf_config, 0).fill(model_shards(loaded))
+        assert torch.equal(loaded.get_input_embeddings().weight, embedding)
+        plain = AutoModelForCausalLM.from_pretrained(config.path).get_input_embeddings().weight
+        assert (plain[2] == 0).all() == zeroed
