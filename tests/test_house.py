@@ -12,9 +12,9 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 49_610
+MOST_LINES = 49_770
 MOST_LINES_OF_THE_CLOSURE = 22_550
-MOST_WORDS_OF_DOCSTRINGS = 40_160
+MOST_WORDS_OF_DOCSTRINGS = 40_300
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 15
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
@@ -27,6 +27,7 @@ OPTIONAL = (
     "burnish.data.kept_lengths",
     "burnish.checkpoint.tools",
     "burnish.models.lora",
+    "burnish.models.kernels.sink_attention",
     "burnish.models.kernels.span_attention",
     "burnish.models.kernels.liger",
     "burnish.models.kernels.triton_logprobs",

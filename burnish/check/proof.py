@@ -2,7 +2,7 @@
 
 Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with each sequence alone in
 transformers' eager model, and greedy completions with `generate` without a cache. Processes that share a model take one step of
-it as well. A file in the cache remembers a passed proof. Left out: bf16, and its own kernels.
+it as well. Attention in bf16 is compared with fp32. A file in the cache remembers a passed proof. Left out: all else in bf16.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
 from burnish.files.cache import cache_root
-from burnish.models.meta_init import build_on_meta, plain_model, position_limit
+from burnish.models.kernels.attention import PackedLayout, Softmax
+from burnish.models.meta_init import build_on_meta, model_sizes, plain_model, position_limit
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
@@ -63,6 +64,8 @@ from burnish.tracking.stats import Stats
 _VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5
 _TEMPERATURE, _TOLERANCE = 0.8, 1e-4
 _ADAPTED = " with an adapter of model.lora.targets"
+# Most relative difference between bf16 and fp32.
+_ROUNDING = 0.03
 _BEHIND = "the output layer, or the backward pass"
 # Most parameters of a model that counts as small.
 _MOST_PARAMETERS = 50_000_000
@@ -100,7 +103,7 @@ def prove(
     kind, layout = hf_config.get_text_config().model_type, layout or Layout()
     kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
     adapter = lora and lora.model_dump(mode="json")
-    place = _place(hf_config, device, [generates, adapter, kept])
+    place = _place(hf_config, device, [generates, adapter, kept, engine and engine.precision])
     if place.is_file():
         return
     if layout.is_main:
@@ -111,6 +114,8 @@ def prove(
         differences = _of_packing(given, device)
         if generates and lora is None:
             differences += _of_generation(given, device)
+        if engine and engine.precision == "bf16":
+            _require_attention(hf_config, device)
     if layout.is_main:
         worst = max(each.error for each in differences)
         how = "packed, alone and generated" if generates else "packed and alone"
@@ -251,6 +256,40 @@ def _of_generation(given: Material, device: torch.device) -> list[Difference]:
             raise _refusal(given, found, first or "the cache of keys and values", "generated")
         differences.append(found)
     return differences
+
+
+def _require_attention(hf_config: PretrainedConfig, device: torch.device) -> None:
+    """Compare attention in bf16, which has kernels of its own, with fp32. Raises `IncompatibleError`."""
+    sizes, text = model_sizes(hf_config), hf_config.get_text_config()
+    if not (sizes.head_dim and sizes.key_heads) or getattr(text, "qk_rope_head_dim", None):
+        return  # latent attention, whose queries and values differ in width, has no kernel
+    heads = (sizes.heads // sizes.key_heads * 2, 2, 2)
+    names = [name for name, _ in build_on_meta(hf_config).named_parameters()]
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    sinks = [(heads[0],)] if any(name.endswith(".sinks") for name in names) else []
+    layout = PackedLayout.of((5, 64, 1, 130), device)
+    shapes = [(1, each, 200, sizes.head_dim) for each in heads] + sinks
+    for window in {None, 60 if getattr(text, "sliding_window", None) else None}:
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            draws = torch.Generator().manual_seed(_SEED)
+            drawn = (torch.randn(shape, generator=draws).bfloat16() for shape in shapes)
+            parts = [each.to(device, dtype).requires_grad_() for each in drawn]
+            how = Softmax(sizes.head_dim**-0.5, window, softcap, *parts[3:])
+            output = layout.attend(0, (parts[0], parts[1], parts[2]), how)
+            upstream = torch.randn(output.shape, generator=draws).bfloat16()
+            gradients = torch.autograd.grad(output, parts, upstream.to(device, dtype))
+            found.append([output.detach(), *gradients])
+        of = ("output", *(f"gradient of {each}" for each in ("queries", "keys", "values", "sinks")))
+        for what, mine, right in zip(of, *found, strict=False):
+            wrong = difference(what, mine, right)
+            if not wrong.error <= _ROUNDING:
+                raise IncompatibleError(
+                    f"attention in bf16 is computed wrongly on {device_name(device)}",
+                    have=f"{what}: a relative difference of {wrong.error:.1e}",
+                    want=f"the same in fp32, to {_ROUNDING:.0e}",
+                    do="set engine.precision=fp32, and report this with the versions of torch and of the driver",
+                )
 
 
 def _of_completion(model: Any, prompt: Any, completion: Completion) -> Difference:

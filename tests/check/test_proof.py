@@ -6,9 +6,10 @@ import importlib.util
 import logging
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from faulty_engines import ENGINES
 from nights import by_day
 from ranks import run_ranks
 from tiny import FAMILIES, tiny_config
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
@@ -27,6 +29,8 @@ from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models import scorer
+from burnish.models.kernels import attention
+from burnish.models.kernels.attention import BlockPlan, Softmax
 from burnish.models.logprobs import LogitTransform
 from burnish.rollout.builtin import decoding, forward
 
@@ -471,6 +475,24 @@ def test_adapters_of_layers_that_a_model_reads_by_itself_are_refused(recomputed:
             prove(config, lora=LoraConfig(rank=2, targets=targets), generates=False, engine=engine)
     right = LoraConfig(rank=2, targets=["q_proj", "down_proj", "per_layer_projection"])
     prove(config, lora=right, generates=False, engine=engine)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_attention_that_is_wrong_in_bf16_alone_is_found(
+    precision: Literal["bf16", "fp32"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, config = attention.BlockPlan.attend, tiny_config("qwen3")
+    engine = EngineConfig(precision=precision)
+    prove(config, engine=engine)
+
+    def attend(plan: BlockPlan, rows: list[Tensor], softmax: Softmax) -> Tensor:
+        is_half = rows[0].dtype == torch.bfloat16
+        return right(plan, rows, softmax._replace(window=50) if is_half else softmax)
+
+    monkeypatch.setattr(attention.BlockPlan, "attend", attend)
+    monkeypatch.setattr(proof, "_own_code", lambda: "changed")
+    with pytest.raises(IncompatibleError) if precision == "bf16" else nullcontext():
+        prove(config, engine=engine)
 
 
 @pytest.mark.parametrize("family", ["hyperclovax", "gemma4"])

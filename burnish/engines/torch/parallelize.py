@@ -40,6 +40,7 @@ _PRODUCTS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "burnish::causal_attention",
+        "burnish::sink_attention",
         "torch_attn::_varlen_attn",
     }
 )

@@ -3,8 +3,8 @@
 A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. The keyword argument
 `packing` attends: a `PackedLayout` when scoring, a KV cache when generating.
 
-On CUDA, one call of flash attention takes all sequences. Elsewhere, and with sinks or a soft cap, similar lengths share a
-block [n, L] of a dense kernel.
+On CUDA, one call of flash attention takes all sequences. Elsewhere, and with a soft cap, similar lengths share a block
+[n, L] of a dense kernel.
 """
 
 from __future__ import annotations
@@ -205,14 +205,18 @@ class PackedLayout:
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:
             rows = self.shared.spread(*rows)
-        if softmax.is_plain and _has_varlen_kernel(parts[0], parts[2]):
-            output = self._varlen(rows, softmax.scaling, softmax.window)
+        if softmax.softcap is None and _has_varlen_kernel(parts[0], parts[2]):
+            output = self._varlen(rows, softmax)
         else:
             output = self.blocks.attend(rows, softmax)
         return (output if self.shared is None else self.shared.collect(output))[None]
 
-    def _varlen(self, rows: list[Tensor], scaling: float, window: int | None) -> Tensor:
+    def _varlen(self, rows: list[Tensor], softmax: Softmax) -> Tensor:
         query, key, value = rows
+        scaling, window, _, sinks = softmax
+        if sinks is not None:
+            own = import_module("burnish.models.kernels.sink_attention").sink_attention
+            return own(*rows, sinks, self.cu_seqlens, self.max_seqlen, scaling, window)[0]
         output = _varlen_attn(
             query,
             key,

@@ -1,4 +1,4 @@
-"""Causal attention by batched matrix products in fp32: in bf16 on a CPU, and everywhere with sinks or a soft cap.
+"""Causal attention by batched matrix products in fp32: in bf16 on a CPU, and where no kernel of torch takes sinks or a soft cap.
 
 The scores of a span of queries stay in the caches. The backward pass computes them again (Dao et al.,
 arXiv 2205.14135, without its loop over keys). Queries that share a key head are rows of one product.
