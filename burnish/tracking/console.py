@@ -1,4 +1,4 @@
-"""Print one line per step. If a line is too long, the least watched numbers go first; `metrics.jsonl` has all."""
+"""Print one line per step. A line that is too long drops the least important numbers; `metrics.jsonl` has all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from burnish.tracking.progress import Screen
 from burnish.tracking.trackers import Tracker
 
 _WIDTH = 120  # columns of a line in a file
-_ETA_STEPS = 20  # the time left is judged by their mean
+_ETA_STEPS = 20  # the time left is estimated from their mean
 
 
 def _compact(value: float) -> str:
@@ -42,7 +42,7 @@ def _seconds(value: float) -> str:
 
 
 _FIELDS = (
-    # Label, metrics of which the first that there is counts, form, columns that the text is padded to.
+    # Label, metrics of which the first that exists is shown, format, columns that the text is padded to.
     ("reward", ("reward/mean",), _compact, 6),
     ("errors", ("reward/errors",), "{:.0f}".format, 1),
     ("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 7),
@@ -71,7 +71,7 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Print a line for every `every`-th step, the first, the last, and validations. `width` is that of the terminal, or 120."""
+    """Print a line for every `every`-th step, the first, the last, and validations. Default `width`: the terminal's, or 120."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ConsoleTracker(Tracker):
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the step's line and that of its validation."""
+        """Print the step's line and its validation's line."""
         if "timing_s/step" in values:
             self._recent.append(values["timing_s/step"])
         is_due = step % self._every == 0 or step in (1, self._total)
@@ -131,7 +131,7 @@ class ConsoleTracker(Tracker):
         line.truncate(width, overflow="ellipsis")
         with self._console.capture() as captured:
             self._console.print(line, soft_wrap=True)
-        # A `Console` would write past what keeps progress bars below the lines.
+        # A `Console` would bypass the redirection that keeps progress bars below the lines.
         screen = Screen(self._stream or sys.stdout)
         screen.write(captured.get())
         screen.flush()

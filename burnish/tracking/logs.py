@@ -1,4 +1,4 @@
-"""One log per rank, `logs/rank-N.log`, of what Burnish and libraries log; each line names rank, step and phase. It is rotated at 10 MB."""
+"""Keep a log per rank, `logs/rank-N.log`, of Burnish and libraries; each line names rank, step and phase. It is rotated at 10 MB."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from burnish.tracking.spans import Spans
 
 _BYTES, _FILES = 10_000_000, 4
 _LAST_LINES, _LAST_BYTES = 8, 1 << 14
-_CRASH, _CRASH_LINES = "Fatal Python error", 12  # how stacks of faulthandler begin
+_CRASH, _CRASH_LINES = "Fatal Python error", 12  # first words of faulthandler's stacks; lines kept
 # Escapes of control characters, which would move a terminal's cursor or begin a line.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
 
 log = logging.getLogger("burnish")
-# Its handler is this process's latest log, for errors that are reported after the run.
+# This logger's handler is the process's latest log, for errors that are reported after the run.
 _ended = logging.getLogger("burnish.ended")
 
 
 class RankLog(RotatingFileHandler):
-    """Write records to one rank's file, made with the first. What cannot be written is lost, with one warning."""
+    """Write records to one rank's file, made with the first. Failed writes lose records, with one warning."""
 
     def __init__(self, path: Path, rank: int, spans: Spans, form: Literal["text", "json"]) -> None:
         super().__init__(
@@ -89,7 +89,7 @@ class RankLog(RotatingFileHandler):
             self.say(logging.CRITICAL, "the run ends with an error", error)
 
     def say(self, level: int, text: str, error: BaseException | None = None) -> None:
-        """Write a line of ours, with the traceback of an error."""
+        """Write a line of Burnish, with an error's traceback."""
         stack = None if error is None else (type(error), error, error.__traceback__)
         self.handle(log.makeRecord(log.name, level, __file__, 0, text, (), stack))
 
@@ -103,7 +103,7 @@ class RankLog(RotatingFileHandler):
 
 @contextmanager
 def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"]) -> Iterator[None]:
-    """Log to `path` inside the block. Handlers that exist get no more than before."""
+    """Log to `path` inside the block. Existing handlers get no more than before."""
     handler = RankLog(path, rank, spans, form)
     _ended.handlers = [handler]
     root, level, shown = logging.getLogger(), log.level, log.getEffectiveLevel()
@@ -122,7 +122,7 @@ def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"])
     with ExitStack() as undo:
         undo.callback(handler.close)
         if not root.handlers and logging.lastResort is not None:
-            # Python uses it only where there is no handler.
+            # Python uses `lastResort` only if there is no handler.
             root.addHandler(logging.lastResort)
             undo.callback(root.removeHandler, logging.lastResort)
         for other in (*root.handlers, *log.handlers):
@@ -169,7 +169,7 @@ def add(text: str) -> None:
 
 
 def last_lines(rank: int | None = None) -> Sequence[str]:
-    """Return the last lines of this process's log before its error, or of another rank's that this machine has."""
+    """Return the last lines of this process's log before its error, or of another rank's log on this machine."""
     if (handler := _latest()) is None:
         return ()
     path = Path(handler.baseFilename)
@@ -189,7 +189,7 @@ def rotated(name: str) -> str:
 
 
 def tail(path: Path) -> Sequence[str]:
-    """Return a file's last lines, from where Python crashed if it did; nothing where it cannot be read."""
+    """Return a file's last lines, from where Python crashed if it did; nothing for an unreadable file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, io.SEEK_END) - _LAST_BYTES))

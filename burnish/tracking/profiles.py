@@ -24,7 +24,7 @@ log = logging.getLogger("burnish")
 def profiling(
     directory: Path, rank: int, spans: Spans, steps: Sequence[int], *, with_torch: bool
 ) -> Iterator[None]:
-    """Write `step-N.rank-R.json.gz` for each of `steps` that the block makes, and `….torch.json.gz` `with_torch`."""
+    """Write `step-N.rank-R.json.gz` for each of `steps` inside the block, and if `with_torch` `….torch.json.gz`."""
     profile = _Profile(directory, rank, spans, frozenset(steps), with_torch)
     around, ended = [*spans.around], [*spans.ended]
     spans.around.append(profile.within)
@@ -76,11 +76,11 @@ class _Profile:
         except OSError as error:
             log.warning("%s is not written: %s", path, error)
         self._step, self._events, self._torch = step, [], None
-        # Ranks have clocks of their own; the time of day lines them up.
+        # Each rank has its own clock, so traces use the time of day.
         self._offset = time.time() - self._spans.now()
         if step in self._steps and self._with_torch:
             kinds = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
             self._torch = torch.profiler.profile(activities=kinds)
-            with warnings.catch_warnings():  # torch 2.11 says of every profile that it begins anew
+            with warnings.catch_warnings():  # torch 2.11 warns of each profile
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 self._torch.start()

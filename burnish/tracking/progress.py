@@ -26,13 +26,13 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 _DRAWS_A_SECOND = 5
-# Seconds between a phase's lines without a terminal, and before the first line of the first phase of a name.
+# Seconds between a phase's lines without a terminal, and before the first line of the first phase with a name.
 _LINE_SECONDS, _FIRST_SECONDS = 30.0, 2.0
-_SPEED_SECONDS = 3600.0  # the time left is judged by the speed over this time
+_SPEED_SECONDS = 3600.0  # the time left is estimated from the speed over this time
 
 
 def leave_lost_terminal() -> None:
-    """Send output to /dev/null from now on where it went to a terminal that has closed."""
+    """Redirect output to a closed terminal to /dev/null from now on."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
@@ -47,10 +47,10 @@ def _discard_from(descriptor: int) -> None:
 
 
 class Screen:
-    """A stream that loses what nobody can read any more, so that a run goes on."""
+    """A stream that drops output to a closed terminal or pipe, so that a run goes on."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = StringIO() if stream is None else stream  # Python's, where it began closed
+        self._stream = StringIO() if stream is None else stream  # None: started without this stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -73,7 +73,7 @@ class Screen:
 
 
 class Bar:
-    """One phase under way. At each advance `show` gets its count and its age."""
+    """A running phase. Each advance calls `show` with its count and age."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Bar:
 
 
 class Progress:
-    """Show phases on `stream` (default: standard error) if `enabled` (main rank). Phases may nest. `moved` hears of each advance."""
+    """Show phases on `stream` (default: standard error) if `enabled` (main rank). Phases may nest. Each advance calls `moved`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Progress:
             transient=True,
             refresh_per_second=_DRAWS_A_SECOND,
             speed_estimate_period=_SPEED_SECONDS,
-            # Else lines for a file would go to the terminal.
+            # Lines that standard output sends to a file must not go to the terminal.
             redirect_stdout=Screen(sys.stdout).isatty(),
         )
 

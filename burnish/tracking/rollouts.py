@@ -1,4 +1,4 @@
-"""Write a step's prompts, completions and rewards, compressed, and remove the oldest of too many.
+"""Write a step's prompts, completions and rewards, compressed, and remove the oldest files above a size.
 
 `step-N.jsonl.gz` has the best, the worst and some random rollouts of a step, `step-N.rest.jsonl.gz` all others, which are removed
 first. The same rollouts give the same bytes, in any order and on any rank.
@@ -29,13 +29,13 @@ Row = dict[str, Any]
 TokenTexts = Callable[[list[int]], list[str]]
 
 BLOCK_BYTES = 1 << 18
-"""About the size of the text that is compressed together; a reader of one row reads one block."""
+"""About the size of a block, which is compressed as a whole. A reader of one row reads one block."""
 EXTREMES, RANDOMS = 4, 8
 """How many rollouts of a step are kept longest: of the best, of the worst, and random ones."""
-_REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # whoever wrote the row
+_REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # of all rows
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
-_SPARE = 20  # the share that is freed at once, so that few steps need a look at all files
+_SPARE = 20  # removal frees a 20th of the limit more, so that few steps have to list all files
 _AWAY = "move the file away; the run and other steps do without it"
 _LEVEL = 4  # of compression; 6 takes twice the time for files that are 4 % smaller
 
@@ -57,7 +57,7 @@ def write_rollouts(
     """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
 
     `advantages` has each rollout's mean over tokens; None for a validation. With `token_texts`, chosen rows have the texts of their
-    tokens, and the numbers of `by_token`. `arriving` has them whole by index, in the table's `order`, if `table` has not.
+    tokens, and the numbers of `by_token`. `arriving` yields whole rollouts by index, in the table's `order`, if `table` lacks them.
     """
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(table.owners) if advantages is None else advantages
@@ -72,7 +72,7 @@ def write_rollouts(
             if i in longest:
                 if token_texts is not None:
                     said = rollout.completion
-                    numbers = by_token or {}  # not of completions that nothing is computed of
+                    numbers = by_token or {}  # lacks untrained completions
                     values = {name: each[i] for name, each in numbers.items() if i in each}
                     texts = token_texts(said.token_ids.tolist())
                     row["tokens"] = {"texts": texts, "logprobs": _rounded(said.logprobs)}
@@ -141,7 +141,7 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
 
 
 def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """Return each token's text; of a character that is cut into several tokens, the first has it."""
+    """Return each token's text. If several tokens make a character, the first has it."""
     texts: list[str] = []
     held: list[int] = []
     for i, token in enumerate(token_ids, start=1):
@@ -166,7 +166,7 @@ def compressed(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def named_rollouts(directory: Path) -> Iterator[tuple[Kind, int, bool, Path]]:
-    """Yield kind, step, whether it has the rest, and path of each of a directory's files."""
+    """Yield each file's kind, step, whether it has the rest, and path."""
     for path in directory.glob("*.jsonl.gz"):
         if match := _NAME.fullmatch(path.name):
             kind: Kind = "step" if match[1] == "step" else "validation"
@@ -186,13 +186,13 @@ def discard_rollouts_after(directory: Path, step: int) -> None:
 
 
 class Thinning:
-    """Keep a directory of rollouts' files below a size, without a look at all of them after each step."""
+    """Keep a directory of rollout files below a size, without listing it after each step."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory, self._keep, self._left = directory, keep, 0
 
     def wrote(self, step: int, kind: Kind) -> None:
-        """Count a step's files; if all take too much, remove the oldest and a share of what may stay."""
+        """Count a step's files; above the limit, remove the oldest and a bit more than needed."""
         paths = [rollouts_path(self._directory, step, kind, rest=rest) for rest in (False, True)]
         self._left -= sum(path.stat().st_size for path in paths if path.exists())
         if self._left < 0:
@@ -200,12 +200,12 @@ class Thinning:
 
 
 def thin_rollouts(directory: Path, keep: int) -> int:
-    """Remove the oldest files, first those with the rest, if all take more than `keep` bytes. Return the bytes of all that stay."""
+    """Remove the oldest files, first those with the rest, if all take more than `keep` bytes. Return the bytes that stay."""
     found = named_rollouts(directory)
     files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)
     steps, total = [step for _, step, *_ in files], sum(size for *_, size in files)
     first, newest = min(steps, default=0), max(steps, default=0)
-    # A share more goes, but neither the newest files nor the first step's chosen rollouts.
+    # Frees a share more than needed, but keeps the newest files and the first step's chosen rollouts.
     most = keep if total <= keep else keep - keep // _SPARE
     for is_chosen, step, path, size in files:
         if total <= most:
@@ -217,7 +217,7 @@ def thin_rollouts(directory: Path, keep: int) -> int:
 
 
 def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
-    """Return the offset and the text of each compressed block from `start` on. Raises `CorruptError`."""
+    """Yield the offset and the text of each compressed block from `start` on. Raises `CorruptError`."""
     with path.open("rb") as file:
         file.seek(start)
         data = file.read(BLOCK_BYTES)
@@ -239,7 +239,7 @@ def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
 
 
 def read_rollouts(path: Path) -> Iterator[Row]:
-    """Return a file's rows. Raises `CorruptError` for a line that is not a rollout."""
+    """Yield a file's rows. Raises `CorruptError` for a line that is not a rollout."""
     for start, text in blocks(path):
         for line in text.splitlines(keepends=True):
             yield parse_rollout(line, f"{path}, in the block at byte {start},")

@@ -31,11 +31,11 @@ from burnish.files.strict_json import parse_object
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
-"""The directory of steps, below a run's directory as below its mirror, and the name for the newest of them."""
+"""The directory of steps, in a run's directory and in its mirror, and the name of the newest step."""
 RUN, START, TRAINER = "run", "start", "trainer"
-"""Keys of environment.json: the run, this start of it, and the command that it belongs to."""
+"""Keys of environment.json: the id of the run, the id of this start, and the run's command."""
 STATUS, STEPS, STATE = "status.json", "steps", "state"
-"""The file with the steps of the run in all, and with its state: running, finished, stopped or failed. And the keys of both."""
+"""The file with the run's total steps and its state (running, finished, stopped or failed), and the keys of both."""
 
 
 class RunDirectory:
@@ -48,7 +48,7 @@ class RunDirectory:
         self.environment = root / "environment.json"
         """Versions, device, host, git commit and command line of the last start."""
         self.diff = root / "git.diff"
-        """What the working directory has beyond its git commit; missing if there is nothing."""
+        """Changes in the working directory since its git commit; missing if there are none."""
         self.metrics = root / "metrics.jsonl"
         self.tensorboard = root / "tensorboard"
         self.rollouts = root / "rollouts"
@@ -61,23 +61,23 @@ class RunDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether a run has logged metrics. One that failed before has nothing to protect."""
+        """Whether a run has logged metrics. A run that failed before has nothing to protect."""
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Put what `environment()` found."""
+        """Write the result of `environment()`."""
         write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
     def read_environment(self) -> dict[str, Any]:
-        """Return what `write_environment` put; empty when there is none. Raises `CorruptError`."""
+        """Return what `write_environment` wrote; empty without the file. Raises `CorruptError`."""
         return _read_object(self.environment)
 
     def write_status(self, steps: int, state: str) -> None:
-        """Note the steps of the run in all, and whether it runs or how it ended."""
+        """Write the run's total steps and its state."""
         write_atomically(self.status, json.dumps({STEPS: steps, STATE: state}) + "\n")
 
     def read_status(self) -> dict[str, Any]:
-        """Return what `write_status` put; empty where there is none. Raises `CorruptError`."""
+        """Return what `write_status` wrote; empty without the file. Raises `CorruptError`."""
         return _read_object(self.status)
 
 
@@ -95,7 +95,7 @@ def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:
-    """Return this process's surroundings; no environment variables, which may hold secrets. A commit with changes ends in `-dirty`."""
+    """Describe versions, machine and command; no environment variables, which may hold secrets. A commit with changes ends in `-dirty`."""
     commit = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -133,7 +133,7 @@ def plain(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    r"""Put `content` at `path`, whole or not at all; text is UTF-8, lone surrogates become `\udXXX`. Raises `OSError`."""
+    r"""Write `content` to `path`, whole or not at all; text is UTF-8, lone surrogates become `\udXXX`. Raises `OSError`."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(LOCAL, path, data)

@@ -1,4 +1,4 @@
-"""Log to TensorBoard, W&B, MLflow, Trackio and SwanLab, by their clients and environment variables; a resumed run goes on."""
+"""Log to TensorBoard, W&B, MLflow, Trackio and SwanLab, with their clients and environment variables; a resumed run continues."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from burnish.errors import UsageError
 from burnish.tracking.rundir import RUN, RunDirectory, dotted
 from burnish.tracking.trackers import FileKind, State, Tracker
 
-_PROJECT = "burnish"  # where the service's own variable names none
-_SAMPLES, _CHARACTERS = 16, 2000  # most rows of a table in TensorBoard, and of a cell
-_BUFFER = 1 << 20  # of TensorBoard; holds whole records for as long as the disk takes none
+_PROJECT = "burnish"  # if the service's own variable names none
+_SAMPLES, _CHARACTERS = 16, 2000  # most rows of a TensorBoard table, most characters of a cell
+_BUFFER = 1 << 20  # bytes; holds whole TensorBoard records while the disk is full
 
 
 class TensorBoardTracker(Tracker):
-    """Write scalars, and samples as texts, to TensorBoard's event files. Resuming tells it to forget later steps; None, all."""
+    """Write scalars, and samples as texts, to TensorBoard's event files. Resuming hides later steps; with None, all."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -39,7 +39,7 @@ class TensorBoardTracker(Tracker):
         place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         path = RunDirectory(directory).tensorboard / f"events.out.tfevents.{place}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The writers of TensorBoard and torch have a thread, which prints a traceback where the disk is full.
+        # The writers of TensorBoard and torch have a thread, which prints a traceback if the disk is full.
         self._records = RecordWriter(path.open("xb", buffering=_BUFFER))
         purge = 0 if resume_step is None else resume_step + 1
         self._write(purge, file_version="brain.Event:2")
@@ -65,7 +65,7 @@ class TensorBoardTracker(Tracker):
             self._write(step, summary=text(f"rollouts/{kind}", told))  # type: ignore[no-untyped-call]
 
     def sync(self) -> None:
-        """Write what is held."""
+        """Write held records."""
         self._records.flush()
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class TensorBoardTracker(Tracker):
 
 
 class _Service(Tracker):
-    """What services share: what they are told of a run, tables, and how the run ended."""
+    """The common part of services: a run's description, tables, and how the run ended."""
 
     def __init__(self, directory: Path) -> None:
         run = RunDirectory(directory)
@@ -143,14 +143,14 @@ class WandbTracker(_WithArtifacts):
             id=self._id,
             name=self._name,
             dir=str(directory),
-            # Its output would break progress bars, and what it captures is in the log files.
+            # W&B's output would break progress bars, and log files have what it captures.
             settings=wandb.Settings(silent=True, console="off", finish_timeout=30.0),
         )
-        self.last_step = self._run.starting_step - 1  # it ignores those up to it
+        self.last_step = self._run.starting_step - 1  # W&B ignores steps up to it
 
     @staticmethod
     def require_ready() -> None:
-        """Raise `UsageError` if W&B would ask for a key. Asks no service."""
+        """Raise `UsageError` if W&B would ask for a key. Sends nothing."""
         import wandb
 
         settings = wandb.setup().settings
@@ -163,7 +163,7 @@ class WandbTracker(_WithArtifacts):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log a row of the run's history."""
-        self._run.log(dict(values), step=step, commit=True)  # with the tables of the step
+        self._run.log(dict(values), step=step, commit=True)  # with the step's tables
 
     def close(self) -> None:
         """Send the rest, and whether the run failed."""
@@ -223,7 +223,7 @@ class MlflowTracker(_Service):
             self._client.log_artifact(self._run, path)
 
     def sync(self) -> None:
-        """Send the metrics that are held, with the number of their last step."""
+        """Send the held metrics, with the number of their last step."""
         held, self._metrics = self._metrics, []
         for start in range(0, len(held), 1000):
             some = held[start : start + 1000]
@@ -247,15 +247,15 @@ class TrackioTracker(_WithArtifacts):
         self._begin(
             trackio,
             project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
-            name=f"{self._name}-{self._id[:8]}",  # by which Trackio knows a run again
+            name=f"{self._name}-{self._id[:8]}",  # Trackio recognizes a run by it
             embed=False,
         )
 
     def log_file(self, path: str, kind: FileKind) -> None:
-        """Log an artifact, and as a text where a checkpoint is that is on a mirror only."""
+        """Log an artifact, or the place, as a text, of a checkpoint that only a mirror has."""
         if kind == "report" or Path(path).is_dir():
             super().log_file(path, kind)
-        else:  # it has no references to a mirror
+        else:  # Trackio has no references to a mirror
             self._run.log({"checkpoint": path}, step=_step(path))
 
     def close(self) -> None:
@@ -282,12 +282,12 @@ class SwanlabTracker(_Service):
             settings=settings,
         )
         self._root = directory
-        for path in self._files[1:]:  # it writes the configuration itself
+        for path in self._files[1:]:  # SwanLab writes the configuration itself
             self._save(path)
 
     @staticmethod
     def require_ready() -> None:
-        """Raise `UsageError` if SwanLab would ask for a key. Asks no service."""
+        """Raise `UsageError` if SwanLab would ask for a key. Sends nothing."""
         import swanlab
 
         settings = swanlab.Settings()

@@ -36,20 +36,20 @@ class Spans:
         """The outermost span that is open, or the last one that raised."""
         self.step: int | None = None
         self.around: list[Callable[[str], AbstractContextManager[object]]] = []
-        """What each span runs inside as well; gets its path, such as rollout/generate."""
+        """Functions that turn a span's path, such as rollout/generate, into a context that the span runs in."""
         self.ended: list[Callable[[str, float, float], None]] = []
-        """Told of each span: its path, when it began (`now`), its seconds."""
+        """Functions that get each ended span: its path, its start on the clock `now`, its seconds."""
         self.now = clock
         self.moves = 0
-        """How often something has moved: spans that began or ended, and what else counts itself here."""
+        """Count of signs of progress: starts and ends of spans, and calls of `move`."""
 
     @property
     def path(self) -> str:
-        """The span under way, such as rollout/generate; for any thread."""
+        """The open span, such as rollout/generate; for any thread."""
         return "/".join(self._open)
 
     def move(self) -> None:
-        """Note that something has moved."""
+        """Count a sign of progress."""
         self.moves += 1
 
     @contextmanager

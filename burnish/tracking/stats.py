@@ -37,7 +37,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest. Unlike all others, it does not merge by adding."""
+    """The largest number. Unlike all other metrics, it does not merge by adding."""
 
     largest: Number
 

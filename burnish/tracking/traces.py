@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # the records' module loads torch
     from burnish.records.samples import Rollout
 
 Attributes = dict[str, Any]
-_AT_ONCE, _ROOM = 64, 16  # traces in one request, and steps whose traces may wait for it
+_AT_ONCE, _ROOM = 64, 16  # most traces in a request, most steps whose traces wait for one
 _INTERNAL, _ERROR = 1, 2  # codes of OTLP: a span within one process, and a failure
-_MAY_PASS = (429, 502, 503, 504)  # a collector that answers so may soon take more
+_RETRIED = (429, 502, 503, 504)  # statuses of a collector that may soon take more
 
 
 class _Span(NamedTuple):
@@ -50,12 +50,12 @@ _Trace = tuple[bytes, Sequence[_Span]]  # its id, and its spans, the first of wh
 
 def sampled(kind: files.Kind, step: int, rate: float, count: int) -> set[int]:
     """Return the indices of the rollouts that are traced beside those that are kept longest."""
-    rng = random.Random(f"{kind} {step}")  # alike in equal runs
+    rng = random.Random(f"{kind} {step}")  # equal runs trace the same rollouts
     return {i for i in range(count) if rng.random() < rate} if rate else set()
 
 
 class Traces:
-    """A run's traces: of the rollouts that are kept longest, where these are written, and of a share of all others."""
+    """A run's traces: of the rollouts that are kept longest, if these are written, and of a share of the others."""
 
     def __init__(
         self, directory: RunDirectory, settings: TracesConfig, keep_bytes: int, step: int
@@ -146,7 +146,7 @@ class Traces:
         return _span(f"{operation} {model}", asked, last, attributes)
 
     def _messages(self, messages: Sequence[Mapping[str, Any]], **more: str) -> str:
-        left, found = self._settings.max_text, []  # of all together
+        left, found = self._settings.max_text, []  # characters of all messages
         for message in messages:
             text = _text(message.get("content"))
             parts = [{"type": "text", "content": _cut(text, left)}]
@@ -219,7 +219,7 @@ def _digest(name: object) -> bytes:
 
 
 def read_traces(path: Path) -> Iterator[Attributes]:
-    """Return a file's traces. Raises `CorruptError`."""
+    """Yield a file's traces. Raises `CorruptError`."""
     for _, text in files.blocks(path):
         with refusing(f"{path} is not a file of traces", CorruptError, do="remove it"):
             found = [json.loads(line) for line in text.splitlines()]
@@ -227,8 +227,8 @@ def read_traces(path: Path) -> Iterator[Attributes]:
 
 
 def spans_of(path: Path, row: files.Row) -> list[Attributes]:
-    """Return a rollout's spans, the root first, in seconds from its begin; none if it has no trace. Raises `CorruptError`."""
-    # A step may ask a prompt of a small data set twice.
+    """Return a rollout's spans, the root first, in seconds from its start; none if it has no trace. Raises `CorruptError`."""
+    # A step may draw a prompt of a small data set twice, so rewards are compared too.
     place = {name: row.get(name) for name in ("prompt_index", "sample", "reward", "advantage")}
     for trace in read_traces(path):
         with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
@@ -248,7 +248,7 @@ def _shown(span: Attributes, first: int) -> Attributes:
 class OtlpExporter:
     """Send traces to a collector. OpenTelemetry's variables OTEL_EXPORTER_OTLP_* apply."""
 
-    # Its own exporter takes ten times the processor time: a message of protobuf for each attribute.
+    # OpenTelemetry's own exporter takes ten times the CPU time: it makes a protobuf message for each attribute.
 
     def __init__(self, directory: Path, *, endpoint: str, resource: Attributes) -> None:
         path, known = "/v1/traces", os.environ.get
@@ -271,17 +271,17 @@ class OtlpExporter:
         self._held: list[_Trace] = []
 
     def log_traces(self, step: int, traces: Sequence[_Trace]) -> None:
-        """Hold a step's traces."""
+        """Hold a step's traces until `sync`."""
         self._held += traces
 
     def sync(self) -> None:
-        """Send what is held."""
+        """Send held traces."""
         held, self._held = self._held, []
         for start in range(0, len(held), _AT_ONCE):
             self._send(protobuf(held[start : start + _AT_ONCE], self._resource))
 
     def _send(self, body: bytes) -> None:
-        """Send a request, for as long as the time-out where the collector is away or busy. Raises `OSError`."""
+        """Send a request, retried until the time-out if the collector is away or busy. Raises `OSError`."""
         request = self._request(data=gzip.compress(body) if self._is_compressed else body)
         deadline, pause = time.monotonic() + self._timeout, 0.5
         while True:
@@ -290,8 +290,8 @@ class OtlpExporter:
                 urlopen(request, timeout=left, context=self._context).close()
                 return
             except OSError as error:
-                may_pass = getattr(error, "code", 503) in _MAY_PASS
-                if not may_pass or time.monotonic() + pause > deadline:
+                is_retried = getattr(error, "code", 503) in _RETRIED
+                if not is_retried or time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
             pause *= 2
@@ -309,7 +309,7 @@ def _pairs(text: str | None) -> dict[str, str]:
 
 def protobuf(traces: Sequence[_Trace], resource: Attributes) -> bytes:
     """Return an OTLP request with these traces."""
-    # The numbers are those of fields in opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
+    # The numbers are field numbers of opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
     spans = [
         _field(2, _span_message(name, number, span))
         for name, made in traces

@@ -32,13 +32,13 @@ from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomi
 if TYPE_CHECKING:
     from burnish.records.rollout_table import RolloutTable
 
-_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, and most of all time
-_END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of one told to stop
-_BURST_SECONDS = 10.0  # until a tracker in the background takes what waits for it
-_OF_STEPS = ("log", "log_rollouts", "log_traces")
+_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, largest share of time
+_END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of a stopped run
+_BURST_SECONDS = 10.0  # until a background tracker makes the waiting calls
+_OF_STEPS = ("log", "log_rollouts", "log_traces")  # methods whose first argument is a step
 # Most calls of each method that wait for a tracker.
 _ROOM: Mapping[str, int] = MappingProxyType({"log": 10_000, "log_rollouts": 16, "log_file": 64})
-_CHARACTERS = 2000  # of a warning
+_CHARACTERS = 2000  # most characters of a warning
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False)
 
 log = logging.getLogger("burnish")
@@ -58,10 +58,11 @@ FileKind = Literal["report", "checkpoint"]
 
 
 class Tracker(Protocol):
-    """Something that takes the numbers of each step. What a subclass leaves out does nothing.
+    """Takes the numbers of each step. Methods that a subclass omits do nothing.
 
-    It is made with the run's directory. If it takes `resume_step`, it gets the last step to keep (None: a new run), and every later
-    step again. Else it gets each step once in the life of the run. It may have three more methods, all without a result:
+    Burnish makes a tracker with the run's directory. If the constructor takes `resume_step`, it gets the last step to keep (None: a
+    new run), and `log` then gets every later step again. Otherwise `log` gets each step once in the life of the run. Three more
+    methods are optional, all without a result:
 
     - `log_rollouts(step, kind, rows)`: samples of a "step" or a "validation", as in the rollout files, before the step's numbers
     - `log_file(path, kind)`: the "report" at the end, or a reference to the "checkpoint" of a committed step
@@ -72,7 +73,7 @@ class Tracker(Protocol):
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included. Steps ascend. Raises `OSError`."""
 
     def sync(self) -> None:
-        """Write what is held, every few seconds and at checkpoints, so that it survives a kill, or a power loss. Raises `OSError`."""
+        """Write held numbers, every few seconds and at checkpoints, so that they survive a kill or power loss. Raises `OSError`."""
 
     def close(self) -> None:
         """Write out held numbers and free resources. A second call does nothing."""
@@ -87,7 +88,7 @@ def writes_rollouts(settings: TrackingConfig, step: int, total: int, validation:
 def wanted_rollouts(
     settings: TrackingConfig, step: int, total: int, table: RolloutTable, validation: bool
 ) -> tuple[Sequence[int], Collection[int]] | None:
-    """Return the indices of rollouts that rank 0 is to have, in order, and those of which it needs all; None for nothing."""
+    """Return the indices of rollouts that rank 0 needs, in order, and of those that it needs whole; None for nothing."""
     traced = bool(settings.traces.local or settings.traces.endpoint)
     written = writes_rollouts(settings, step, total, validation)
     if not (written or (traced and settings.traces.sample_rate)):
@@ -172,7 +173,7 @@ class Observers:
             kept = self._rollouts.write_rollouts(*place, *given, passing() if arriving else None)
             kind = "validation" if advantages is None else "step"
             self._thinning.wrote(step, kind)
-            # Those that are kept longest: a table of thousands would cost more than the step.
+            # Only the rollouts that are kept longest: a table of thousands would cost more than the step.
             for tracker in self._others:
                 tracker.tell("log_rollouts", step, kind, [*kept.values()])
         if self._traces is not None:
@@ -185,7 +186,7 @@ class Observers:
         for tracker in self._trackers:
             tracker.log(step, values)
         if not self._is_settled and all(other.is_made for other in self._others):
-            # Trackers' libraries load some hundred thousand objects: a third of a second of each full collection, for the whole run.
+            # Trackers' libraries load some hundred thousand objects, which would add a third of a second to each full collection.
             self._is_settled = True
             gc.collect()
             gc.freeze()
@@ -198,7 +199,7 @@ class Observers:
             tracker.tell("log_file", place, "checkpoint")
 
     def report(self, state: State) -> None:
-        """Write the report, and note how the run is or ended."""
+        """Write the report, and the state of the run."""
         self._state = state
         if state != "running":
             self._directory.write_status(self._total_steps, state)
@@ -214,7 +215,7 @@ class Observers:
             tracker.sync()
 
     def close(self) -> None:
-        """Close every tracker, also if one of them raises. Those in the background share a minute, or 10 s of a stopped run."""
+        """Close every tracker, even if one raises. Background trackers share a minute, or 10 s of a stopped run."""
         if self._is_settled:
             gc.unfreeze()
         with ExitStack() as stack:
@@ -230,7 +231,7 @@ class Observers:
 class BackgroundTracker(Tracker):
     """Feed a tracker from a thread of its own, every ten seconds, so that it never stops or slows training.
 
-    Calls that find no room, fail or come too late are lost. The log has one warning and, at the end, their number.
+    Calls that find no room, fail or come too late are lost. The log has one warning and, at the end, the number of lost calls.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class BackgroundTracker(Tracker):
         self.is_made = False
         """Whether the tracker is made, or has failed to be."""
         self._end: State | None = None
-        self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)  # has the last step
+        self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)  # holds the last step
         self._thread: threading.Thread | None = threading.Thread(
             target=self._serve, name=f"burnish-{name}", daemon=True
         )
@@ -280,17 +281,17 @@ class BackgroundTracker(Tracker):
             self._wake.set()
 
     def sync(self) -> None:
-        """Have the tracker take what waits, and sync; do not wait."""
+        """Have the thread make waiting calls and sync; do not wait."""
         self._wake.set()
 
     def finish(self, state: State, deadline: float) -> None:
-        """Say that nothing more comes. `close` waits until `deadline` of the monotonic clock."""
+        """Announce the last call. `close` waits until `deadline` of the monotonic clock."""
         if not self._deadline:
             self._deadline, self._end = deadline, state
             self._wake.set()
 
     def close(self) -> None:
-        """Wait for the tracker to take the rest and close, until the deadline; say how much is lost."""
+        """Wait for the tracker to take the rest and close, until the deadline; log how much is lost."""
         self.finish("finished", time.monotonic() + _END_SECONDS)
         thread, self._thread = self._thread, None
         if thread is None:
@@ -328,7 +329,7 @@ class BackgroundTracker(Tracker):
         self._call("close")
 
     def _take(self, taken: int, *, note: bool) -> None:
-        """Make the calls that wait, without those of steps up to `taken`."""
+        """Make the waiting calls, except those of steps up to `taken`."""
         with self._lock:
             calls, self._calls = self._calls, []
         new = [each for each in calls if each[0] not in _OF_STEPS or each[1][0] > taken]
@@ -337,7 +338,7 @@ class BackgroundTracker(Tracker):
         if made and not self._call("sync"):
             made = []
         elif steps and note:
-            with suppress(OSError):  # only a run that is killed needs it
+            with suppress(OSError):  # only a killed run needs the file
                 self._taken.parent.mkdir(exist_ok=True)
                 self._taken.write_text(f"{steps[-1]}\n")
         with self._lock:
@@ -345,7 +346,7 @@ class BackgroundTracker(Tracker):
             self._waiting.subtract(method for method, _ in calls)
 
     def _call(self, method: str, *arguments: Any) -> bool:
-        """Return whether the tracker takes a call, or has no such method."""
+        """Make a call; return whether it succeeds or the tracker lacks the method."""
         if self._tracker is None:
             return False
         try:
@@ -358,12 +359,12 @@ class BackgroundTracker(Tracker):
     def _last_step(self) -> int:
         try:
             return int(self._taken.read_text())
-        except (OSError, ValueError):  # a new run, or a machine that died while it was written
+        except (OSError, ValueError):  # a new run, or a machine that died while writing the file
             return -1
 
 
 def load_tracker(name: str) -> Callable[..., Tracker]:
-    """Return the class that an entry of `tracking.trackers` names. Raises `UsageError` if it is none, or cannot be a tracker."""
+    """Return the class that an entry of `tracking.trackers` names. Raises `UsageError` if there is none, or it cannot be a tracker."""
     found = load_function(name, "tracking.trackers", TRACKERS)
     if isinstance(found, type):
         with refusing(
@@ -386,7 +387,7 @@ class JsonlTracker(Tracker):
         rows = [] if is_new else _rows(path)
         kept = [line + b"\n" for line, row in rows if row["step"] <= (resume_step or 0)]
         write_atomically(path, b"".join(kept))
-        # Unbuffered: what could not be written is not tried again on closing.
+        # Unbuffered, so that closing does not retry a failed write.
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What the server says about the runs below a directory: one method for each path of `/api/`."""
+"""Answer questions about the runs below a directory, with one method for each path of `/api/`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Answer = dict[str, Any]
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
-# Fewest seconds between two searches for runs, bytes of each run's metrics that a list reads, and runs whose metrics are kept.
+# Least seconds between two searches for runs, bytes of a run's metrics that a list reads, and runs whose metrics are cached.
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
 _PREVIEW, _TEXT_BYTES = 300, 4 << 20
@@ -50,7 +50,7 @@ _NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", 
 
 
 class Query(RolloutFilter):
-    """What a request asks for."""
+    """The parameters of a request."""
 
     run: Sequence[str] = ("",)
     names: Sequence[str] = ()
@@ -67,7 +67,7 @@ class Query(RolloutFilter):
 
     @classmethod
     def of(cls, values: Mapping[str, Sequence[str]]) -> Self:
-        """Return what an address has: of most names the last value. Raises `UsageError` for one that cannot be."""
+        """Return an address's parameters: of most names the last value. Raises `UsageError` for an invalid one."""
         last = {name: each[-1] for name, each in values.items() if each[-1]}
         lists = {name: values[name] for name in ("run", "names") if name in values}
         try:
@@ -82,7 +82,7 @@ class Query(RolloutFilter):
 
 
 class Answers:
-    """The runs at and below `root`, a copy of `url` if that is given. Threads may share it."""
+    """Answers about runs at and below `root`, a copy of `url` if given. Threads may share it."""
 
     def __init__(self, root: Path, url: str | None = None) -> None:
         self.root, self._url = root.resolve(), url
@@ -127,7 +127,7 @@ class Answers:
         }
 
     def metrics(self, query: Query) -> Answer:
-        """Return curves, or the names of all, of each run."""
+        """Return each run's curves, or without names the names of all."""
         names = [name for text in query.names for name in text.split(",") if name]
         span = query.points, query.first, query.last
         found: Answer = {}
@@ -177,12 +177,12 @@ class Answers:
         return {"tokens": None, **row, "id": query.id, "kind": kind, "trace": trace}
 
     def facets(self, query: Query) -> Answer:
-        """Return what rollouts can be filtered by."""
+        """Return the values that can filter rollouts."""
         kind = query.kind if "kind" in query.model_fields_set else None
         return self._index(self._one(query)).facets(kind)
 
     def timeline(self, query: Query) -> Answer:
-        """Return the phases of a step: each rank's, if it was profiled, else from the seconds that each took, one after another."""
+        """Return a step's phases: each rank's, if it was profiled, else one after another, from the seconds of each."""
         run, step = self._one(query), query.step or 0
         curves = dict(self._read(run).by_name)  # another thread may find more meanwhile
         total = curves.pop(f"{_TIMING}step", None)
@@ -221,7 +221,7 @@ class Answers:
         return {"steps": steps, "problem": problem and problem.problem}
 
     def log(self, query: Query) -> Answer:
-        """Return the last lines of a rank's log before an offset, in all of its files."""
+        """Return the last lines of a rank's log before an offset, across all its files."""
         logs = self._within(self._one(query).root / "logs")
         files = [match for path in logs.glob("*") if (match := _LOG.fullmatch(path.name))]
         of_rank = [match for match in files if int(match[1]) == query.rank]
@@ -252,7 +252,7 @@ class Answers:
         }
 
     def environment(self, query: Query) -> Answer:
-        """Return where a run's last start ran, and what its code had beyond the commit."""
+        """Return the environment of a run's last start, and its code's uncommitted changes."""
         run = self._one(query)
         self._within(run.environment)
         diff = self._text(run.diff) if run.diff.exists() else None
@@ -296,7 +296,7 @@ class Answers:
         return {run: RunDirectory(self.root / run) for run in query.run}
 
     def _within(self, path: Path) -> Path:
-        """Return the path of a file or directory, if it is one and no link leads out. Raises `UsageError`."""
+        """Return `path`. Raises `UsageError` for a pipe or device, or if a link leads out of `root`."""
         if path.exists() and not (path.is_file() or path.is_dir()):
             have, do = "a pipe or a device", "move it out of the run's directory"
             raise UsageError(f"{path} is no file", have=have, do=do)
@@ -327,7 +327,7 @@ def _phase(name: str, start: float, seconds: float) -> Answer:
 
 
 def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
-    """Return the phases of a step by the seconds of each; those inside another begin with it."""
+    """Return a step's phases one after another, by their seconds; inner phases begin with the outer one."""
     found, ends = [], dict[str, float]()
     for name in sorted(curves, key=lambda name: name.count("/")):
         seconds = curves[name].at(step) if name.startswith(_TIMING) else None
@@ -341,7 +341,7 @@ def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
 
 
 def open_index(rollouts: Path, run: Path) -> RolloutIndex:
-    """Return the index beside a run's files, or in the cache where it cannot be. Raises `BurnishError`."""
+    """Return the index in the run's directory, or in the cache if it cannot be there. Raises `BurnishError`."""
     cached = cache_root() / "view" / f"{sha256(str(run).encode()).hexdigest()[:24]}.sqlite"
     if not _is_on_network(run):
         with suppress(OSError, sqlite3.OperationalError):
@@ -358,7 +358,7 @@ def open_index(rollouts: Path, run: Path) -> RolloutIndex:
 
 
 def _is_on_network(path: Path) -> bool:
-    mounts = Path("/proc/self/mounts")  # of Linux
+    mounts = Path("/proc/self/mounts")  # exists on Linux
     lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
     above = [(len(place), kind) for _, place, kind, *_ in lines if path.is_relative_to(place)]
     return max(above, default=(0, ""))[1].removeprefix("fuse.") in _NETWORKS

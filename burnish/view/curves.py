@@ -14,7 +14,7 @@ from typing import Any, Self
 from burnish.errors import CorruptError
 from burnish.tracking.trackers import json_number, parse_metrics
 
-_TAIL = 200  # bytes at the end of what was read that tell whether the file was written anew
+_TAIL = 200  # last bytes read, by which a rewritten file is noticed
 
 
 class Curve:
@@ -32,7 +32,7 @@ class Curve:
         return values[place] if is_there and math.isfinite(values[place]) else None
 
     def points(self, most: int, first: int, last: int) -> dict[str, list[Any]]:
-        """Return last steps, means, lowest and highest values of at most `most` buckets, as JSON has them."""
+        """Return last steps, means, lowest and highest values of at most `most` buckets, for JSON."""
         known = self.values[:]  # another thread may read more meanwhile
         steps = self.steps[: len(known)]
         start, stop = bisect_left(steps, first), bisect_right(steps, last)
@@ -63,7 +63,7 @@ class Curves:
         self.by_name: dict[str, Curve] = {}
         self.last_step = 0
         self.problem: CorruptError | None = None
-        """What is wrong with a line that was passed over."""
+        """The problem of a line that was skipped."""
         self._place, self._tail, self._inode = 0, b"", 0
 
     def finite(self, name: str) -> list[float]:
@@ -101,7 +101,7 @@ class Curves:
             self.problem = error
             return
         step = row.pop("step")
-        if step <= self.last_step:  # made again
+        if step <= self.last_step:  # a resumed run makes steps again
             for curve in self.by_name.values():
                 kept = bisect_left(curve.steps, step)
                 del curve.steps[kept:], curve.values[kept:]
@@ -111,7 +111,7 @@ class Curves:
             try:
                 number = float(value)
                 curve.steps.append(step)
-            except (ValueError, TypeError, OverflowError):  # no metric
+            except (ValueError, TypeError, OverflowError):  # not a number
                 continue
             curve.values.append(number)
             self.by_name[name] = curve

@@ -1,7 +1,7 @@
 """Index a run's rollouts in SQLite, so that pages of millions are found without reading them.
 
-A row has what filters and sorts need, and where the rollout lies: its file, block and line. Its number orders rollouts
-of a kind by step, newest first, and within a step by prompt and sample.
+A row has the columns for filters and sorts, and the rollout's place: file, block and line. Its number orders rollouts of a kind
+by step, newest first, and within a step by prompt and sample.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
 """Orders of rollouts: "place" is newest first, "step" is the reverse."""
 # A rollout's prompt, sample, place, reward, length and source.
 _Facts = tuple[int, int, int, float, int, str]
-# A rollout's number, its value in the sorted column, and its place. None if there was no time to index the rest.
+# A rollout's number, its value in the sorted column, and its place. No place: there was no time to index the rest.
 _Place = tuple[int, float, int | None]
 
 FORMAT = 2
@@ -41,18 +41,18 @@ _SEQUENCE_BITS, _STEP_BITS, _LINE_BITS, _BLOCK_BITS = 22, 39, 22, 40
 _SEQUENCES = (1 << _SEQUENCE_BITS) - 1
 LAST_STEP = (1 << _STEP_BITS) - 1
 """The last step that an index can have."""
-_LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # number
+_LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # the largest number
 _NAN = math.nextafter(-math.inf, 0.0)  # in place of NaN, which SQLite cannot hold
-# Seconds for a page to index, for a search to read, and to count rows.
+# Most seconds for a page to index, for a search to read, and to count rows.
 _PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.1, 1.0, 0.15
 _SORTED_AT_ONCE, _BLOCKS_HELD, _BUSY_SECONDS = 50_000, 16, 30.0
-# Fewest seconds between two looks at the directory, their largest share of all time, and the age of a reliable directory time.
+# Least seconds between two listings of the directory, their largest share of time, and the age of a reliable directory time.
 _LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
--- Pages of indices are written again and again: few checkpoints, and 32 MiB of memory.
+-- Pages of indices are rewritten often, hence few checkpoints and 32 MiB of cache.
 PRAGMA wal_autocheckpoint = 16384;
 PRAGMA cache_size = -32768;
 BEGIN IMMEDIATE;
@@ -75,7 +75,7 @@ Number = Annotated[float, Field(ge=-math.inf)]  # not NaN
 
 
 class RolloutFilter(BaseModel, frozen=True):
-    """Which rollouts are wanted, in which order."""
+    """Which rollouts to return, in which order."""
 
     kind: Kind = "step"
     from_step: Integer = 0
@@ -85,7 +85,7 @@ class RolloutFilter(BaseModel, frozen=True):
     text: str = ""
     min_reward: Number | None = None
     max_reward: Number | None = None
-    """With either, rewards that are NaN are left out."""
+    """Either limit leaves out rewards that are NaN."""
     min_length: Integer | None = None
     max_length: Integer | None = None
     sort: Sort = "place"
@@ -98,18 +98,18 @@ class RolloutFilter(BaseModel, frozen=True):
 
     @property
     def column(self) -> str:
-        """The column that is sorted by."""
+        """The column to sort by."""
         name = self.sort.removeprefix("-")
         return name if name in ("reward", "length") else "id"
 
     @property
     def descends(self) -> bool:
-        """Whether the column's values fall."""
+        """Whether the column's values descend."""
         return self.sort in ("step", "-reward", "-length")
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What rows have to fulfil, besides their steps and text."""
+        """Conditions on rows, besides those on step and text."""
         by_reward = self.min_reward is not None or self.max_reward is not None
         named = {
             "prompt = ?": self.prompt,
@@ -124,24 +124,24 @@ class RolloutFilter(BaseModel, frozen=True):
 
 
 class RolloutPage(NamedTuple):
-    """Some rollouts, by id."""
+    """A page of rollouts, by id."""
 
     rows: list[tuple[str, Row]]
     next: str | None
     """The cursor of the rest; None at the end."""
     total: int | None
-    """How many there are, if that is soon known; told with the first page."""
+    """How many rollouts match: with the first page, if they can be counted quickly."""
 
 
 class RolloutIndex:
-    """The index at `path` of a directory of rollouts, for all threads. Raises `BurnishError` if it cannot be used nor made again."""
+    """The index at `path` of a directory of rollouts, for all threads. Raises `BurnishError` if it can neither be used nor rebuilt."""
 
     def __init__(self, directory: Path, path: Path) -> None:
         self._directory, self._path = directory, path
         self._lock, self._looking, self._indexing = (threading.RLock() for _ in range(3))
+        # By a step's first number: names and marks of its files, that with chosen rollouts and that with the rest, as JSON.
         self._listed: dict[int, str] = {}
-        # Files of each step, by its first number: names and marks of that with chosen rollouts and of that with the rest, as JSON.
-        self._pending: list[int] = []
+        self._pending: list[int] = []  # first numbers of steps that are not indexed
         self._changed_at, self._next_look = -1, 0.0
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -176,23 +176,23 @@ class RolloutIndex:
         return parse_rollout(line, f"{path}, in the block at byte {match[2]},")
 
     def facets(self, kind: Kind | None = None) -> dict[str, Any]:
-        """Return what there is to filter by, how far the index is, and what is wrong with files."""
+        """Return the values to filter by, the indexed share of steps, and problems with files."""
         return self._asked(partial(self._found_facets, kind or self.kind()))
 
     def kind(self) -> Kind:
-        """Return the kind of rollouts that there are; "step" if both."""
+        """Return the kind of the rollouts; "step" if there are both."""
         self._asked(self._look)
         kinds = {_kind_and_step(first)[0] for first in self._listed}
         return "validation" if kinds == {"validation"} else "step"
 
     def _look(self) -> None:
-        """See which files are there, unless that was just done; start the thread if some are not indexed."""
+        """List the files, unless that was just done; start the thread if some are not indexed."""
         with self._looking:
             begun = time.monotonic()
             if begun < self._next_look:
                 return
             if not self._path.exists() or self._path.stat().st_ino != self._inode:
-                self._open_again()  # another viewer has made it again
+                self._open_again()  # another viewer has rebuilt it
             changed = self._directory.stat().st_mtime_ns if self._directory.exists() else 0
             if changed != self._changed_at or time.time_ns() - changed < _RECENT_NS:
                 self._list()
@@ -276,7 +276,7 @@ class RolloutIndex:
             except CorruptError as error:
                 problem = error.problem
             except OSError as error:
-                if not isinstance(error, FileNotFoundError):  # removed, as old ones are
+                if not isinstance(error, FileNotFoundError):  # a run removes old files
                     problem = f"{path} cannot be read: {error.strerror}"
         return found[: _SEQUENCES + 1], problem
 
@@ -301,7 +301,7 @@ class RolloutIndex:
     def _candidates(
         self, wanted: RolloutFilter, after: _Place | None, deadline: float
     ) -> Generator[_Place]:
-        """Yield rollouts that fulfil all but the text, in order; index what they are among while there is time."""
+        """Yield rollouts that fulfil all conditions but the text, in order; first index steps in their range while there is time."""
         (low, high), descends, by_step = wanted.span, wanted.descends, wanted.column == "id"
         if after is not None and by_step:
             low, high = (low, after[0] - 1) if descends else (after[0] + 1, high)
@@ -313,7 +313,7 @@ class RolloutIndex:
         first = self._next_pending(low, high, descends)
         if first is None or not by_step:
             yield from self._selected(wanted, low, high, after)
-        # What comes before a step that is not indexed can be told; the rest has to wait for it.
+        # Rollouts before the first step that is not indexed are known; the others have to wait for it.
         elif descends:
             yield from self._selected(wanted, first + _SEQUENCES + 1, high)
             yield first + _SEQUENCES + 1, 0.0, None
@@ -322,7 +322,7 @@ class RolloutIndex:
             yield first - 1, 0.0, None
 
     def _next_pending(self, low: int = 0, high: int = _LAST, from_end: bool = False) -> int | None:
-        """Return the first step with numbers in a range that is not indexed; the last one `from_end`."""
+        """Return the first number of the first step in a range that is not indexed; `from_end`, of the last."""
         with self._lock:
             start = bisect_right(self._pending, low - _SEQUENCES - 1)
             stop = bisect_right(self._pending, high)
@@ -359,7 +359,7 @@ class RolloutIndex:
         try:
             name, mark = json.loads(self._listed[number & ~_SEQUENCES])[is_rest]
             row = parse_rollout(self._block(self._directory / name, mark, start)[line], name)
-        except (KeyError, IndexError, TypeError, OSError, CorruptError):  # it has changed since
+        except (KeyError, IndexError, TypeError, OSError, CorruptError):  # the file has changed
             return None
         texts = (str(row["prompt"]), str(row["completion"]))
         if needle and not any(needle in text.casefold() for text in texts):
@@ -395,7 +395,7 @@ class RolloutIndex:
 
     def _found_facets(self, kind: Kind) -> dict[str, Any]:
         self._look()
-        pending = len(self._pending)  # before what is indexed, which may become more meanwhile
+        pending = len(self._pending)  # read first: the thread may index more meanwhile
         every = [_kind_and_step(first) for first in sorted(self._listed, reverse=True)]
         trained = [step for of, step in every if of == "step"]
         span = RolloutFilter(kind=kind).span
@@ -438,9 +438,9 @@ class RolloutIndex:
         database = self._connection()
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.OperationalError:  # no place for one
+        except sqlite3.OperationalError:  # no place for a database
             raise
-        except sqlite3.DatabaseError:  # something else than a database
+        except sqlite3.DatabaseError:  # not a database
             version = -1
         if version not in (0, FORMAT):
             database.close()
@@ -467,7 +467,7 @@ def _kind_and_step(number: int) -> tuple[Kind, int]:
 
 
 def _mark(path: Path) -> str:
-    """Return what differs when a file has changed. Raises `FileNotFoundError`, also for a link or a pipe."""
+    """Return a text that changes with the file. Raises `FileNotFoundError`, also for a link or a pipe."""
     state = path.lstat()
     if not S_ISREG(state.st_mode):
         raise FileNotFoundError(path)
@@ -491,7 +491,7 @@ def _facts(line: bytes, place: int, where: str) -> _Facts:
         prompt, sample = _fitting(row["prompt_index"]), _fitting(row.get("sample") or 0)
         length, reward = _fitting(row.get("length") or 0), float(row["reward"])
     except (TypeError, ValueError, OverflowError) as error:
-        problem = f"{where} has a rollout whose numbers are none"
+        problem = f"{where} has a rollout with invalid numbers"
         raise CorruptError(problem, have=error, do="move the file away") from error
     source = plain(str(row.get("source") or ""))
     return prompt, sample, place, _NAN if math.isnan(reward) else reward, length, source

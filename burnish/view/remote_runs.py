@@ -1,4 +1,4 @@
-"""Copy what is shown of runs behind a URL to this machine, again and again."""
+"""Copy the shown files of runs behind a URL to this machine, repeatedly."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WANTED = re.compile(
     r"(?:[^\0\n]+/)?(?:config\.yaml|environment\.json|status\.json|metrics\.jsonl|git\.diff|(?:logs|profiles|rollouts|traces)/[^/\0\n]+)"
 )
 _LARGE = re.compile(r"(?:rollouts|traces)/")
-_SECONDS = 15.0
-_LIMIT = 1 << 31
+_SECONDS = 15.0  # between two copies
+_LIMIT = 1 << 31  # most bytes of a file
 _POLICY = RetryPolicy(tries=4, seconds=20.0)
 
 _log = logging.getLogger("burnish")
 
 
 class RunCopies:
-    """What is shown of the runs below a URL, copied to `root` in the block: first all but rollouts and traces, then all by a thread."""
+    """Copies the shown files of runs below a URL to `root` in the block: first all but rollouts and traces, then all, by a thread."""
 
     def __init__(self, url: str) -> None:
         self.root = (cache_root() / "view" / sha256(url.encode()).hexdigest()[:24]).absolute()
@@ -89,7 +89,7 @@ class RunCopies:
         try:
             for name in (*small, *large):
                 if have.get(name) != found[name] and not self._stop.is_set():
-                    with suppress(MissingError):  # it was removed meanwhile
+                    with suppress(MissingError):  # the file was removed meanwhile
                         write_atomically(self.root / name, self._content(name))
                         have[name] = found[name]
         finally:

@@ -22,7 +22,7 @@ from burnish.view.curves import Curves
 from burnish.view.runs import model_of
 
 MAX_POINTS, READ_BYTES = 400, 32_000_000
-"""Points of a line; size of the rollout files that are read, beside the newest and the oldest one."""
+"""Most points of a line, and most bytes of rollout files that are read, besides the newest and the oldest one."""
 _PAGE = Path(__file__).parent / "page"
 _TEXT_LIMIT = 3000
 _EXAMPLES = 3
@@ -32,7 +32,7 @@ _ASSET = re.compile(
     r'|<script type="module" src="static/(?P<module>\S+)"></script>'
 )
 _IMPORT = re.compile(r'^import .* from "\./(\S+)";\n', re.M)
-_ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'  # where these stand in the page
+_ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'  # mark the places in the page
 
 
 def write_report(run_dir: Path, state: State | None = None) -> Path:
@@ -58,7 +58,7 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
         "config": {"text": {name: config}, "settings": [], "different": []},
         "environment": {"environment": environment},
     }
-    # No "<" ends the element that holds them.
+    # A "<" could end the element that holds the answers.
     held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     write_atomically(run.report, _page().replace(_ANSWERS, held))
     return run.report
@@ -66,7 +66,7 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
 
 @cache
 def _page() -> str:
-    """Return the page with its styles and scripts inside, which alone may run."""
+    """Return the page with styles and scripts inlined, and a policy that forbids others."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def inlined(found: re.Match[str]) -> str:
@@ -91,7 +91,7 @@ def _asset(name: str) -> str:
 
 
 def _modules(name: str, seen: set[str]) -> Iterator[str]:
-    """Return a module's text after those of the modules that it imports. All share their names."""
+    """Yield a module's text after those of the modules that it imports. All share one scope."""
     if name not in seen:
         seen.add(name)
         text = _asset(name)
@@ -139,7 +139,7 @@ def _within_budget(paths: list[Path]) -> list[Path]:
 
 
 def _change(early: list[Row], late: list[Row]) -> tuple[Row, Row, float, float]:
-    """Return the row of each group that is nearest to its mean, or of two the farther from the other's, and both means."""
+    """Return each group's row nearest to its mean reward, of two the one farther from the other mean, and both means."""
     before, after = (fmean(map(_finite_reward, group)) for group in (early, late))
 
     def typical(group: list[Row], mean: float, other: float) -> Row:

@@ -18,7 +18,7 @@ from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirec
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
-_HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # of a run; they hold no other run
+_HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # a run's directories without other runs
 _MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 
 
@@ -35,14 +35,14 @@ def find_runs(root: Path) -> list[Path]:
 
 
 def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:
-    """Return how a run is, with the curves of its metrics. A copy does not tell whether it runs. Raises `CorruptError`."""
+    """Describe a run, whose metrics are `curves`. A copy cannot show whether the run is running. Raises `CorruptError`."""
     status, environment = run.read_status(), run.read_environment()
     if curves.problem is not None:
         raise curves.problem
     state = status.get(STATE, "ended")
     if not is_copy and is_held(run.checkpoints / LEASE):
         state = "running"
-    elif not is_copy and state == "running":  # and was killed
+    elif not is_copy and state == "running":  # it was killed
         state = "ended"
     return {
         "kind": environment.get(TRAINER),
@@ -56,7 +56,7 @@ def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dic
 
 
 def model_of(run: RunDirectory) -> str | None:
-    """Return what a run's configuration names as its model, also of another version's."""
+    """Return the model that a run's configuration names, even if another version wrote it."""
     found = _MODEL.search(run.config.read_text(errors="replace")) if run.config.exists() else None
     return found[1].strip("\"'") if found and found[1] != "null" else None
 
@@ -66,7 +66,7 @@ def _changed(path: Path) -> float:
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """Return a run's settings by name, also of another version's. Raises `MissingError`, and `CorruptError` for no YAML."""
+    """Return a run's settings by name, even if another version wrote them. Raises `MissingError`, and `CorruptError` for invalid YAML."""
     path = recorded_config(run)
     try:
         return dict(dotted(recorded(path).model_dump(mode="json")))

@@ -1,4 +1,4 @@
-"""Serve the page and what it asks for, over HTTP: GET and HEAD only."""
+"""Serve the page and its data over HTTP: GET and HEAD only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from burnish.errors import BurnishError, MissingError
 from burnish.view.answers import Answer, Answers, Query
 
 PAGE = Path(__file__).parent / "page"
+# Methods of `Answers` that have a path below /api/.
 _OF_RUNS = ("runs", "metrics", "timeline", "checkpoints", "log", "config", "environment")
-# Methods of `Answers` with a path of their own.
 _OF_ROLLOUTS = ("rollouts", "rollout", "facets")
 _LIVE_SECONDS = 1.0
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?")
@@ -42,20 +42,20 @@ _log = logging.getLogger("burnish")
 
 
 def make_app(answers: Answers, token: str | None = None) -> Starlette:
-    """Return the application. With a token it answers those who know it, else those who call this machine by its own name."""
+    """Return the application. With a token it answers clients that send it, else clients that address this machine as local."""
 
     def answer(request: Request) -> Response:
         try:
-            # Keeps empty values: a run's id may be one.
+            # Keeps empty values, because a run's id may be empty.
             query = Query.of(parse_qs(request.url.query, keep_blank_values=True))
             return _json(getattr(answers, request.url.path.removeprefix("/api/"))(query))
         except BurnishError as error:
             return _error(404 if isinstance(error, MissingError) else 400, error)
         except OSError as error:
             problem = f"{error.filename} cannot be read"
-            do = "see that it is there and may be read"
+            do = "check that it exists and can be read"
             return _error(404, BurnishError(problem, have=error.strerror, do=do))
-        except Exception as error:  # noqa: BLE001 - it is one answer that fails, and the server goes on
+        except Exception as error:  # noqa: BLE001 - one answer fails, and the server goes on
             _log.error("%s cannot be answered", request.url.path, exc_info=error)
             problem = f"this cannot be answered: {type(error).__name__}"
             return _error(500, BurnishError(problem, do="see what burnish view printed"))
@@ -98,10 +98,10 @@ def _error(status: int, error: BurnishError) -> Response:
 def _json(answer: Answer, status: int = 200) -> Response:
     try:
         text = json.dumps(answer, ensure_ascii=False, allow_nan=False, default=str)
-    except ValueError:  # somebody else's file has a bare NaN
+    except ValueError:  # another program's file may have a bare NaN
         named = json.loads(json.dumps(answer, default=str), parse_constant=str)
         text = json.dumps(named, ensure_ascii=False)
-    # Half of a character, which UTF-8 cannot have, becomes its escape.
+    # A lone surrogate, which UTF-8 cannot encode, becomes its escape.
     body = text.encode("utf-8", "backslashreplace")
     return Response(body, status, _FRESH, "application/json")
 
@@ -119,10 +119,10 @@ async def _events(answers: Answers) -> AsyncIterator[str]:
 
 def _refusal(request: Request, token: str | None) -> Response | None:
     if token is None:
-        # A page elsewhere may let its own name point here. It cannot choose the name that a browser sends.
+        # Another site's name may resolve to this machine. The browser still sends that name, so it is refused.
         is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
         do = "call it localhost, or start burnish view with --host"
-        return None if is_own else _error(403, BurnishError("no name of this machine", do=do))
+        return None if is_own else _error(403, BurnishError("the address is no local name", do=do))
     cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
     asked = request.query_params.get("token", "")
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -1,11 +1,11 @@
-// Charts of one run, or of several laid over each other.
+// Charts of one run, or of several runs drawn over each other.
 
 import {get} from "./data.js";
 import {button, cells, count, date, duration, h, mean, num, options, plural, searchBox, short, table, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
 import {draw, line, together} from "./plot.js";
 
-// Titles, and the metrics that share a chart if one run is shown.
+// Titles of charts, each with the metrics that share the chart if one run is shown.
 const LEARNING = [
   ["Loss", "actor/loss", "train/loss"], ["Policy loss", "actor/pg_loss"], ["Entropy, nats", "actor/entropy"],
   ["Gradient norm", "actor/grad_norm", "train/grad_norm"], ["Response length, tokens", "response_length/mean", "response_length/max"],
@@ -33,7 +33,7 @@ const near = new IntersectionObserver((entries) => {
   }
 }, {rootMargin: "300px"});
 
-// A choice of other runs to lay over this one.
+// A menu of other runs to draw over this one.
 export function otherRuns() {
   const add = () => go(changed({with: [...here().query.getAll("with"), choice.value]}));
   const choice = h("select", {"aria-label": "Compare with another run", onchange: add});
@@ -138,7 +138,7 @@ function isFlat(name, found) {
   return numbers.every((value) => value === 0);
 }
 
-// Runs whose configuration differs only in what is each run's own.
+// Groups of runs whose configurations differ only in settings that every run has of its own, such as the seed.
 async function seedGroups(runs) {
   const {settings} = runs.length > 1 ? await get("config", {run: runs}) : {settings: []}, groups = new Map();
   const counted = settings.filter(({setting}) => !OWN.includes(setting));
@@ -155,7 +155,7 @@ function commonName([first, ...others]) {
   return first.slice(0, length).replace(/[\W_]*(seed|s)?[\W_]*$/, "") || first;
 }
 
-// Sections of charts: [heading, [[title, name…]…]]. Metrics share no chart where there are `several` lines of each.
+// Sections of charts: [heading, [[title, name…]…]]. If each metric has `several` lines, metrics do not share a chart.
 function arranged(names, several) {
   const left = new Set(names), take = (specs) => specs.flatMap(([title, ...wanted]) => {
     const there = wanted.filter((name) => left.delete(name));
@@ -177,13 +177,13 @@ function byRank(a, b) {
   return rank(a) - rank(b) || (a < b ? -1 : 1);
 }
 
-// The line of a run, or one with a band for several seeds.
+// The line of a run, or the mean of several seeds with a band.
 function linesOf({label, runs}, name, found, i, smoothed) {
   const lines = runs.filter((run) => found[run]?.[name]).map((run) => line(label, found[run][name], i));
   return lines.length > 1 ? [{...lines[0], ...together(lines, smoothed)}] : lines;
 }
 
-// The head of a run's page: how it is, what went wrong, its main numbers.
+// The head of a run's page: the run's state, its problems and its main numbers.
 function summary(run, about, found, environment = {}) {
   const {device, processes = 1, host, started} = environment, facts = [about.model, device && `${processes} × ${device}`, host, started && date(started)];
   const total = (name) => (found[name]?.values ?? []).map(num).reduce((sum, value, i) => {  // a mean counts for the steps of its bucket

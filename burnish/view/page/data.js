@@ -1,11 +1,11 @@
-// All data come through `get`: from the server, or in a frozen report from the answers that are in the page.
+// All data come through `get`: from the server, or in a frozen report from answers stored in the page.
 
 const inlined = document.getElementById("frozen"), answers = inlined && JSON.parse(inlined.textContent);
 export const frozen = answers !== null;
 
 let requests = new AbortController();
 
-// Drop the answers that are still to come: another view is shown.
+// Drop pending answers, because another view is shown.
 export function forget() {
   requests.abort();
   requests = new AbortController();
@@ -35,7 +35,7 @@ function kept(path, wanted) {
 }
 
 // Call `grown(run)` when a run has new steps, and `connected(yes)` when the server comes or goes.
-// A browser opens few connections to a server, so only a page that one sees holds one.
+// A browser opens few connections to a server, so only a visible page holds one.
 export function listen(grown, connected) {
   if (frozen) return;
   let source = null;

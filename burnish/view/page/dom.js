@@ -2,7 +2,7 @@
 
 import {changed, replace} from "./place.js";
 
-// Make an element: h("span.chip", {title, onclick, style: {…}}, children…); attributes may be left out. What is null, undefined or false is left out.
+// Make an element: h("span.chip", {title, onclick, style: {…}}, children…); attributes are optional. Children and attributes that are null, undefined or false are skipped.
 export function h(kind, ...rest) {
   const [tag, ...classes] = kind.split("."), node = document.createElement(tag);
   const [attributes, children] = rest[0]?.constructor === Object ? [rest[0], rest.slice(1)] : [{}, rest];
@@ -36,7 +36,7 @@ export function searchBox(name, label) {
 }
 
 let waiting = 0;
-// Call after a pause in typing.
+// Run `action` once typing has paused.
 export function later(action) {
   clearTimeout(waiting);
   waiting = setTimeout(action, 250);
@@ -61,7 +61,7 @@ export function short(value) {
   return clean(size && size < 1e-3 ? rounded.toExponential() : String(rounded));
 }
 
-// As many decimals for every value, so that columns align.
+// Equally many decimals for every value, so that columns align.
 export function fixed(value, digits = 3) {
   const x = num(value);
   return x === null || !Number.isFinite(x) || Math.abs(x) >= 1e5 ? short(x) : clean(x.toFixed(digits));
@@ -85,7 +85,7 @@ export function ago(time) {
   return seconds < 5 ? "now" : `${duration(Math.round(seconds)).split(" ").slice(0, 2).join(" ")} ago`;
 }
 
-// Characters that one does not see, or that reorder others, are shown by their codes.
+// Show invisible characters, and characters that reorder others, by their codes.
 const HIDDEN = /(?:(?![\n\t\u200c\u200d])[\p{Cs}\p{Cc}\p{Cf}\p{Zl}\p{Zp}])+/gu, LIMIT = 20000, CODES = 8;
 const code = (character) => {
   const hex = character.codePointAt(0).toString(16);
@@ -117,7 +117,7 @@ export function rewardChip(value) {
   return h(`span.reward.${x > 0 ? "high" : !x && !Number.isNaN(x) ? "zero" : "low"}`, {style: {"--strength": strength}}, fixed(x));
 }
 
-// A problem as the server says it.
+// A problem as the server reports it.
 export function problem(error) {
   const facts = ["have", "want", "do"].filter((name) => error[name]).map((name) => h("div", h("b", name), words(error[name])));
   return h("div.notice", {role: "alert"}, h("strong", words(error.message)), facts);

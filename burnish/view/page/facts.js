@@ -61,7 +61,7 @@ export function logView(body) {
   return {update};
 }
 
-// A setting's value; small numbers as one writes them.
+// A setting's value; small numbers in scientific notation.
 function said(value) {
   if (value === null || value === undefined) return h("span.faint", "null");
   if (typeof value === "number" && value && Math.abs(value) < 1e-3) return value.toExponential();

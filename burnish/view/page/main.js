@@ -1,4 +1,4 @@
-// The frame of the page: which view is shown, the bar above it, keys, theme, and news of running runs.
+// The frame of the page: the choice of view, the bar above it, keys, theme, and updates of running runs.
 
 import {chartsView} from "./charts.js";
 import {forget, frozen, get, listen} from "./data.js";
@@ -66,12 +66,12 @@ function frame({view, run}) {
   document.querySelector("#tabs [aria-current]")?.scrollIntoView({block: "nearest", inline: "center"});
 }
 
-// Choose light or dark, or what was chosen before; without storage the page forgets it.
+// Choose light or dark, or the earlier choice; a browser without storage forgets the choice.
 function theme(wanted) {
   try {
     if (wanted) localStorage.setItem("theme", wanted);
     wanted ??= localStorage.getItem("theme");
-  } catch { /* see above */ }
+  } catch { /* no storage */ }
   if (wanted) root.dataset.theme = wanted;
 }
 

@@ -1,4 +1,4 @@
-// Where one is: every view is a link, which brings it back.
+// The place in the page: every view has a link that restores it.
 
 // Read #/runs?query or #/run/ID/view/argument?query.
 export function here() {
@@ -15,7 +15,7 @@ function decoded(part) {
   }
 }
 
-// The link to a place; `query` is an object or URLSearchParams. Lists repeat a name, and what is empty is left out.
+// The link to a place; `query` is an object or URLSearchParams. Lists repeat a name; empty values are left out.
 export function link(view, run = null, argument = null, query = {}) {
   const path = run === null ? [view] : ["run", run, view, argument].filter((part) => part !== null);
   const given = query instanceof URLSearchParams ? [...query] : Object.entries(query);
@@ -33,7 +33,7 @@ export function changed(changes, {view, run, argument, query} = here()) {
 
 export const go = (href) => (location.hash = href);
 
-// Change the link without a step in the browser's history, as while typing.
+// Change the link without a step in the browser's history, for example while typing.
 export function replace(href) {
   history.replaceState(null, "", href);
   dispatchEvent(new HashChangeEvent("hashchange"));

@@ -35,7 +35,7 @@ export function smooth(values) {
   return values.map((_, i) => (weights[i] > 1e-9 ? totals[i] / weights[i] : null));
 }
 
-// Whether a line goes up and down so often that its averages say more; a schedule does not.
+// Whether a line goes up and down so often that its averages are more readable; a schedule does not.
 function noisy(values) {
   const there = values.filter(Number.isFinite), travelled = there.reduce((sum, value, i) => sum + Math.abs(value - (there[i - 1] ?? value)), 0);
   return there.length > FEW && travelled > 2.5 * (Math.max(...there) - Math.min(...there));
@@ -52,7 +52,7 @@ function at({steps, values}, step) {
   return values[low && step - steps[low - 1] < steps[low] - step ? low - 1 : low];
 }
 
-// The mean, least and greatest of lines at all their steps, of their averages if they are to be smoothed.
+// The mean, minimum and maximum of lines at all their steps; of their averages if `smoothed`.
 export function together(lines, smoothed) {
   const steps = [...new Set(lines.flatMap((each) => each.steps))].sort((a, b) => a - b);
   const calm = lines.map(({steps: own, values}) => ({steps: own, values: smoothed && noisy(values) ? smooth(values) : values}));
@@ -81,7 +81,7 @@ function columns(lines, {smoothed, log}) {
   return {data: window.uPlot.join(tables), series, bands};
 }
 
-// From 0 where 0 is not far, with some air.
+// The range of the vertical axis: from 0 if the values are near 0, with some margin.
 function range(plot, low, high) {
   if (low === null) return [0, 1];
   const air = 0.06 * (high - low) || 0.1 * Math.abs(high) || 1;
@@ -92,7 +92,7 @@ const resized = new ResizeObserver((entries) => {
   for (const {target, contentRect: {width, height}} of entries) if (width) target.plot?.setSize({width, height});
 });
 
-// Draw lines into `host`, again and again. `options`: smoothed, log, zoomed(from, to).
+// Draw lines into `host`, or update them. `options`: smoothed, log, zoomed(from, to).
 // `told(values, step)` gets each line's value at the cursor, or its last one.
 export function draw(host, lines, options, told) {
   const {data, series, bands} = columns(lines, options), form = JSON.stringify([series, options]);

@@ -1,4 +1,4 @@
-// One rollout to read, and another one beside it: prompt, answers, rewards, tokens, trace.
+// One rollout, and perhaps another one beside it: prompt, answers, rewards, tokens, trace.
 
 import {frozen, get} from "./data.js";
 import {button, count, duration, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
@@ -16,7 +16,7 @@ export const toRollout = (row, beside = null) => link("rollout", here().run, row
 
 export const answerOf = ({answer}) => (answer === null || answer === undefined ? "" : h("p.answer", h("span.soft", "Answer "), words(answer)));
 
-// The elements of the rollout `id`, and of the one that `query` puts beside it.
+// The elements of the rollout `id`, and of the rollout beside it that `query` names.
 export async function readRollout(run, id, query) {
   const [row, other] = await Promise.all([id, query.get("beside")].map((each) => each && get("rollout", {run, id: each})));
   const {rows} = await get("rollouts", {run, kind: row.kind, step: row.step, prompt: row.prompt_index, limit: 200});
@@ -62,13 +62,13 @@ function column(row, siblings, to, {wanted, most, shared}) {
     trace(row.trace));
 }
 
-// A completion; its beginning is grey if the one beside it begins in the same way.
+// A completion; its beginning is grey if the completion beside it begins in the same way.
 function completion(text, shared) {
   if (shared < SHARED) return passage(text);
   return h("div.text", {dir: "auto"}, h("span.shared", {title: "The same in both"}, words(text.slice(0, shared))), words(text.slice(shared)));
 }
 
-// Tokens on a ground as strong as their numbers are large beside `most`. The one under the pointer is told.
+// Tokens, each on a colour as strong as its number is large relative to `most`. Shows the number under the pointer.
 function tokens(all, wanted, most) {
   const arrays = Object.keys(all).filter((each) => each !== "texts"), values = all[wanted].map(num);
   const signed = !ONE_SIDED.includes(wanted), far = wanted === "logprobs" ? `−${short(most)}` : short(most);
@@ -97,7 +97,7 @@ function trace(found) {
   const details = h("dl.attributes"), shown = (value) => words(typeof value === "string" ? value : JSON.stringify(value));
   const fact = ([name, value]) => h("div", h("dt", words(name)), h("dd", shown(value)));
   const tell = ({name, error, attributes = {}}) => details.replaceChildren(...Object.entries({span: name, ...(error && {error}), ...attributes}).map(fact));
-  // A call may be too short to be seen.
+  // A span may be too short to be seen, so buttons list all spans.
   const calls = h("div.facts", found.spans.map((span) => button("button", [words(own(span.name)), ` ${duration(span.seconds)}`], () => tell(span))));
   return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: found.spans}], tell), calls, details);
 }

@@ -44,7 +44,7 @@ export function rolloutsView(body) {
     else if (!rows.length) list.append(h("p.none", Object.keys(filtersOf(query)).length ? "No rollout matches." : "No rollouts have been written yet."));
   }
 
-  // The rollout that is read: the first one where there is room and none is chosen.
+  // The rollout to show: the chosen one, or on a wide page the first one.
   const current = () => here().argument ?? (innerWidth > NARROW ? rows[0]?.id : null) ?? null;
 
   async function update({view, run, argument, query}, live) {
@@ -67,7 +67,7 @@ export function rolloutsView(body) {
     read = wanted;
   }
 
-  // New rollouts do not move the list that one reads; a button brings them.
+  // New rollouts do not move the list while it is read; a button shows them.
   async function fresher(run, query) {
     const {total: now} = await get("rollouts", {run, ...filtersOf(query), limit: 1});
     if (now !== null && now > known) total.replaceChildren(button("chip", `Show ${count(now - known)} new`, () => load()));

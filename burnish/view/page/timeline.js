@@ -8,7 +8,7 @@ const LANE = 22;
 
 export const own = (name) => name.split("/").at(-1);
 
-// Spans as bars, a lane for each rank and a row for each depth in it. `tell(span)` gets the one that is pointed at.
+// Spans as bars, a lane for each rank and a row for each depth in it. `tell(span)` gets the span under the pointer.
 export function lanes(ranks, tell = null) {
   const all = ranks.flatMap(({spans}) => spans), first = Math.min(...all.map(({start}) => start));
   const width = Math.max(...all.map(({start, seconds}) => start + seconds)) - first || 1, share = (seconds) => `${(100 * seconds) / width}%`;
