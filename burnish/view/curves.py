@@ -71,7 +71,7 @@ class Curves:
         return [*filter(math.isfinite, self.by_name[name].values)] if name in self.by_name else []
 
     def refresh(self) -> Self:
-        """Read the whole lines that are new, or everything if the file was written anew. Without a file there are no curves."""
+        """Read new whole lines, or everything if the file was rewritten. Without a file there are no curves."""
         with self._lock:
             if not self.path.exists():
                 self._forget()
