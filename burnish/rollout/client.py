@@ -235,7 +235,7 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """See `Generator.generate`. Raises `BurnishError` if no server is left.
 
-        Deals requests by length, a share to each server, before any begins, so timing changes no bit. With `in_flight`, where it
+        Deals requests by length, a share to each server, before any server begins, so timing changes no bit. With `in_flight`, where it
         does, servers take smaller shares from one queue. Another server gets a lost server's whole share and computes the same.
         """
         if self._version is None:

@@ -48,7 +48,7 @@ def draw_groups(
     counts: Tensor,
     leave: Callable[[Tensor, Drawn], None],
 ) -> None:
-    """Draw a token per row of `logits` [n, V] fp32; `leave` overwrites them in place.
+    """Draw a token per row of `logits` [n, V] fp32; `leave` overwrites the rows in place.
 
     `groups` are samplings and their rows. `keys` and `counts` [n] are as for `uniforms`.
     """
@@ -122,7 +122,7 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
 def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
     """Import vLLM or SGLang. Raises `MissingError` without it, `IncompatibleError` for an old one."""
     name, wanted = title.lower(), f"{title} {'.'.join(map(str, oldest))} or newer"
-    do = f"{install(name)}, or rollout with the built-in generator"
+    do = f"{install(name)}, or set rollout.engine=builtin"
     problem = f"rollouts with {title} need a package that cannot be imported"
     with refusing(problem, MissingError, want=wanted, do=do):
         engine = import_module(name)
@@ -148,7 +148,7 @@ def starting(engine: str, config: PretrainedConfig) -> Iterator[str]:
         refusing(
             f"{engine} does not start with this model",
             IncompatibleError,
-            do="lower rollout.slots or max_response_length, or rollout with the built-in generator",
+            do="lower rollout.slots or rollout.max_response_length, or set rollout.engine=builtin",
         ),
     ):
         config.save_pretrained(directory)

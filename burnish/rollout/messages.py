@@ -55,7 +55,7 @@ def read(stream: BinaryIO) -> Message | None:
     arrays = {}
     for name, (kind, shape) in fields.pop("arrays").items():
         if kind not in _DTYPES.values() or any(size < 0 for size in shape):
-            raise ValueError(f"no array is of {kind} {shape}")
+            raise ValueError(f"an array cannot have dtype {kind} and shape {shape}")
         arrays[name] = _filled(stream, kind, shape)
     return Message(fields, arrays)
 
@@ -175,7 +175,7 @@ def read_completions(
     tokens = [each["tokens"] for each in told]
     room = [sampling.max_tokens - each.drawn for each in requests for _ in range(each.samples)]
     if any(not (1 - partial) <= count <= most for count, most in zip(tokens, room, strict=True)):
-        raise ValueError(f"a completion has not 1 to {sampling.max_tokens} tokens")
+        raise ValueError(f"a completion does not have 1 to {sampling.max_tokens} tokens")
     made = list(split_arrays(told, message.arrays))
     for each, one in zip(told, made, strict=True):
         mine, later = one.weights_version, one.later_versions

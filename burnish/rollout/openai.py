@@ -132,7 +132,7 @@ class EndpointGenerator(Generator):
             f"the endpoint {self._url.geturl()} failed {_RETRIES} times in a row",
             have=reason,
             want="an answer",
-            do="look whether it runs; rollout.slots bounds the requests at one time, "
+            do="check that it runs; rollout.slots bounds the requests at one time, "
             "rollout.timeout_seconds how long one may take",
         )
 

@@ -114,7 +114,7 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
 
 
 def _further(one: Completion | None, other: Completion) -> Completion:
-    """Return the one that has ended or is longer: one that ends meanwhile or changes servers is reported twice."""
+    """Return the completion that has ended or is longer: one that ends meanwhile or changes servers is reported twice."""
     both = [other] if one is None else [one, other]
     return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))
 

@@ -58,7 +58,7 @@ class Running:
         return False
 
     def completion(self, sampled: Floats, raw: Floats, asked: float) -> Completion:
-        """Return it with its log-probs; `asked` is the request's time."""
+        """Return the completion with its log-probs; `asked` is the request's time."""
         return Completion(
             token_ids=np.array(self.own, dtype=np.int64),
             sampled_logprobs=sampled,
@@ -92,7 +92,7 @@ class LocalGenerator(ABC, Generic[R]):
         *,
         experts: bool = True,
     ) -> None:
-        """`experts`: whether it can record experts."""
+        """`experts`: whether the generator can record experts."""
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._max_positions, self._records_experts = max_positions, experts
         self._version: int | None = None
@@ -112,7 +112,7 @@ class LocalGenerator(ABC, Generic[R]):
             raise UsageError(
                 "algorithm.router_replay: the generator does not record experts",
                 have="algorithm.router_replay=rollout",
-                do="set algorithm.router_replay=recompute or none, or rollout with another generator",
+                do="set algorithm.router_replay=recompute or none, or choose another rollout.engine",
             )
         rule = StopRule(sampling, self._eos_token_ids, self._decode)
         asked = time.time()

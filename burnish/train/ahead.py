@@ -56,7 +56,7 @@ def read_ahead(
 ) -> tuple[tuple[DrawnBatch, ...], dict[SampleKey, Completion]]:
     """Return pending batches and begun completions from a step's files.
 
-    Raises `IncompatibleError` unless `ahead_files` would write exactly these.
+    Raises `IncompatibleError` unless `ahead_files` would write exactly these files.
     """
     told, batches = step.state.get("ahead", 0), list[DrawnBatch]()
     begun: dict[SampleKey, Completion] = {}

@@ -91,7 +91,7 @@ class Collector:
 
         Every rank gets tokens and texts of its own rollouts, and the numbers of all. Prompt i is drawn with
         key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
-        if reward functions fail for all rollouts repeatedly.
+        if reward functions fail for all rollouts in several rounds.
         """
         if self.generator.central and self.layout.world > 1:
             own: list[RolloutTable] = []

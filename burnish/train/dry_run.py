@@ -47,7 +47,7 @@ _ROWS = 512
 def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> RunConfig:
     """Set `command` up without weights, and return the configuration that a run would record.
 
-    Raises the errors that the run would raise, as one.
+    Raises the errors that the run would raise, joined into one.
     """
     errors: list[BurnishError] = []
     if run_dir is not None:

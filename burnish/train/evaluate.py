@@ -243,7 +243,7 @@ def _keep(
                 kept.write_environment({TRAINER: "eval", **found})
                 log.info("the completions are in %s", kept.rollouts)
         except OSError as error:  # another user's run directory, or a full disk
-            log.warning("the completions are not kept: %s", error)
+            log.warning("the completions are not saved: %s", error)
         finally:
             for _ in incoming:  # every rank has to exhaust it, even after an error
                 pass

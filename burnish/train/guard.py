@@ -59,7 +59,7 @@ class Guard:
             f"generator and engine disagree on the log-probs of the same tokens, with weights of version {version}",
             have=f"{mean:.3g} nats on average over {tokens} tokens; {found}",
             want=f"rollout.max_disagreement: {limit:g} at most",
-            do="set rollout.max_disagreement higher if the two compute this differently for a reason you know"
+            do="raise rollout.max_disagreement if you know why generator and engine compute differently"
             if name is None
             else "start the same command again; if the error returns, report that this tensor is published wrongly",
         )

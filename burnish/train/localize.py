@@ -131,10 +131,10 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     described = Path(model.lora.path).expanduser() / ADAPTER_CONFIG
     if not described.is_file():
         raise MissingError(
-            f"there is no adapter to go on from in {described.parent}",
+            f"there is no adapter to continue from in {described.parent}",
             have=f"no {ADAPTER_CONFIG}" if described.parent.is_dir() else "no such directory",
             want=f"a directory with {ADAPTER_CONFIG}, for as long as the run goes on",
-            do="set model.lora.path to one",
+            do="set model.lora.path to such a directory",
         )
     adapter_config = import_module("burnish.models.lora.adapter_config")
     return adapter_config.with_adapter(model, described.read_bytes())

@@ -116,7 +116,7 @@ def open_run(
                     raise UsageError(
                         f"there is no room for the run's files in {directory.root}",
                         have=error,
-                        do="free some space there, and give the same command: it continues from the newest checkpoint",
+                        do="free some space there, and start the same command again: it continues from the newest checkpoint",
                     ) from error
         logs = import_module("burnish.tracking.logs")
         path = directory.logs / f"rank-{layout.rank}.log"

@@ -28,7 +28,7 @@ _log = logging.getLogger("burnish")
 
 
 def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> RunConfig:
-    """Return the configuration of `values`, where each run's directory, `latest` or step is replaced by the step's model.
+    """Return the configuration of `values`, where a step's model replaces each run's directory, `latest` or step.
 
     The run in `run_dir` keeps its steps. Raises `MissingError` for a run without steps. Changes `values`.
     """

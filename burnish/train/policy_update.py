@@ -319,7 +319,7 @@ class PolicyUpdate:
         return found
 
     def outlines(self, table: RolloutTable, numbers: Column, column: str | None) -> Outlines:
-        """Return lengths and columns of some rollouts' `_example`s, from shared numbers."""
+        """Return the outlines of some rollouts' `_example`s, which every rank can compute."""
         found, prompts = np.empty((4, len(numbers)), np.int64), table.groups[numbers]
         names = np.frombuffer(table.prompts["digest"].tobytes(), np.int64)[::2]
         found[1], found[2] = table.prompts["length"][prompts], table.rows["length"][numbers]

@@ -177,7 +177,7 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
         return
     if hub and members == (_CONFIG,) and not any(n.endswith(".safetensors") for n in names):
         yield MissingError(
-            f"{setting}: {path} holds no weights that are read",
+            f"{setting}: {path} holds no weights that Burnish reads",
             have=few([name for name in names if not name.endswith(".json")]) or "no weights",
             want="*.safetensors",
             do=f"name a revision that has them: {hub.repo}@REVISION",

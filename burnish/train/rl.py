@@ -1,4 +1,4 @@
-"""Reinforcement learning with verifiable rewards: GRPO and kin, and PPO.
+"""Reinforcement learning with verifiable rewards: GRPO, its variants, and PPO.
 
 A step generates completions for each prompt, scores them, turns rewards into advantages, updates critic and policy, and publishes
 the weights. Multi-turn rollouts are not supported.

@@ -445,7 +445,7 @@ class Run:
             if session.checkpoints.meets_on_mirror:
                 again = "start the same command again: it continues from the newest step there"
             raise BurnishError(
-                f"the run is done, but {session.mirror.url} has not all of it", have=left, do=again
+                f"the run is done, but {session.mirror.url} lacks a part of it", have=left, do=again
             )
 
     def _stopped(self, request: StopRequested) -> StoppedError:

@@ -119,7 +119,7 @@ def visible_devices(device: torch.device, count: int) -> str | None:
     if len(shown) < count:
         raise UsageError(
             "a generator wants devices that this process does not see",
-            have=f"{len(names)} visible, this rank has number {first}",
+            have=f"{len(names)} visible, of which this rank's device is number {first}",
             want=f"rollout.tensor_parallel: {count} from there on",
             do="have the launcher show each process all devices of its machine",
         )
@@ -144,7 +144,7 @@ class Child:
         self._process.send(self._given)
 
     def revive(self, lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Restart the process if it is `lost`."""
+        """Restart the process if its URL is in `lost`; return its new URL and token by the old URL."""
         before = self.url
         if before not in lost:
             return {}
@@ -225,7 +225,7 @@ def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
 
 
 def _fitting(specs: Sequence[TensorSpec]) -> str:
-    """Return a digest of tensors, equal for a generator and its trainer."""
+    """Return a digest of tensors' names, shapes and dtypes, equal for a generator and its trainer."""
     return xxhash.xxh3_128_hexdigest(repr(sorted(map(str, specs))).encode())
 
 

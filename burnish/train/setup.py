@@ -89,7 +89,7 @@ class Foundation(TextFoundation):
     card: str = ""
     """The README.md of the trained model; "" for none."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
-    """On rank 0 of a run that trains: the files beside the weights, by name."""
+    """The files beside the weights, by name; only on rank 0 of a run that trains."""
 
     @property
     def prompt_limits(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class Foundation(TextFoundation):
                     "rollout.max_response_length leaves no room for a prompt",
                     have=f"{response} of {name}: {most}",
                     want=f"less than {most}",
-                    do=f"lower rollout.max_response_length, or have more of {name}",
+                    do=f"lower rollout.max_response_length, or raise {name}",
                 )
         return {
             f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()

@@ -1,7 +1,7 @@
 """Turn signals into a flag that training checks where it can stop cleanly.
 
-A second SIGINT or SIGTERM ends the process at once, a second SIGHUP does not: a closing terminal may send two. Slurm's --signal
-mostly sends SIGUSR1. `AFTER_SAVE` lets the run go on until its next regular save.
+A second SIGINT or SIGTERM ends the process at once. A second SIGHUP does not, because a closing terminal may send two. Slurm's
+--signal mostly sends SIGUSR1. `AFTER_SAVE` lets the run go on until its next regular save.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run is; all that resuming needs beside the tensors."""
+    """How far a run is; all that resuming needs besides the tensors."""
 
     step: Count = 0
     """Steps finished."""

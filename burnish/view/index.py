@@ -482,7 +482,7 @@ def _parsed(cursor: str | None) -> _Place | None:
         return _fitting(number), float(value), None
     except (ValueError, OverflowError) as error:
         do = "begin at the first page"
-        raise UsageError("cursor: no page ends there", have=cursor[:80], do=do) from error
+        raise UsageError("cursor: it is not the end of a page", have=cursor[:80], do=do) from error
 
 
 def _facts(line: bytes, place: int, where: str) -> _Facts:

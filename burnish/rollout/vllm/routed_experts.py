@@ -23,7 +23,7 @@ def begin_recording(worker: Any) -> None:
     """Have a worker's routers record their choices. Raises `ValueError` if they cannot."""
     routers = _routers(worker)
     if not routers:
-        raise ValueError("the model's kernels do not tell which experts they choose")
+        raise ValueError("the model's kernels do not report which experts they choose")
     slots = worker.model_runner.kv_cache_config.num_blocks * _block_size(worker)
     dtype = index_dtype(routers[0].global_num_experts)
     room = torch.zeros(slots + 1, len(routers), routers[0].top_k, dtype=dtype)

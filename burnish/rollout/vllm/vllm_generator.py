@@ -371,5 +371,5 @@ def _require_class(config: PretrainedConfig, version: str, known: Iterable[str])
             f"vLLM {version} has no model of type {config.model_type}",
             have=", ".join(config.architectures),
             want="a class of vLLM's registry",
-            do="rollout with the built-in generator, or install a newer vLLM",
+            do="set rollout.engine=builtin, or install a newer vLLM",
         )

@@ -122,7 +122,7 @@ def read_tensor(
     With `head`, the output layer's copy. `shapes` are the checkpoint's.
     """
     model, ranks = worker.get_model(), worker.parallel_config.tensor_parallel_size
-    # Of a layer with an adapter the one inside, which comes after its wrapper.
+    # A layer with an adapter gets its wrapper's name. It comes after the wrapper, so it replaces the wrapper here.
     modules = {n.replace(".base_layer", ""): each for n, each in model.named_modules()}
     owner, _, kind = name.rpartition(".")
     before, rows = [], []
