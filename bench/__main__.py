@@ -2,8 +2,8 @@
 
     python -m bench [--json]
 
-With `--json` the last line is one object with all results. `bench.learning` and `bench.staleness` take hours and
-are not included: start them by name.
+With `--json` the last line is one object with all results. Other benchmarks take long, or need an accelerator or further
+packages: start them by name.
 """
 
 from __future__ import annotations

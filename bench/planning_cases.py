@@ -162,8 +162,9 @@ class Case:
     @property
     def stands_alone(self) -> bool:
         """Whether one process can stand for all of them: they only run collectives whose results do not change memory."""
-        told = ("engine.pipeline_parallel", "engine.expert_parallel")  # these tell sizes
-        others = self.more.get("optim.kind") == "muon" or any(name in self.more for name in told)
+        exchanging = ("engine.pipeline_parallel", "engine.expert_parallel")  # values decide sizes
+        others = self.more.get("optim.kind") == "muon"
+        others = others or any(name in self.more for name in exchanging)
         return self.command == "sft" and not others
 
     @property

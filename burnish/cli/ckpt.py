@@ -60,7 +60,7 @@ Say = Callable[[str], None]
 P = TypeVar("P", bound=PurePath)
 
 # Values of the parser that commands do not take.
-_OF_PARSER = ("command", "subcommand", "function", "json")
+_PARSER_ONLY = ("command", "subcommand", "function", "json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Outcome:
 def run_ckpt(arguments: Namespace) -> int:
     """Run the command that was parsed; return the exit code. Raises `BurnishError`."""
     function = function_of(arguments)
-    options = {name: value for name, value in vars(arguments).items() if name not in _OF_PARSER}
+    options = {name: value for name, value in vars(arguments).items() if name not in _PARSER_ONLY}
     path = next(value for value in options.values() if isinstance(value, PurePath))
 
     def say(line: str) -> None:

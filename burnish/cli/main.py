@@ -21,7 +21,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
 _RANK_PREFIX = re.compile(r"^rank \d+: ")
-_OF_PLACES = (
+_PATH_ERRORS = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except BurnishError as error:
-        if _is_ours_to_say(error):
+        if _must_print(error):
             print(f"{_rank()}error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{_rank()}interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - the last frame: say what happened and set the exit code
-        if isinstance(error, OSError) and error.errno in _OF_PLACES and error.filename:
+        if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
             refused = BurnishError(
                 f"{str(error.filename)[:_LONGEST_NAME]} cannot be used",
                 have=error.strerror,
@@ -90,7 +90,7 @@ def _set_up_logging() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _is_ours_to_say(error: BurnishError) -> bool:
+def _must_print(error: BurnishError) -> bool:
     """Return whether this rank prints the error: under torchrun, only the first rank that raises it does."""
     layout = _layout()
     if layout.world == 1:

@@ -28,7 +28,7 @@ DEFAULT = "default"
 _COMMAND_LINE = "command line"
 _ARGUMENT = "argument"
 """The origin of a value from the Python API."""
-_LONGEST = 80
+_LONGEST_SHOWN = 80
 _MOST_PROBLEMS = 20
 """Most problems in one error; nobody mends more at a time."""
 
@@ -280,7 +280,7 @@ def _name_of(location: Sequence[int | str]) -> str:
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
 def _advice(name: str, key: Key, origin: str) -> str:

@@ -46,7 +46,7 @@ _PIECE, _TAIL = 16 << 20, 1 << 16
 _ROW = (1 << 32) - 1
 _MOST_BROKEN = 100
 """A run stops after this many consecutive rows that cannot be read."""
-_TOLD = 3
+_MOST_WARNINGS = 3
 _SHARED = "streams"
 _DAY = 86_400.0
 _MOST_ASKED = 256
@@ -261,7 +261,7 @@ class Stream(Mixture[Item]):
         self._rows = tuple(cast("StreamedRows", part.rows) for part in parts)
         self._made: dict[int, Item] = {}
         self._asked: dict[int, Item] = {}
-        self._told: dict[str, set[str]] = {}
+        self._warned: dict[str, set[str]] = {}
         self._broken = 0
         for number, part in enumerate(self.parts):
             for row in range(min(LOOKED_AT, len(self._rows[number].window(0)))):
@@ -314,19 +314,19 @@ class Stream(Mixture[Item]):
             self._broken += 1
             if self._broken >= _MOST_BROKEN:
                 raise
-            self._tell("a row that cannot be read is left out: %s", str(error))
+            self._warn("a row that cannot be read is left out: %s", str(error))
             return None
         self._broken = 0
         if part.limit is not None and len(item.token_ids) > part.limit:
-            self._tell("%s is over the limit and left out", part.rows.where(place))
+            self._warn("%s is over the limit and left out", part.rows.where(place))
             return None
         is_empty = isinstance(item, Example) and not item.loss_mask.any()
         return None if is_empty else item
 
-    def _tell(self, message: str, about: str) -> None:
-        told = self._told.setdefault(message, set())
-        if len(told) < _TOLD and about not in told:
-            told.add(about)
+    def _warn(self, message: str, about: str) -> None:
+        warned = self._warned.setdefault(message, set())
+        if len(warned) < _MOST_WARNINGS and about not in warned:
+            warned.add(about)
             logger.warning(message, about)
 
 
