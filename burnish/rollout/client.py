@@ -347,7 +347,7 @@ class ServedGenerator:
                     uploads[server].finish()
         self._make_room()
         self._have_fixed |= uploads.keys() & self._fed
-        self._tell_of_lost()
+        self._share_lost()
         self._loaded, self._version = self._servers, version
 
     def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
@@ -358,7 +358,7 @@ class ServedGenerator:
                 with self._losing(server):
                     uploads[server].send(message)
 
-    def _tell_of_lost(self) -> list[str]:
+    def _share_lost(self) -> list[str]:
         """Tell all ranks which servers are lost; return their urls. Collective."""
         mine = {each.url: self._lost[each] for each in self._servers if each in self._lost}
         told: dict[str, str] = {}
@@ -371,7 +371,7 @@ class ServedGenerator:
 
     def _revive_lost(self) -> None:
         """Replace lost servers as far as possible. Collective."""
-        lost = self._tell_of_lost()
+        lost = self._share_lost()
         if not lost:
             return
         revived = dict[str, tuple[str, str]]()

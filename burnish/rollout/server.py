@@ -228,11 +228,11 @@ class _Handler(BaseHTTPRequestHandler):
             case "GET", "/":
                 self._answer(messages.encode(server.about()))
             case "GET", "/completions":
-                self._answer(_told(server.call(server.so_far, between_steps=True)))
+                self._answer(_result_of(server.call(server.so_far, between_steps=True)))
             case "GET", "/checksums":
-                self._answer(_told(server.call(server.checksums)))
+                self._answer(_result_of(server.call(server.checksums)))
             case "POST", "/release":
-                self._answer(_told(server.call(server.release)))
+                self._answer(_result_of(server.call(server.release)))
             case "PUT", "/weights":
                 self._load(parse_qs(url.query))
             case "POST", "/completions":
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = io.BufferedReader(_Body(self))
         load = partial(self._server.load_weights, body, int(version), owner, bool(anew))
-        self._answer(_told(self._server.call(load, between_steps=True)))
+        self._answer(_result_of(self._server.call(load, between_steps=True)))
 
     def _complete(self) -> None:
         try:
@@ -267,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
             while not wait([call], _BEAT_SECONDS).done:
                 if not call.running():  # it waits for another call
                     self._say(messages.encode({"ended": 0}))
-            self._say(_told(call))
+            self._say(_result_of(call))
         finally:
             call.cancel()
         self.wfile.write(b"0\r\n\r\n")
@@ -284,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"".join(message))
 
 
-def _told(call: Future[Any]) -> messages.Parts:
+def _result_of(call: Future[Any]) -> messages.Parts:
     try:
         return call.result() or messages.encode({})
     except BurnishError as error:

@@ -36,7 +36,7 @@ _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # of all
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
 _SPARE = 20  # removal frees a 20th of the limit more, so that few steps have to list all files
-_AWAY = "move the file away; the run and other steps do without it"
+_REMEDY = "move the file away; the run and other steps do without it"
 _LEVEL = 4  # of compression; 6 takes twice the time for files that are 4 % smaller
 
 
@@ -228,12 +228,12 @@ def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
                     parts.append(decoder.decompress(data))
                 except zlib.error as error:
                     problem = f"{path} is damaged at byte {start}"
-                    raise CorruptError(problem, have=error, do=_AWAY) from error
+                    raise CorruptError(problem, have=error, do=_REMEDY) from error
                 read += len(data)
                 data = decoder.unused_data or file.read(BLOCK_BYTES)
                 if not data and not decoder.eof:
                     problem, have = f"{path} ends within a block", f"{start + read} bytes"
-                    raise CorruptError(problem, have=have, do=_AWAY)
+                    raise CorruptError(problem, have=have, do=_REMEDY)
             yield start, b"".join(parts)
             start += read - len(decoder.unused_data)
 
@@ -251,12 +251,12 @@ def parse_rollout(line: bytes, place: str) -> Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         problem = f"{place} has a line that is not JSON"
-        raise CorruptError(problem, have=error, do=_AWAY) from error
+        raise CorruptError(problem, have=error, do=_REMEDY) from error
     if not isinstance(row, dict) or not row.keys() >= _REQUIRED:
         raise CorruptError(
             f"{place} has a line that is not a rollout",
             have=line[:80].decode("utf-8", "replace"),
             want=f"an object with {', '.join(sorted(_REQUIRED))}",
-            do=_AWAY,
+            do=_REMEDY,
         )
     return row

@@ -59,32 +59,32 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
     with ExitStack() as stack:
         pool = None
         if command != "sft" and config.reward.given:
-            with _noting(errors):
+            with _collecting(errors):
                 reward = local.reward.model_copy(update={"workers": 1})
                 pool = stack.enter_context(RewardPool(reward))
         for load in _functions(config.algorithm, config.tracking, command):
-            with _noting(errors):
+            with _collecting(errors):
                 load()
         for judge in config.reward.models if command != "sft" else ():
-            with _noting(errors):
+            with _collecting(errors):
                 if not is_elsewhere(judge.path):
                     read_judge(judge, config.seed, Layout(), torch.device("cpu"))
-        with _noting(errors):
+        with _collecting(errors):
             foundation: TextFoundation
             if command == "eval" and local.rollout.engine == "openai":
                 tokenizer = model_tokenizer(local.model)
                 foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
             else:
                 foundation = laid = lay_foundation(local, given=config.model)
-                with _noting(errors):
+                with _collecting(errors):
                     _require_generator(laid, device)
                 if command == "rl" and config.algorithm.advantage == "gae":
-                    with _noting(errors):
+                    with _collecting(errors):
                         if config.critic.path is None or not is_elsewhere(config.critic.path):
                             critic_foundation(laid)
             names = ["train", "validation"] if trains else ["validation"]
             for name in names:
-                with _noting(errors):
+                with _collecting(errors):
                     dataset = _first_rows(foundation, name, command, pool)
                     first = dataset if name == names[0] else None
                     if pool is not None and isinstance(first, PromptDataset | Mixture):
@@ -114,7 +114,7 @@ def _functions(
 
 
 @contextmanager
-def _noting(errors: list[BurnishError]) -> Iterator[None]:
+def _collecting(errors: list[BurnishError]) -> Iterator[None]:
     try:
         yield
     except BurnishError as error:

@@ -191,11 +191,11 @@ def evaluate(
                 tokenizer = model_tokenizer(local.model)
                 foundation = TextFoundation(local, tokenizer, layout, device)
             else:
-                foundation = _loaded(lay_foundation(local, layout, device), step, progress)
-            measured, groups = _measured(foundation, stopper, progress)
+                foundation = _with_weights(lay_foundation(local, layout, device), step, progress)
+            measured, groups = _measure(foundation, stopper, progress)
             if groups is not None and local.tracking.rollouts_every:
                 number = 0 if step is None else step.step
-                _keep(root, dump_yaml(config), foundation, number, measured, groups)
+                _write_evaluation(root, dump_yaml(config), foundation, number, measured, groups)
             return measured
         except StopRequested as request:
             raise StoppedError(
@@ -203,7 +203,7 @@ def evaluate(
             ) from None
 
 
-def _loaded(foundation: Foundation, step: Committed | None, progress: Progress) -> Foundation:
+def _with_weights(foundation: Foundation, step: Committed | None, progress: Progress) -> Foundation:
     layout = foundation.layout
     Intact(layout, progress).require(*foundation.places(fresh=step is None))
     if step is None:
@@ -215,7 +215,7 @@ def _loaded(foundation: Foundation, step: Committed | None, progress: Progress) 
     return replace(foundation, source=CheckpointSource(step, layout))
 
 
-def _keep(
+def _write_evaluation(
     root: Path,
     config: str,
     foundation: TextFoundation,
@@ -260,7 +260,7 @@ def _next_directory(parent: Path) -> Path:
             return parent / str(number)
 
 
-def _measured(
+def _measure(
     foundation: TextFoundation, stopper: Stopper, progress: Progress
 ) -> tuple[dict[str, float], Groups | None]:
     config = foundation.config

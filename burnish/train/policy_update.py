@@ -98,7 +98,7 @@ class PolicyUpdate:
         if in_reward:
             weight = kl.coef if kl_coef is None else kl_coef
             estimates = self._kl_estimates(table, scored)
-            sums = self._of_all(table, {n: each.sum(dtype=float) for n, each in estimates.items()})
+            sums = self._gather(table, {n: each.sum(dtype=float) for n, each in estimates.items()})
             penalties = {n: np.float32(weight) * each for n, each in estimates.items()}
             measured = float(sums.sum()) / max(int(table.lengths.sum()), 1)
             rewards = rewards - weight * sums
@@ -109,7 +109,7 @@ class PolicyUpdate:
         else:
             numbers, by_token = self._advantages(table, rewards, penalties if in_reward else None)
             rows, lengths = dict[int, Floats](), table.lengths
-            for n in _numbers_of(scored):
+            for n in _rollouts_of(scored):
                 rows[n] = np.full(lengths[n], numbers[n]) if by_token is None else by_token[n]
             columns["advantages"] = rows
         filled = [batch.with_columns(columns) for batch in scored[: len(batches)]]
@@ -153,7 +153,7 @@ class PolicyUpdate:
     ) -> tuple[Floats, dict[str, dict[int, Floats]], Stats]:
         """Return all rollouts' mean advantages, this rank's arrays, and statistics."""
         of_critic, lengths = import_module(_CRITIC), table.lengths
-        numbers, config, gamma, lam = _numbers_of(batches), self.config.critic, 1.0, 1.0
+        numbers, config, gamma, lam = _rollouts_of(batches), self.config.critic, 1.0, 1.0
         values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
         has_values = self.config.algorithm.advantage == "gae"
         if has_values:
@@ -165,7 +165,7 @@ class PolicyUpdate:
             gamma,
             lam,
         )
-        sums = self._of_all(table, dict(zip(numbers, found.sums, strict=True)), found.sums.shape[1])
+        sums = self._gather(table, dict(zip(numbers, found.sums, strict=True)), found.sums.shape[1])
         means, whitened = found.whitened(sums, lengths)
         columns = {"advantages": dict(zip(numbers, whitened, strict=True))}
         stats = Stats()
@@ -226,9 +226,9 @@ class PolicyUpdate:
 
         select = import_module("burnish.algorithms.token_selection").select_tokens
         chosen = select(
-            trained(_numbers(output.logprobs) for output in outputs),
-            trained(_numbers(output.entropy) for output in outputs),
-            trained(_numbers(micro.advantages) for micro in micros),
+            trained(_to_numpy(output.logprobs) for output in outputs),
+            trained(_to_numpy(output.entropy) for output in outputs),
+            trained(_to_numpy(micro.advantages) for micro in micros),
             trained(examples),
             self.config.algorithm,
             seed,
@@ -275,11 +275,11 @@ class PolicyUpdate:
             if updates > 1 and algorithm.old_logprobs == "recompute":
                 batches[place] = batch.with_old_logprobs(mine)
             pairs = [
-                (_numbers(own.logprobs), _numbers(other.logprobs))
+                (_to_numpy(own.logprobs), _to_numpy(other.logprobs))
                 for own, other in zip(mine, theirs, strict=True)
             ]
             rows = [kl_penalty(algorithm.kl.estimator, 1.0, *pair) for pair in pairs]
-            found |= _of_completions(table, batch, rows)
+            found |= _cut_prompts(table, batch, rows)
         return found
 
     def disagreement(self, table: RolloutTable) -> Column:
@@ -291,11 +291,11 @@ class PolicyUpdate:
         plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
         outputs = self.engine.forward(replace(batch, microbatches=plain))
         apart = [
-            np.abs(_numbers(output.logprobs) - _numbers(micro.old_logprobs))
+            np.abs(_to_numpy(output.logprobs) - _to_numpy(micro.old_logprobs))
             for output, micro in zip(outputs, plain, strict=True)
         ]
-        found = _of_completions(table, batch, apart)
-        return self._of_all(table, {n: each.sum(dtype=float) for n, each in found.items()})
+        found = _cut_prompts(table, batch, apart)
+        return self._gather(table, {n: each.sum(dtype=float) for n, each in found.items()})
 
     def _values(self, table: RolloutTable, batches: Sequence[Batch]) -> dict[int, Floats]:
         if self.critic is None:
@@ -304,10 +304,10 @@ class PolicyUpdate:
         found = dict[int, Floats]()
         for batch in batches:
             outputs = engine.forward(batch.without_experts())
-            found |= _of_completions(table, batch, [_numbers(output.values) for output in outputs])
+            found |= _cut_prompts(table, batch, [_to_numpy(output.values) for output in outputs])
         return found
 
-    def _of_all(
+    def _gather(
         self, table: RolloutTable, own: Mapping[int, Any], columns: int | None = None
     ) -> Column:
         """Gather fp64 numbers of all rollouts, [N] or [N, `columns`]. Collective."""
@@ -347,11 +347,11 @@ class PolicyUpdate:
         return replace(batch, examples=tuple(tuple(names[[*e]].tolist()) for e in batch.examples))
 
 
-def _numbers_of(batches: Iterable[Batch]) -> list[int]:
+def _rollouts_of(batches: Iterable[Batch]) -> list[int]:
     return [n for batch in batches for some in batch.examples for n in some if n >= 0]
 
 
-def _of_completions(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> dict[int, Floats]:
+def _cut_prompts(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> dict[int, Floats]:
     """Cut the completions' tokens out of rows over whole sequences."""
     starts = table.prompt_lengths
     return {n: row[starts[n] :] for n, row in batch.by_example(rows).items()}
@@ -389,7 +389,7 @@ def _to_the_end(experts: Any) -> Experts:
     return np.concatenate([experts, experts[-1:]])
 
 
-def _numbers(tensor: Tensor | None) -> Floats:
+def _to_numpy(tensor: Tensor | None) -> Floats:
     if tensor is None:
         raise ValueError("a micro-batch or its outputs lack an array that an RL update needs")
     return tensor.float().cpu().numpy()

@@ -60,7 +60,7 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
     for name in names:
         for path in getattr(config.data, name):
             if is_asked_here(path, "dataset"):
-                problems += _noted(_data(path, f"data.{name}"))
+                problems += _caught(_data(path, f"data.{name}"))
     if command != "sft":
         problems += _rewards(config.reward)
         engine = config.rollout.engine
@@ -73,7 +73,7 @@ def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = N
         raise together(problems, "the inputs of this run")
 
 
-def _noted(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:
+def _caught(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:
     try:
         yield from problems
     except BurnishError as error:
@@ -140,7 +140,7 @@ def _models(
     )
     for path, setting, members in directories:
         if path is not None and is_asked_here(path, "model"):
-            yield from _noted(_directory(path, setting, members))
+            yield from _caught(_directory(path, setting, members))
     for value, setting in (
         (model.fresh, "model.fresh"),
         (model.chat_template, "model.chat_template"),
@@ -231,7 +231,7 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, model in enumerate(rewards.models):
         for members in ((_CONFIG,), _TOKENIZER_FILES):
             if is_asked_here(model.path, "model"):
-                yield from _noted(_directory(model.path, f"reward.models[{index}].path", members))
+                yield from _caught(_directory(model.path, f"reward.models[{index}].path", members))
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         module, colon, _ = reward.function.rpartition(":")

@@ -103,7 +103,7 @@ class Run:
         self._peak_flops = peak_flops(session.device, compute_dtype(self._config.engine))
         main = learners[MAIN]
         session.intact.require(*main.foundation.places(fresh=False))
-        self.position = Position(roles=self._counts_beside_main())
+        self.position = Position(roles=self._other_counts())
         self.pending: Sequence[DrawnBatch] = ()
         """Batches drawn and not trained on at this position."""
         self.partial: Mapping[SampleKey, Completion] = {}
@@ -113,7 +113,7 @@ class Run:
             places = main.foundation.places(fresh=True)
             session.intact.require(*places, self._config.critic.path)
         if self._layout.is_main:
-            self._introduce()
+            self._log_start()
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
             if resumed is None:
@@ -123,7 +123,7 @@ class Run:
                 if self._layout.is_main:
                     session.mirror.bring_back(session.directory)
 
-    def _introduce(self) -> None:
+    def _log_start(self) -> None:
         made, total = self.position.step, self._total_steps
         if made >= total:
             log.info("step %d of %d is done already: nothing is left to do", made, total)
@@ -194,7 +194,7 @@ class Run:
 
         `batches` are its updates' mini-batches, made of `rollouts`; see `Credit`.
         """
-        self._hear_of_saving(wait=False)
+        self._note_finished_save(wait=False)
         main, pending = self._learners[MAIN].engine, self._drawn_ahead()
         self.position = Position(
             step=self.position.step + 1,
@@ -203,7 +203,7 @@ class Run:
             optimizer_steps=main.steps,
             skipped_in_a_row=main.skipped_in_a_row,
             measured_later=self.position.measured_later,
-            roles=self._counts_beside_main(),
+            roles=self._other_counts(),
             kl_coef=kl_coef,
             ahead=len(pending),
         )
@@ -221,7 +221,7 @@ class Run:
             self._after_save()
 
     def _after_save(self) -> None:
-        self._tell(lambda each: each.report("running"))
+        self._notify(lambda each: each.report("running"))
         if self.position.step < self._total_steps:
             self._session.stopper.check_saved()
 
@@ -343,11 +343,11 @@ class Run:
         """
         self._saved_at = time.monotonic()
         with self._session.spans("save"), self._session.progress.phase("save", lines=False):
-            self._hear_of_saving(wait=True)
+            self._note_finished_save(wait=True)
             if self._saved_step == self.position.step:
                 return
             self._check_replicas()
-            self._tell(Observers.sync)  # then only this step's own line of metrics can be missing
+            self._notify(Observers.sync)  # then only this step's own line of metrics can be missing
             if not background:
                 self._session.checkpoints.save(self.position.step, self._contents())
                 self._committed(self.position.step)
@@ -355,7 +355,7 @@ class Run:
             try:
                 self._session.checkpoints.begin_save(self.position.step, self._contents())
             except BurnishError as error:
-                self._say_unsaved(self.position.step, error)
+                self._log_failed_save(self.position.step, error)
 
     def _check_replicas(self) -> None:
         """Compare copies of the weights if configured, once a step. Collective."""
@@ -366,13 +366,13 @@ class Run:
             check(engines, self._config.engine.replicas, step, self._layout)
             self._compared_step = step
 
-    def _hear_of_saving(self, *, wait: bool) -> None:
+    def _note_finished_save(self, *, wait: bool) -> None:
         """Record how the background save ended. Collective."""
         finished = self._session.checkpoints.finished(wait=wait)
         if finished is None:
             return
         if finished.error is not None:
-            self._say_unsaved(finished.step, finished.error)
+            self._log_failed_save(finished.step, finished.error)
             return
         self._committed(finished.step)
         if finished.warning is not None and self._layout.is_main:
@@ -385,7 +385,7 @@ class Run:
             place = str(root.absolute()) if mirror is None else mirror.url.rstrip("/")
             self._observers.checkpoint_committed(f"{place}/{CHECKPOINTS}/{step_name(step)}")
 
-    def _say_unsaved(self, step: int, error: BurnishError) -> None:
+    def _log_failed_save(self, step: int, error: BurnishError) -> None:
         if self._layout.is_main:
             log.error("STEP %d IS NOT SAVED; training goes on. %s", step, error)
 
@@ -423,7 +423,7 @@ class Run:
         )
         self.pending, self.partial, self._saved_step = pending, partial, self.position.step
 
-    def _counts_beside_main(self) -> dict[str, Updates]:
+    def _other_counts(self) -> dict[str, Updates]:
         learners = self._learners.items()
         return {role: counts(learner.engine) for role, learner in learners if role != MAIN}
 
@@ -431,7 +431,7 @@ class Run:
         session = self._session
         session.stopper.check_all()
         self._save()
-        self._tell(lambda each: each.report("finished"))
+        self._notify(lambda each: each.report("finished"))
         left = self._settle_mirror(self._config.checkpoint.mirror_patience_seconds)
         if self._layout.is_main:
             name = step_name(self.position.step)
@@ -450,7 +450,7 @@ class Run:
 
     def _stopped(self, request: StopRequested) -> StoppedError:
         self._save()
-        self._tell(lambda each: each.report("stopped"))
+        self._notify(lambda each: each.report("stopped"))
         session, step = self._session, self.position.step
         place, patience = str(session.directory.root), _GRACE_SECONDS
         meets = session.checkpoints.meets_on_mirror and session.mirror is not None
@@ -494,7 +494,7 @@ class Run:
 
             return session.checkpoints.settle_mirror(seconds, session.stopper.changed(), show)
 
-    def _tell(self, say: Callable[[Observers], None]) -> None:
+    def _notify(self, say: Callable[[Observers], None]) -> None:
         """Tell rank 0's observers. Collective."""
         with agree(self._layout), self._writing():
             if self._observers is not None:

@@ -70,18 +70,18 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     make = partial(ServedGenerator, specs=specs, layout=layout, fixed=fixed, in_flight=in_flight)
     if config.rollout.place == "servers":
         found: list[tuple[str, str]] = []
-        model = _fitting([*specs, *fixed])
-        look = partial(_answering, RunDirectory(config.directory).servers, model)
+        model = _digest_of([*specs, *fixed])
+        look = partial(_answering_servers, RunDirectory(config.directory).servers, model)
         with agree(layout):
             if layout.is_main:
                 found = _servers(look, config.rollout.servers)
         servers = [Server(*each, timeout) for each in from_main(found, layout)]
-        others = partial(_others, look, layout)
+        others = partial(_replacements, look, layout)
         return make(servers, revive=others)
     own: list[Child] = []
     with ExitStack() as stack:
         with agree(layout):
-            if _leads(layout, config.rollout.tensor_parallel):
+            if _starts_generator(layout, config.rollout.tensor_parallel):
                 seen = visible_devices(foundation.device, config.rollout.tensor_parallel)
                 own = [Child(foundation, seen)]
                 stack.callback(own[0].close)
@@ -96,7 +96,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     return make(servers, make_room=empty_cache, revive=revive, end=end)
 
 
-def _leads(layout: Layout, devices: int) -> bool:
+def _starts_generator(layout: Layout, devices: int) -> bool:
     """Return whether this rank starts a generator: the first of every `devices` does."""
     if layout.local_world % devices:
         raise UsageError(
@@ -183,7 +183,7 @@ class Child:
 def serve_at(foundation: Foundation, host: str, port: int) -> None:
     """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` for a taken address."""
     config, token = foundation.config, secrets.token_urlsafe(24)
-    server = _made(foundation, token, host, port)
+    server = _make_server(foundation, token, host, port)
     directory = RunDirectory(config.directory).servers
     directory.mkdir(0o700, parents=True, exist_ok=True)  # the notes hold tokens
     note = directory / f"{urlsplit(server.url).netloc}.json"
@@ -196,13 +196,13 @@ def serve_at(foundation: Foundation, host: str, port: int) -> None:
             note.unlink(missing_ok=True)
 
 
-def _made(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
+def _make_server(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # this process is no rank, whoever started it
     if foundation.device.type == "cpu":
         keep_freed_pages()
     engine = foundation.config.rollout.engine
-    about = {"model": _fitting([*chain(*_specs(foundation))]), "engine": engine}
+    about = {"model": _digest_of([*chain(*_specs(foundation))]), "engine": engine}
     return GeneratorServer(
         local_generator(foundation),
         token=token,
@@ -224,7 +224,7 @@ def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
     return changing, fixed
 
 
-def _fitting(specs: Sequence[TensorSpec]) -> str:
+def _digest_of(specs: Sequence[TensorSpec]) -> str:
     """Return a digest of tensors' names, shapes and dtypes, equal for a generator and its trainer."""
     return xxhash.xxh3_128_hexdigest(repr(sorted(map(str, specs))).encode())
 
@@ -248,7 +248,7 @@ def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str,
         time.sleep(0.2)
 
 
-def _others(
+def _replacements(
     look: Callable[[], dict[str, str]], layout: Layout, lost: Sequence[str], others: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
     """Return free servers for lost ones, perhaps the same, restarted."""
@@ -262,9 +262,9 @@ def _others(
     return dict(zip(lost, free, strict=False))
 
 
-def _answering(directory: Path, model: str) -> dict[str, str]:
+def _answering_servers(directory: Path, model: str) -> dict[str, str]:
     """Return addresses and tokens of the servers that answer. Raises `UsageError` for one with another model."""
-    notes = dict(filter(None, map(_note, directory.glob("*.json"))))
+    notes = dict(filter(None, map(_read_note, directory.glob("*.json"))))
     with ThreadPoolExecutor(max(1, len(notes))) as pool:
         told = dict(zip(notes, pool.map(_about, notes, notes.values()), strict=True))
     for url, about in told.items():
@@ -276,7 +276,7 @@ def _answering(directory: Path, model: str) -> dict[str, str]:
     return {url: token for url, token in notes.items() if told[url] is not None}
 
 
-def _note(path: Path) -> tuple[str, str] | None:
+def _read_note(path: Path) -> tuple[str, str] | None:
     try:
         note = json.loads(path.read_bytes())
         return str(note["url"]), str(note["token"])
@@ -302,7 +302,7 @@ def serve(pipe: int, parent: int) -> None:
             device = pick_device(layout.local_rank)
             # Rank 0 sends requests to the generators of all ranks, which may be on other machines.
             host = "127.0.0.1" if layout.world == layout.local_world else "0.0.0.0"
-            server = _made(lay_foundation(config, Layout(), device), token, host, 0)
+            server = _make_server(lay_foundation(config, Layout(), device), token, host, 0)
         except BurnishError as error:
             connection.send(error)
             sys.exit(error.exit_code)

@@ -160,7 +160,7 @@ class RolloutIndex:
         self, wanted: RolloutFilter, cursor: str | None = None, limit: int = 50
     ) -> RolloutPage:
         """Return up to `limit` rollouts after a cursor, in about a second at most."""
-        return self._asked(partial(self._page, wanted, cursor, limit))
+        return self._reopening(partial(self._page, wanted, cursor, limit))
 
     def row(self, identity: str) -> Row:
         """Return one rollout as its file has it. Raises `MissingError`, and `CorruptError` for a damaged file."""
@@ -177,11 +177,11 @@ class RolloutIndex:
 
     def facets(self, kind: Kind | None = None) -> dict[str, Any]:
         """Return the values to filter by, the indexed share of steps, and problems with files."""
-        return self._asked(partial(self._found_facets, kind or self.kind()))
+        return self._reopening(partial(self._found_facets, kind or self.kind()))
 
     def kind(self) -> Kind:
         """Return the kind of the rollouts; "step" if there are both."""
-        self._asked(self._look)
+        self._reopening(self._look)
         kinds = {_kind_and_step(first)[0] for first in self._listed}
         return "validation" if kinds == {"validation"} else "step"
 
@@ -221,7 +221,7 @@ class RolloutIndex:
     def _work(self) -> None:
         try:
             while not self._is_closed and (first := self._next_pending()) is not None:
-                self._asked(partial(self._index, first))
+                self._reopening(partial(self._index, first))
         except BurnishError as error:
             _log.warning("%s", error)
 
@@ -412,7 +412,7 @@ class RolloutIndex:
                 "problems": [problem for (problem,) in reader.execute(wrong, span)],
             }
 
-    def _asked(self, call: Callable[[], T]) -> T:
+    def _reopening(self, call: Callable[[], T]) -> T:
         try:
             try:
                 return call()

@@ -116,7 +116,7 @@ def test_how_a_save_went_is_said(
         run = object.__new__(Run)
         run._session = replace(session, checkpoints=OneSave(Finished(3, error, warning)))
         run._layout, run._saved_step, run._observers = session.layout, None, None
-        run._hear_of_saving(wait=False)
+        run._note_finished_save(wait=False)
     assert said in caplog.text
     assert len(caplog.records) == bool(said)
     assert run._saved_step == saved

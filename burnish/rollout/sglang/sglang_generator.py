@@ -138,12 +138,12 @@ class SglangGenerator(EngineGenerator):
         pause = self._messages.PauseGenerationReqInput(mode="retract")
         self._run(self._manager.pause_generation(pause))
         try:
-            self._taken(self._engine.begin_weight_update())
+            self._require_success(self._engine.begin_weight_update())
             try:
                 for wave in waves(whole_tensors(shards, self._specs)):
                     self._update(wave, weight_version=str(version))
             finally:
-                self._taken(self._engine.end_weight_update())
+                self._require_success(self._engine.end_weight_update())
             if self._asleep:
                 self._engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
                 self._asleep = False
@@ -162,7 +162,7 @@ class SglangGenerator(EngineGenerator):
         """
         if self._tensor_parallel > 1:
             return
-        self._taken(self._engine.begin_weight_update())
+        self._require_success(self._engine.begin_weight_update())
         try:
             with TemporaryDirectory(prefix="burnish-sglang-") as directory:
                 for name in self._specs:
@@ -170,7 +170,7 @@ class SglangGenerator(EngineGenerator):
                     if tensor is not None:
                         yield self._checksum(name, tensor)
         finally:
-            self._taken(self._engine.end_weight_update())
+            self._require_success(self._engine.end_weight_update())
 
     def _sleep(self) -> None:
         self._engine.release_memory_occupation()
@@ -234,7 +234,7 @@ class SglangGenerator(EngineGenerator):
             flush_cache=False,
             **how,
         )
-        self._taken(self._run(self._manager.update_weights_from_tensor(update)))
+        self._require_success(self._run(self._manager.update_weights_from_tensor(update)))
 
     def _read_back(self, name: str, path: Path) -> Tensor | None:
         parent = name.rpartition(".")[0].rpartition(".")[0]
@@ -244,7 +244,7 @@ class SglangGenerator(EngineGenerator):
         self._update([(json.dumps(asked), torch.empty(0))], load_format=_READ_BACK)
         return load_file(path)["tensor"] if path.exists() else None
 
-    def _taken(self, answer: tuple[bool, str]) -> None:
+    def _require_success(self, answer: tuple[bool, str]) -> None:
         if not answer[0]:
             raise IncompatibleError(
                 "SGLang does not take the weights", have=answer[1], do="report this model"
