@@ -95,13 +95,13 @@ class Gather:
         if pieces_of(have) != self._have:
             raise ValueError("the shards are not those that the gathering was planned for")
         for parts, sizes in self._waves:
-            room = self._exchanged(have, parts, sizes)
+            room = self._messages(have, parts, sizes)
             for part in parts:
                 held = self._elements(room, part) if part.ranks else have[part.piece].part(part.box)
                 yield Shard(part.spec, part.all, held.reshape(part.all.sizes).to(part.spec.dtype))
 
     @torch.no_grad()
-    def _exchanged(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
+    def _messages(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
         """Return a wave's messages [ranks, bytes]; `sizes` are their lengths."""
         rank, world, longest = self._layout.rank, self._layout.world, int(sizes.max())
         own = int(self._rows[rank])
@@ -161,8 +161,8 @@ def waves_of(
     `alike` has per wanted tensor the first tensor cut alike, `own` this rank's pieces. `tables` has all ranks' pieces of the first ones.
     """
     tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
-    asked = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
-    held, wanted = tensors.merge(tables, [asked])
+    whole_tensors = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
+    held, wanted = tensors.merge(tables, [whole_tensors])
     cover = Cover.of(held, wanted, tensors)
     rows = {number: row for row, number in enumerate(first)}
     places = [place for number in first for place in range(len(own[number]))]
@@ -179,7 +179,7 @@ def waves_of(
                     waves.append((wave, []))
                 waves[-1][1].append(part)
             upto += len(run.ranks) * run.bytes
-    return [_placed(parts, world) for _, parts in waves]
+    return [_with_offsets(parts, world) for _, parts in waves]
 
 
 def _runs(
@@ -192,7 +192,7 @@ def _runs(
     if not everywhere.all():
         moves, everywhere = cut(moves, everywhere, wave_bytes)
     found: list[list[_Part]] = [[] for _ in range(rows)]
-    begins, boxes = np.flatnonzero(~_joins(moves, everywhere)).tolist(), moves.boxes
+    begins, boxes = np.flatnonzero(~_continues(moves, everywhere)).tolist(), moves.boxes
     for first, stop in pairwise([*begins, len(moves)]):
         number, source = boxes.tensor[first], int(moves.source[first])
         name, shape = moves.tensors.names[number], moves.tensors.shapes[number]
@@ -216,7 +216,7 @@ def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Pa
         first = stop
 
 
-def _placed(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
+def _with_offsets(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
     ends, found = np.zeros(world, np.int64), list[_Part]()
     for part in parts:
         rows = slice(part.ranks.start, part.ranks.stop)
@@ -226,7 +226,7 @@ def _placed(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
     return found, ends
 
 
-def _joins(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
+def _continues(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
     """Mark moves that continue the move before: next rank, next rows."""
     found, boxes = np.zeros(len(moves), bool), moves.boxes
     row = boxes.offsets.copy()

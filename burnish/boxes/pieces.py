@@ -55,12 +55,12 @@ Tensors = tuple[TensorSpec, ...]
 def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
     """Return every rank's tensors. Collective. Sends names only if ranks differ."""
     digests = gather_objects(_digest(mine.tensors), layout)
-    told = {digests[layout.rank]: mine.tensors}
+    by_digest = {digests[layout.rank]: mine.tensors}
     if len(set(digests)) > 1:
         is_first = digests.index(digests[layout.rank]) == layout.rank
         names = gather_objects(mine.tensors if is_first else None, layout)
-        told = {digests[rank]: theirs for rank, theirs in enumerate(names) if theirs is not None}
-    return [told[digest] for digest in digests]
+        by_digest = {digests[rank]: each for rank, each in enumerate(names) if each is not None}
+    return [by_digest[digest] for digest in digests]
 
 
 def alike_tensors(
@@ -78,8 +78,8 @@ def alike_tensors(
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
     """Return every rank's table. Collective."""
     tensors, held = gather_tensors(mine, layout), np.flatnonzero(mine.boxes.elements)
-    told = gather_objects((mine.boxes.take(held), mine.index[held]), layout)
-    return [PieceTable(named, *each) for named, each in zip(tensors, told, strict=True)]
+    rows = gather_objects((mine.boxes.take(held), mine.index[held]), layout)
+    return [PieceTable(named, *each) for named, each in zip(tensors, rows, strict=True)]
 
 
 def gather_some(

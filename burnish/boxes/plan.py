@@ -131,7 +131,7 @@ class Cover:
         lacking = np.flatnonzero(covered != wanted.boxes.elements)
         if len(lacking):
             row = int(lacking[0])
-            raise _nobody_has(wanted.boxes, row, boxes.take(want == row), tensors)
+            raise _no_holder(wanted.boxes, row, boxes.take(want == row), tensors)
         return cls(tensors, wanted, want, cell, boxes, holders, cell_held, cells)
 
     def holders(self) -> tuple[Ints, Ints]:
@@ -190,9 +190,9 @@ def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
     cells, held, cell = _distinct(held)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)
-    tangled = np.unique(cells.tensor[a[a != b]])
-    if len(tangled):
-        cells, held, cell = _distinct(_untangled(held, tangled, tensors))
+    overlapping = np.unique(cells.tensor[a[a != b]])
+    if len(overlapping):
+        cells, held, cell = _distinct(_disjoint(held, overlapping, tensors))
         index = BoxIndex(cells)
     return index, held, cell
 
@@ -211,11 +211,11 @@ def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
     return held.boxes.take(fresh), held, np.cumsum(fresh) - 1
 
 
-def _untangled(held: Pieces, tangled: Ints, tensors: TensorIndex) -> Pieces:
-    """Cut `tangled` tensors' pieces until any two are equal or disjoint."""
-    mixed = np.isin(held.boxes.tensor, tangled)
+def _disjoint(held: Pieces, overlapping: Ints, tensors: TensorIndex) -> Pieces:
+    """Cut `overlapping` tensors' pieces until any two are equal or disjoint."""
+    mixed = np.isin(held.boxes.tensor, overlapping)
     rows, boxes = [], []
-    for tensor in tangled.tolist():
+    for tensor in overlapping.tolist():
         dims = len(tensors.shapes[tensor])
         parts: list[tuple[Box, list[int]]] = []
         for row in np.flatnonzero(held.boxes.tensor == tensor).tolist():
@@ -242,7 +242,7 @@ def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple
     return found + [(rest, [row]) for rest in left]
 
 
-def _nobody_has(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
+def _no_holder(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
     tensor = int(wanted.tensor[row])
     name, shape = tensors.names[tensor], tensors.shapes[tensor]
     want = wanted.box(row, len(shape))
@@ -291,7 +291,7 @@ def schedule(
     number = rounds(travelling, group_of, wave_bytes)
     last = np.full(groups, -1)
     np.maximum.at(last, group_of, number)
-    told = list[list[Group]]()
+    schedules = list[list[Group]]()
     for rank in ranks:
         found = [Group([], [[] for _ in range(most + 1)]) for most in last.tolist()]
         own = np.flatnonzero((moves.source == rank) & (moves.target == rank))
@@ -301,8 +301,8 @@ def schedule(
         places = zip(group_of[mine].tolist(), number[mine].tolist(), strict=True)
         for move, (place, wave) in zip(travelling.take(mine), places, strict=True):
             found[place].waves[wave].append(move)
-        told.append(found)
-    return told
+        schedules.append(found)
+    return schedules
 
 
 def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
@@ -349,7 +349,7 @@ class _Room:
         self._full = np.zeros(self._rank.max(initial=-1) + 1, np.int64)
 
     def earliest(self) -> Ints:
-        upto = _running(self._rank, self._size)
+        upto = _running_totals(self._rank, self._size)
         return (upto - 1) // self._limit
 
     def empty(self) -> None:
@@ -357,14 +357,14 @@ class _Room:
 
     def fits(self, rows: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Tell which moves have room if all earlier ones go too."""
-        upto = _running(self._rank[rows], self._size[rows])
+        upto = _running_totals(self._rank[rows], self._size[rows])
         return upto + self._full[self._rank[rows]] <= self._limit
 
     def fill(self, rows: Ints) -> None:
         np.add.at(self._full, self._rank[rows], self._size[rows])
 
 
-def _running(keys: Ints, values: Ints) -> Ints:
+def _running_totals(keys: Ints, values: Ints) -> Ints:
     order = np.argsort(keys, kind="stable")
     total = np.cumsum(values[order])
     first = np.searchsorted(keys[order], keys[order])

@@ -108,7 +108,7 @@ class BoxIndex:
 
     def __init__(self, boxes: BoxTable) -> None:
         self._boxes = boxes
-        self._dims = _busiest_dims(boxes)
+        self._dims = _most_cut_dims(boxes)
         begin, end = self._spans(boxes)
         self._scale = int(end.max(initial=0)) + 1  # tensor * scale + place sorts by both
         self._order = np.lexsort((begin, boxes.tensor))
@@ -125,14 +125,14 @@ class BoxIndex:
         return np.concatenate(theirs), np.concatenate(mine), BoxTable.concatenate(boxes)
 
     def _meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-        theirs, mine = self._near(others)
+        theirs, mine = self._candidates(others)
         a, b = others.take(theirs), self._boxes.take(mine)
         starts = np.maximum(a.offsets, b.offsets)
         sizes = np.minimum(a.offsets + a.sizes, b.offsets + b.sizes) - starts
         meet = np.flatnonzero((sizes > 0).all(axis=1))
         return theirs[meet], mine[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
 
-    def _near(self, others: BoxTable) -> tuple[Ints, Ints]:
+    def _candidates(self, others: BoxTable) -> tuple[Ints, Ints]:
         begin, end = self._spans(others)
         places = others.tensor * self._scale
         last_place = self._scale - 1  # no box of this index reaches further
@@ -150,7 +150,7 @@ class BoxIndex:
         return begin, begin + boxes.sizes[rows, dim]
 
 
-def _busiest_dims(boxes: BoxTable) -> Ints:
+def _most_cut_dims(boxes: BoxTable) -> Ints:
     tensors = int(boxes.tensor.max(initial=-1)) + 1
     most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
     for dim in range(boxes.dims):

@@ -132,7 +132,7 @@ class TensorReader(Closing, ABC):
     def __init__(self, path: PurePath, locations: Mapping[str, Location]) -> None:
         self.path = path
         self.locations = locations
-        self.tensors = _described(locations)
+        self.tensors = _tensor_infos(locations)
         self._buffers: list[Tensor] = []
 
     def read(self, key: str, box: Box, into: Tensor) -> None:
@@ -145,11 +145,11 @@ class TensorReader(Closing, ABC):
             widest = max(self.locations[key].dtype.itemsize for key, _ in sources)
             dense = _dense_boxes(shape, box, self.apart_bytes // widest)
             for part in [box] if _is_run(shape, box) else dense:
-                there = into if part == box else into[part.relative_to(box).slices]
-                if _is_run(shape, part) and there.is_contiguous():
-                    self._read_run(sources, _flat(shape, part.offsets), there.view(-1))
+                target = into if part == box else into[part.relative_to(box).slices]
+                if _is_run(shape, part) and target.is_contiguous():
+                    self._read_run(sources, _flat(shape, part.offsets), target.view(-1))
                 else:
-                    self._read_apart(sources, shape, part, there)
+                    self._read_dense(sources, shape, part, target)
 
     def read_range(
         self, key: str, start: int, stop: int, dtype: torch.dtype | None = None
@@ -174,12 +174,12 @@ class TensorReader(Closing, ABC):
         for first, put, elements in self._elements(sources, start, start + len(into)):
             put(elements, into[first - start :][: len(elements)])
 
-    def _read_apart(self, sources: Sources, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
+    def _read_dense(self, sources: Sources, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
         for first, put, elements in self._elements(sources, *_span(shape, box)):
-            for there in flat_range(shape, first, first + len(elements)):
-                if (common := intersect(there, box)) is not None:
-                    part = elements[_flat(shape, there.offsets) - first :][: there.elements]
-                    found = part.view(there.sizes)[common.relative_to(there).slices]
+            for run in flat_range(shape, first, first + len(elements)):
+                if (common := intersect(run, box)) is not None:
+                    part = elements[_flat(shape, run.offsets) - first :][: run.elements]
+                    found = part.view(run.sizes)[common.relative_to(run).slices]
                     put(found, into[common.relative_to(box).slices])
 
     def _elements(
@@ -260,7 +260,7 @@ class OpenFiles(Closing, Generic[F]):
         self._files.clear()
 
 
-def _described(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
+def _tensor_infos(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
     def set_of(key: str) -> str:
         return key.removesuffix(locations[key].entry.name)
 

@@ -41,20 +41,20 @@ class Exchange:
         `read` writes an outgoing move's elements into memory. `write` gets an incoming move's, which are valid until it returns.
         """
         rank, world = self._layout.rank, self._layout.world
-        going = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
-        coming = sorted((m for m in wave if m.target == rank), key=lambda m: m.source)
-        send_sizes, get_sizes = [0] * world, [0] * world
-        for move in going:
+        outgoing = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
+        incoming = sorted((m for m in wave if m.target == rank), key=lambda m: m.source)
+        send_sizes, receive_sizes = [0] * world, [0] * world
+        for move in outgoing:
             send_sizes[move.target] += _aligned(move.bytes)
-        for move in coming:
-            get_sizes[move.source] += _aligned(move.bytes)
-        going_bytes = sum(send_sizes)
-        room = self._room(going_bytes + sum(get_sizes))
-        out, into = room[:going_bytes], room[going_bytes:]
-        for move, part in _parts(going, out):
+        for move in incoming:
+            receive_sizes[move.source] += _aligned(move.bytes)
+        outgoing_bytes = sum(send_sizes)
+        room = self._room(outgoing_bytes + sum(receive_sizes))
+        out, into = room[:outgoing_bytes], room[outgoing_bytes:]
+        for move, part in _parts(outgoing, out):
             read(move, part)
-        dist.all_to_all_single(into, out, get_sizes, send_sizes)
-        for move, part in _parts(coming, into):
+        dist.all_to_all_single(into, out, receive_sizes, send_sizes)
+        for move, part in _parts(incoming, into):
             write(move, part)
 
     def _room(self, size: int) -> Tensor:

@@ -256,21 +256,21 @@ class BackgroundSaver:
             return None
         while True:
             if self._answer is None:
-                self._answer = self._look(_LOOK_SECONDS if wait else 0.0)
-            told = gather_objects(self._answer, self._saver.layout)
-            failed = [answer for answer in told if isinstance(answer, BurnishError)]
-            if failed or None not in told:
+                self._answer = self._poll(_LOOK_SECONDS if wait else 0.0)
+            answers = gather_objects(self._answer, self._saver.layout)
+            failed = [answer for answer in answers if isinstance(answer, BurnishError)]
+            if failed or None not in answers:
                 break
             if not wait:
                 return None
         step, self._step, self._answer = self._step, None, None
         if failed:
-            survived = self._survived(step, told)
+            survived = self._survived(step, answers)
             return Finished(step, None, failed[0]) if survived else Finished(step, failed[0])
-        warnings = [each.warning for each in told if isinstance(each, Saved) and each.warning]
+        warnings = [each.warning for each in answers if isinstance(each, Saved) and each.warning]
         return Finished(step, None, next(iter(warnings), None))
 
-    def _look(self, seconds: float) -> Answer | None:
+    def _poll(self, seconds: float) -> Answer | None:
         answer: Answer | None = self._writer.answer(seconds)
         if answer is not None:
             return answer
@@ -296,10 +296,10 @@ class BackgroundSaver:
         self._writer.kill()
         self._memory.close()
 
-    def _survived(self, step: int, told: list[Answer | None]) -> bool:
+    def _survived(self, step: int, answers: list[Answer | None]) -> bool:
         """Clean up a failed save and restart hung writers; return whether it was committed after all."""
         layout, saver = self._saver.layout, self._saver
-        if told[layout.rank] is None or not self._writer.is_alive():
+        if answers[layout.rank] is None or not self._writer.is_alive():
             self._restart_writer()
         with agree(layout):  # wait until all failed writers have ended
             pass

@@ -534,12 +534,12 @@ class Outline:
         group_of_move = group[parts.span[moves.want]]
         scheduled = schedule(moves, ranks, _WAVE_BYTES, group_of_move, groups)
         digest, found = moves.digest(), list[WriteShare]()
-        for rank, told in zip(ranks, scheduled, strict=True):
+        for rank, own in zip(ranks, scheduled, strict=True):
             mine = owner == rank
             share: list[list[Span]] = [[] for _ in range(groups)]
             for number in np.flatnonzero(mine)[np.argsort(index[mine], kind="stable")].tolist():
                 share[group[number]].append(spans[number])
-            found.append(WriteShare(share, parts.places(np.where(mine, index, -1)), told, digest))
+            found.append(WriteShare(share, parts.places(np.where(mine, index, -1)), own, digest))
         return found
 
 
@@ -580,8 +580,8 @@ class WritePlan:
                 planned = outline.shares(have, own, disks, range(first, first + size))
                 # As bytes, so that each rank unpickles only its own share.
                 shares = [pickle.dumps(share) for share in planned]
-        told = gather_within(shares, layout.groups[:dims])
-        parts = [pickle.loads(each[number]) for each in told if each]  # noqa: S301 - from this run
+        sent = gather_within(shares, layout.groups[:dims])
+        parts = [pickle.loads(each[number]) for each in sent if each]  # noqa: S301 - from this run
         return cls(outline, WriteShare.joined(parts))
 
 
@@ -594,9 +594,9 @@ def _planners(layout: Layout) -> tuple[int, int]:
     return len(layout.groups), size
 
 
-def _stored(told: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[Stored]:
+def _stored(by_rank: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[Stored]:
     found: dict[str, Stored] = {}
-    for tensors, _ in groupby(told):  # usually all ranks have the same tensors
+    for tensors, _ in groupby(by_rank):  # usually all ranks have the same tensors
         for key, shape, dtype in tensors:
             tensor_set, name = key_parts(key, roles)
             stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)

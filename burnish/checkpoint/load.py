@@ -177,8 +177,8 @@ class CheckpointSource:
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
         stored = self._stored()
         misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
-        told = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
-        want = {key: each for theirs, _ in told for key, each in theirs.items()}
+        gathered = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
+        want = {key: each for theirs, _ in gathered for key, each in theirs.items()}
         if absent := sorted(_sets(want) - _sets(stored)):
             raise MissingError(
                 f"{self._step.path} has no optimizer state {', '.join(absent)}",
@@ -186,7 +186,7 @@ class CheckpointSource:
                 want=", ".join(sorted(_sets(want))),
                 do="resume with the optimizer that wrote it, or start without its state with checkpoint.fresh_optimizer=true",
             )
-        keys = sorted(want.keys() | set.intersection(*(unwanted for _, unwanted in told)))
+        keys = sorted(want.keys() | set.intersection(*(unwanted for _, unwanted in gathered)))
         if not keys:
             return
         keys = [key for key in keys if key.startswith(f"{MODEL}/")] or keys

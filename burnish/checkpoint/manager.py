@@ -208,7 +208,7 @@ class Checkpoints:
             self._saver = replace(self._saver, token=token)
             removals = Removals(self._root)
             clear(self._root, self._storage, removals)
-            _log_left(removals.error())
+            _log_failed_removals(removals.error())
             return token
 
     @property
@@ -274,7 +274,7 @@ class Checkpoints:
         left = self._mirror.settle(seconds, stopped, show)
         with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
             if self._layout.is_main:
-                _log_left(self._saver.let_go())
+                _log_failed_removals(self._saver.let_go())
         return left
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
@@ -295,7 +295,7 @@ class Checkpoints:
                 step = _open(side, path, self._layout)
                 with agree(self._layout), naming_failures(f"{path} cannot be read"):
                     if self._layout.is_main:
-                        _say(step, skipped)
+                        _log_resuming(step, skipped)
                         assets = [n for n in small_files(step) if not n.startswith(AHEAD)]
                         for damage in verify_files(step, assets):
                             _log.warning("the run goes on without it, but %s", damage)
@@ -319,7 +319,7 @@ class Checkpoints:
         return None
 
 
-def _log_left(error: BurnishError | None) -> None:
+def _log_failed_removals(error: BurnishError | None) -> None:
     if error is not None:
         _log.error("%s", error)
 
@@ -402,7 +402,7 @@ def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
     return step
 
 
-def _say(step: Committed, skipped: Sequence[str]) -> None:
+def _log_resuming(step: Committed, skipped: Sequence[str]) -> None:
     reasons = "; ".join(each.partition("\n")[0] for each in skipped)
     _log.log(
         logging.WARNING if skipped else logging.INFO,

@@ -158,7 +158,7 @@ def parse_commit(data: bytes, what: str) -> Commit:
     except RecursionError:  # nested too deeply to encode, though just not too deeply to parse
         is_ours = False
     if not is_ours:
-        raise _unlike_ours(data, 0, what)
+        raise _unexpected(data, 0, what)
     digest = value.pop("sha256", None)
     if digest != sha256(encode_json(value)):
         raise CorruptError(f"{what} does not have the digest that it names", do=ANOTHER_STEP)
@@ -178,20 +178,20 @@ def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
             want=f"sha256 {commit.manifest_sha256}",
             do=ANOTHER_STEP,
         )
-    told_format = _FORMAT.search(data)
-    if told_format and told_format[1] != b"%d" % FORMAT:
-        raise _other_format(what, told_format[1].decode(errors="replace"))
+    named_format = _FORMAT.search(data)
+    if named_format and named_format[1] != b"%d" % FORMAT:
+        raise _other_format(what, named_format[1].decode(errors="replace"))
     files, end = _read_files(data, what)
     tail = _TAIL.fullmatch(data, end)
     if tail is None:
-        raise _unlike_ours(data, end, what)
+        raise _unexpected(data, end, what)
     _, step, uuid, world = tail.groups()
     manifest = Manifest(_text(uuid, end, what), int(step), int(world), files)
-    told = (manifest.uuid, manifest.step, manifest.total_bytes)
-    if told != (commit.uuid, commit.step, commit.total_bytes):
+    own = (manifest.uuid, manifest.step, manifest.total_bytes)
+    if own != (commit.uuid, commit.step, commit.total_bytes):
         raise CorruptError(
             f"{what} and COMMIT disagree",
-            have=shortened(told),
+            have=shortened(own),
             want=shortened((commit.uuid, commit.step, commit.total_bytes)),
             do=ANOTHER_STEP,
         )
@@ -201,19 +201,19 @@ def parse_manifest(data: bytes, commit: Commit, what: str) -> Manifest:
 def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
     head = _HEAD.match(data)
     if head is None:
-        raise _unlike_ours(data, 0, what)
+        raise _unexpected(data, 0, what)
     files: dict[str, FileRecord] = {}
     at, last, more = head.end(), "", True
     while more:
         found = _FILE.match(data, at)
         if found is None:
-            raise _unlike_ours(data, at, what)
+            raise _unexpected(data, at, what)
         quoted, block_bytes, lines, size, comma = found.groups(b"")
         path = _text(quoted, at, what)
         _check_path(path, what)
         if path <= last or len(files) == MAX_FILES:
             want = f"a path after {shortened(last)}, and {MAX_FILES} at most"
-            raise _unlike_ours(data, at, what, want)
+            raise _unexpected(data, at, what, want)
         record = FileRecord(int(size), int(block_bytes), _hashes(lines))
         count = -(-record.size // max(record.block_bytes, 1))
         is_size = 4096 <= record.block_bytes <= MAX_BLOCK_BYTES and record.block_bytes % 8 == 0
@@ -234,7 +234,7 @@ def _hashes(lines: bytes) -> tuple[str, ...]:
     return tuple(text[at : at + _HASH] for at in range(first, len(text), _LINE))
 
 
-def _unlike_ours(data: bytes, at: int, what: str, want: str | None = None) -> CorruptError:
+def _unexpected(data: bytes, at: int, what: str, want: str | None = None) -> CorruptError:
     return CorruptError(
         f"{what} is not written the way Burnish writes it",
         have=f"{shortened(data[at : at + 100])} at byte {at}",
@@ -248,7 +248,7 @@ def _text(quoted: bytes, at: int, what: str) -> str:
         found: str = json.loads(quoted)
         if json.dumps(found).encode() == quoted:
             return found
-    raise _unlike_ours(quoted, 0, what, f"a string as Burnish writes it, at or after byte {at}")
+    raise _unexpected(quoted, 0, what, f"a string as Burnish writes it, at or after byte {at}")
 
 
 def _check_path(path: str, what: str) -> None:

@@ -97,9 +97,9 @@ class Facts:
 
 def completed(steps: Collection[Facts]) -> list[Facts]:
     """Add to each step the validation results that later steps record."""
-    told = {step: found for each in steps for step, found in each.later.items()}
+    later = {step: found for each in steps for step, found in each.later.items()}
     return [
-        replace(each, measured={**_mapping(told.get(str(each.step))), **each.measured})
+        replace(each, measured={**_mapping(later.get(str(each.step))), **each.measured})
         for each in steps
     ]
 

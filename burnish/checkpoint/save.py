@@ -388,7 +388,7 @@ class Saver:
             sealed: dict[str, bytes] = {}
             with agree(layout):
                 if layout.is_main:
-                    records = _records(outline, _together(outline, hashes), small)
+                    records = _records(outline, _all_hashes(outline, hashes), small)
                     manifest = replace(empty, files=records)
                     healthy = contents.healthy and all(are_finite)
                     sealed = _sealed(manifest, seal, healthy=healthy)
@@ -529,7 +529,7 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
         )
 
 
-def _together(outline: Outline, hashes: Sequence[BlockHashes]) -> BlockHashes:
+def _all_hashes(outline: Outline, hashes: Sequence[BlockHashes]) -> BlockHashes:
     """Join all ranks' hashes. Raises `BurnishError` unless every block has exactly one."""
     known = {block: digest for theirs in hashes for block, digest in theirs.items()}
     wanted = {

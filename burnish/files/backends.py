@@ -41,7 +41,7 @@ _HDFS_CONFIG = {
     "dfs.client.failover.sleep.max.millis": "500",
     "dfs.client.socket-timeout": "30000",  # data nodes; `Remote` abandons a hung name node itself
 }
-_HOPELESS = (
+_PERMANENT = (
     "QuotaExceededException",
     "IllegalStateException",
     "IllegalArgumentException",
@@ -135,7 +135,7 @@ class Backend:
             name = info["name"]
             # Some services mark a directory by an empty object.
             if name.rstrip("/") != path and not (info["type"] == "file" and name.endswith("/")):
-                yield _found(info)
+                yield _file_of_info(info)
 
     def info(self, path: str) -> RemoteFile:
         """Return a file. Raises an error with the verdict "missing"."""
@@ -143,7 +143,7 @@ class Backend:
         info = self._system.info(path)
         if info["type"] != "file":
             raise FileNotFoundError(path)
-        return _found(info)
+        return _file_of_info(info)
 
     def read(self, path: str, offset: int, size: int) -> bytes:
         """Return `size` bytes of a file, fewer at its end."""
@@ -157,13 +157,13 @@ class Backend:
         if not isinstance(source, Path):
             self._system.pipe_file(path, bytes(source))
             return
-        told = 0
+        reported = 0
 
         def tell(size: int | None, total: int, **_: Any) -> None:
-            nonlocal told
-            if total != told:
-                pulse(total - told)
-                told = total
+            nonlocal reported
+            if total != reported:
+                pulse(total - reported)
+                reported = total
 
         # Large files go in parts, several at a time where the service can.
         parts = -(-source.stat().st_size // _PIECE)
@@ -184,7 +184,7 @@ class Backend:
                 pulse(0)
 
 
-def _found(info: dict[str, Any]) -> RemoteFile:
+def _file_of_info(info: dict[str, Any]) -> RemoteFile:
     version = next((info[key] for key in _VERSIONS if info.get(key)), "")
     if isinstance(version, datetime):  # from fsspec's memory file system
         version = version.timestamp()
@@ -294,7 +294,7 @@ class _Local(Backend):
             for name in names:
                 file = Path(folder, name)
                 if not _is_unfinished(name) and file.is_file():
-                    yield _found_here(file)
+                    yield _file_of_path(file)
             if not deep:
                 yield from (
                     RemoteFile(os.path.join(folder, name), is_file=False) for name in folders
@@ -304,7 +304,7 @@ class _Local(Backend):
     def info(self, path: str) -> RemoteFile:
         if not Path(path).is_file():
             raise FileNotFoundError(path)
-        return _found_here(Path(path))
+        return _file_of_path(Path(path))
 
     def read(self, path: str, offset: int, size: int) -> bytes:
         with open(path, "rb") as file:
@@ -337,7 +337,7 @@ class _Local(Backend):
             LOCAL.remove(Path(path))
 
 
-def _found_here(file: Path) -> RemoteFile:
+def _file_of_path(file: Path) -> RemoteFile:
     status = file.stat()
     return RemoteFile(str(file), status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
 
@@ -363,13 +363,13 @@ class _Hdfs(Backend):
             for status in self._client.list_status(path, deep):
                 name = status.path.rpartition("/")[2]
                 if status.path != path and not _is_unfinished(name) and not (deep and status.isdir):
-                    yield _found_in_hdfs(status)
+                    yield _file_of_status(status)
 
     def info(self, path: str) -> RemoteFile:
         status = self._client.get_file_info(path)
         if status.isdir:
             raise FileNotFoundError(path)
-        return _found_in_hdfs(status)
+        return _file_of_status(status)
 
     def read(self, path: str, offset: int, size: int) -> bytes:
         reader = self._client.read(path)
@@ -407,8 +407,8 @@ def _hdfs_verdict(error: Exception) -> Verdict | None:
     text = str(error)  # names the Java exception
     if "AccessControlException" in text:
         return "denied"
-    return "wrong" if any(each in text for each in _HOPELESS) else None
+    return "wrong" if any(each in text for each in _PERMANENT) else None
 
 
-def _found_in_hdfs(status: Any) -> RemoteFile:
+def _file_of_status(status: Any) -> RemoteFile:
     return RemoteFile(status.path, status.length, str(status.modification_time), not status.isdir)

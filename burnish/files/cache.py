@@ -39,7 +39,7 @@ _THREADS = 8
 _RESERVE = 100_000_000
 _MEGA = 1e6
 _DO = "correct the URL, or put the file there"
-_WILD = re.compile(r"[*?[]")
+_WILDCARD = re.compile(r"[*?[]")
 
 
 Watch = Callable[[str, float], AbstractContextManager[Any]]
@@ -75,7 +75,7 @@ def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False)
     here = remote.files(deep=deep)
     if files := tuple(file for file in here if wanted(file.name)):
         return Selected(remote, files)
-    if _WILD.search(remote.url.path) and not here:
+    if _WILDCARD.search(remote.url.path) and not here:
         return _select_pattern(remote)
     raise MissingError(
         f"there is nothing to read at {remote}",
@@ -87,7 +87,7 @@ def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False)
 
 def _select_pattern(remote: Remote) -> Selected:
     parts = remote.url.path.split("/")
-    plain = next(index for index, part in enumerate(parts) if _WILD.search(part))
+    plain = next(index for index, part in enumerate(parts) if _WILDCARD.search(part))
     pattern = parts[plain:]
     above = remote
     for _ in pattern:
@@ -262,8 +262,8 @@ class _Copy:
 
     def _check_room(self, done: Mapping[tuple[str, int], str]) -> None:
         root = self.path.parent
-        there = sum(_size(self._partial / file.name) or 0 for file in self._files) if done else 0
-        needed, free = self._bytes - there + _RESERVE, LOCAL.free_bytes(root)
+        present = sum(_size(self._partial / file.name) or 0 for file in self._files) if done else 0
+        needed, free = self._bytes - present + _RESERVE, LOCAL.free_bytes(root)
         if needed > free:
             raise BurnishError(
                 f"there is no room to copy {self._remote.url} to {root}",

@@ -113,11 +113,11 @@ class HubPlace:
             return self
         from huggingface_hub import HfApi, errors
 
-        asked = {"repo_id": self.repo, "repo_type": self.kind, "revision": self.revision or None}
+        query = {"repo_id": self.repo, "repo_type": self.kind, "revision": self.revision or None}
         try:
-            found = HfApi().resolve_revision(**asked, local_files_only=True)  # type: ignore[arg-type]
+            found = HfApi().resolve_revision(**query, local_files_only=True)  # type: ignore[arg-type]
         except errors.RevisionResolutionError:
-            found = self._call(lambda: HfApi().resolve_revision(**asked))  # type: ignore[arg-type]
+            found = self._call(lambda: HfApi().resolve_revision(**query))  # type: ignore[arg-type]
         return replace(self, revision=found.resolved)
 
     def files(self) -> dict[str, int]:
@@ -149,7 +149,7 @@ class HubPlace:
                 log.info("downloading %s: %s", self, few(missing))
             self._snapshot([glob.escape(name) for name in missing], shown=shown)
             for name in missing:
-                _require_its_hash(root / name, self)
+                _check_hash(root / name, self)
         return root
 
     def file(self, name: str) -> Path:
@@ -212,7 +212,7 @@ class HubPlace:
         try:
             with _quiet(bars=shown and sys.stderr.isatty()):
                 return retry(
-                    lambda pulse: call(), lambda error, failures: _may_pass(error), _POLICY
+                    lambda pulse: call(), lambda error, failures: _is_transient(error), _POLICY
                 )
         except (OSError, _transport(), errors.RevisionResolutionError) as error:
             raise _explanation(self, error) from error
@@ -260,7 +260,7 @@ def is_elsewhere(value: object, kind: Kind = "model") -> bool:
     return isinstance(value, str) and (is_url(value) or HubPlace.of(value, kind) is not None)
 
 
-def _require_its_hash(path: Path, place: HubPlace) -> None:
+def _check_hash(path: Path, place: HubPlace) -> None:
     """Compare a file's hash with its blob's name: sha256, or git's sha1."""
     blob = path.resolve()
     size = blob.stat().st_size
@@ -299,7 +299,7 @@ def _transport() -> type[Exception]:
     return errors.HfHubHTTPError.__mro__[1]
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     from huggingface_hub import errors
 
     return any(

@@ -133,16 +133,16 @@ def _parse(text: bytes) -> dict[str, Any]:
     return {}
 
 
-def _is_dead(said: dict[str, Any]) -> bool:
-    if said.get("host") != socket.gethostname() or type(said.get("pid")) is not int:
+def _is_dead(holder: dict[str, Any]) -> bool:
+    if holder.get("host") != socket.gethostname() or type(holder.get("pid")) is not int:
         return False
     try:
-        os.kill(said["pid"], 0)
+        os.kill(holder["pid"], 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):
         return False
-    return _is_unreaped(said["pid"])
+    return _is_unreaped(holder["pid"])
 
 
 def _is_unreaped(pid: int) -> bool:

@@ -38,7 +38,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 _MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 16
 # Most occurrences of each mark in a header. A tensor has a pair of braces, two lists and ten quotation marks.
-_MOST_MARKS = {
+_MAX_MARKS = {
     b"{": MAX_TENSORS + 2,
     b"[": 2 * MAX_TENSORS,
     b",": (_MAX_DIMS + 4) * MAX_TENSORS,
@@ -164,7 +164,7 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _parse(path: PurePath, data: bytes, start: int) -> list[TensorEntry]:
-    for mark, most in _MOST_MARKS.items():  # parsed JSON may take fifty times its size in memory
+    for mark, most in _MAX_MARKS.items():  # parsed JSON may take fifty times its size in memory
         if (count := data.count(mark)) > most:
             have = f"{count} times {mark.decode()}"
             raise _corrupt(path, "has a header with too many parts", have, f"{most} at most")
@@ -188,10 +188,10 @@ def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _corrupt(path, f"gives tensor {name} an unknown dtype", dtype, ", ".join(DTYPE_BITS))
-    elements = math.prod(shape) if _counts(shape, _MAX_DIMS) else _MAX_ELEMENTS
+    elements = math.prod(shape) if _are_counts(shape, _MAX_DIMS) else _MAX_ELEMENTS
     if elements >= _MAX_ELEMENTS:
         raise _corrupt(path, f"gives tensor {name} an impossible shape", shape)
-    if not _counts(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_counts(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _corrupt(path, f"gives tensor {name} impossible offsets", offsets)
     begin, end = offsets
     if DTYPE_BITS[dtype] * elements != 8 * (end - begin):
@@ -202,7 +202,7 @@ def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
     return TensorEntry(name, sys.intern(dtype), tuple(shape), start + begin, start + end)
 
 
-def _counts(value: Any, most: int) -> bool:
+def _are_counts(value: Any, most: int) -> bool:
     if not isinstance(value, list) or len(value) > most:
         return False
     for item in value:  # noqa: SIM110 - all() of a generator takes twice as long for the usual two
@@ -251,7 +251,7 @@ def weight_files(directory: Path) -> list[Path]:
     elif (directory / _SINGLE).is_file():
         names = [_SINGLE]
     else:
-        names = _of_all_parts({path.name for path in directory.glob(f"*{SUFFIX}")})
+        names = _with_missing_parts({path.name for path in directory.glob(f"*{SUFFIX}")})
     absent = [name for name in names if not (directory / name).is_file()]
     if absent or not names:
         found = few(sorted(path.name for path in directory.glob("*")))
@@ -284,7 +284,7 @@ def weight_map(directory: Path) -> dict[str, str]:
     return found
 
 
-def _of_all_parts(names: set[str]) -> list[str]:
+def _with_missing_parts(names: set[str]) -> list[str]:
     """Add missing files to those numbered as parts."""
     for name in list(names):
         if match := _PART.fullmatch(name):

@@ -143,15 +143,15 @@ class Meter:
         self.total = 0
         """Most bytes to move: each byte is sent and read back."""
         self._tell = tell
-        self._done = self._told = 0
+        self._done = self._reported = 0
         self._lock = threading.Lock()
 
     def moved(self, count: int) -> None:
         """Add `count` bytes."""
         with self._lock:
             self._done = min(self._done + count, self.total)
-            if self._done - self._told > self.total // _REPORTS:
-                self._told = self._done
+            if self._done - self._reported > self.total // _REPORTS:
+                self._reported = self._done
                 self._tell(self._done / self.total)
 
 
@@ -194,8 +194,8 @@ class Sync:
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
-        self._there = mirror.steps()
-        self._markers = self._there.remote.below(PORTIONS)
+        self._steps = mirror.steps()
+        self._markers = self._steps.remote.below(PORTIONS)
         self._meter = Meter()
         self._failed: CorruptError | None = None
         self._local: dict[int, Commit] = {}
@@ -226,35 +226,35 @@ class Sync:
         sent: list[int] = []
         if is_first:
             self._send_outputs()
-            self._note()
+            self._note_mirrored()
             for step in missing:
                 if self._send_step(step):
                     sent.append(step)
-                    self._note()
-            self._retain()
-        made = self._bring(partials, pause)
+                    self._note_mirrored()
+            self._apply_retention()
+        made = self._send_partials(partials, pause)
         if is_first and made:  # retention may now drop older steps
             self._compare()
-            self._note()
-            while self._retain() and not pause(LOOK_SECONDS):
+            self._note_mirrored()
+            while self._apply_retention() and not pause(LOOK_SECONDS):
                 pass
         if self._failed is not None:
             raise self._failed
         return sent + made
 
     def _compare(self) -> None:
-        self._there.refresh()
-        paths = step_paths(self._there.root, self._there)
+        self._steps.refresh()
+        paths = step_paths(self._steps.root, self._steps)
         self._local = _commits(step_paths(self._mirror.root, LOCAL), LOCAL)
         known = {s: c for s, c in self._remote.items() if s in paths and s not in self._local}
-        self._remote = known | _commits(_without(paths, known), self._there)
+        self._remote = known | _commits(_without(paths, known), self._steps)
         retention = self._mirror.retention
         if retention is None:
             return
         facts = [self._facts[step] for step in known if step in self._facts]
         facts += retention.facts(map(self._path, self._local), LOCAL)
         others = _without(paths, self._local.keys() | known)
-        facts += retention.facts(others.values(), self._there)
+        facts += retention.facts(others.values(), self._steps)
         self._facts = {each.step: each for each in completed(facts)}
         try:
             self._pins = read_pins(self._mirror.root, LOCAL)
@@ -280,14 +280,14 @@ class Sync:
             if self._remote.get(step) == commit or step in unwanted
         }
 
-    def _note(self) -> None:
+    def _note_mirrored(self) -> None:
         root, url = self._mirror.root, str(self._mirror.remote)
         with naming_failures(f"{root} cannot be written"):
             write_mirrored(root, url, self._settled(), LOCAL)
 
-    def _retain(self) -> set[int]:
+    def _apply_retention(self) -> set[int]:
         """Remove dropped and unfinished steps; return dropped ones that another disk has yet to see."""
-        there = self._there
+        there = self._steps
         there.refresh()
         alone, outlived = self._mirror.disk is None, self._outlived(self._remote)
         marked = set[str]() if alone else there.marked()
@@ -390,14 +390,14 @@ class Sync:
         return self._mirror.root / step_name(step)
 
     def _place_of(self, step: Committed) -> Remote:
-        return self._there.remote.below(step_name(step.step))
+        return self._steps.remote.below(step_name(step.step))
 
     def _partials(self) -> list[Partial]:
         paths = reversed(portion_paths(self._mirror.root, LOCAL))
         found = [self._tried(path, open_partial) for path in paths]
         return [partial for partial in found if partial is not None]
 
-    def _bring(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
+    def _send_partials(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
         """Send partial checkpoints and wait for other disks'; return completed steps."""
         waiting = [step for step, names in partials if self._send_partial(step, names)]
         done: list[int] = []
@@ -461,8 +461,8 @@ class Sync:
             if file.name.startswith(f"{step_name(step.step)}/{step.commit.uuid}."):
                 if file.name not in self._named:
                     text = self._markers.read(file.name, MANIFEST_LIMIT)
-                    told = parse_json(text, f"{self._markers.url.below(file.name)}")
-                    self._named[file.name] = frozenset(told["files"])
+                    marker = parse_json(text, f"{self._markers.url.below(file.name)}")
+                    self._named[file.name] = frozenset(marker["files"])
                 found |= self._named[file.name]
         return found
 

@@ -209,10 +209,10 @@ class RunMirror:
         while True:
             done = not self.hear(_LOOK_SECONDS)
             show(self._part)
-            told = gather_objects((done, self._error), self._layout)
-            failed = [error for done, error in told if done and error is not None]
+            states = gather_objects((done, self._error), self._layout)
+            failed = [error for done, error in states if done and error is not None]
             lasting = [error for error in failed if type(error) is not BurnishError]
-            if lasting or (not failed and all(done for done, _ in told)):
+            if lasting or (not failed and all(done for done, _ in states)):
                 return next(iter(lasting), None)  # another try would fail as well
             if any_rank(stopped() or time.monotonic() > deadline, self._layout):
                 break
@@ -225,7 +225,7 @@ class RunMirror:
             want=f"one that is done within {seconds:.0f} seconds, and before a signal",
             do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
         )
-        return next((error for _, error in told if error is not None), left)
+        return next((error for _, error in states if error is not None), left)
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` for steps that `resume` forbids."""
@@ -244,8 +244,8 @@ class RunMirror:
         if names or theirs.get(RUN) != mine:
             run.require_trainer(self.url, theirs.get(TRAINER))
             config = self.root.parent / directory.config.name
-            told = self._mirror.remote.read(config.name, _CONFIG_LIMIT)
-            run.require_same(self.root.parent, recorded(config, told))
+            text = self._mirror.remote.read(config.name, _CONFIG_LIMIT)
+            run.require_same(self.root.parent, recorded(config, text))
         if directory.config.exists() and theirs.get(RUN) != mine:
             raise IncompatibleError(
                 f"{self.url} is the mirror of another run than {directory.root} is",

@@ -34,8 +34,8 @@ def is_torch_dist(source: Path) -> bool:
     path = source / _METADATA
     if not path.is_file() or path.stat().st_size > _METADATA_LIMIT:
         return False
-    said = parse_json(read_whole(LOCAL, path, _METADATA_LIMIT), str(path))
-    return isinstance(said, dict) and said.get("sharded_backend") == "torch_dist"
+    metadata = parse_json(read_whole(LOCAL, path, _METADATA_LIMIT), str(path))
+    return isinstance(metadata, dict) and metadata.get("sharded_backend") == "torch_dist"
 
 
 def tensor_names() -> frozenset[str]:
