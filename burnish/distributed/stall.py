@@ -151,10 +151,10 @@ class Pulse(threading.Thread):
         """Return the used memory, and the collectives that torch has running. May hang with the device."""
         device = self._device
         try:
-            said = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
+            memory = f"{used_memory(device) / 1e9:.2f} of {total_memory(device) / 1e9:.2f} GB"
         except RuntimeError as error:
-            said = str(error)
-        return {"memory": f"{device.type}: {said}", "recorded": _recorded()}
+            memory = str(error)
+        return {"memory": f"{device.type}: {memory}", "recorded": _recorded()}
 
 
 def stack_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
@@ -203,24 +203,24 @@ def _waits(threads: Collection[FrameType]) -> str:
             owner = frame.f_locals.get("self") if _module(frame).startswith("burnish.") else None
             if hasattr(owner, "waits_for"):
                 owners[id(owner)] = owner
-    said = []
+    answers = []
     for owner in owners.values():
         with suppress(OSError, ValueError):  # the owner has stopped waiting
-            said.append(owner.waits_for())
-    return "; ".join(filter(None, said))
+            answers.append(owner.waits_for())
+    return "; ".join(filter(None, answers))
 
 
 def _recorded() -> str:
-    said: list[str] = []
+    running: list[str] = []
     for name in _RECORDERS:
         with suppress(AttributeError, RuntimeError, ValueError, KeyError):  # some builds lack it
             entries = json.loads(getattr(torch._C._distributed_c10d, name)()).get("entries", [])
-            said += [
+            running += [
                 f"{each['profiling_name']} number {each['collective_seq_id']} of group {each['process_group'][-1]} ({each['state']})"
                 for each in entries
                 if not each["retired"]
             ]
-    return ", ".join(said[:_MOST_RECORDED])
+    return ", ".join(running[:_MOST_RECORDED])
 
 
 def process_state(process: Process) -> str:
@@ -284,10 +284,10 @@ class Judge:
             self._has_reported = True
             states = {rank: process_state(there[rank]) for rank in silent}
             suspect, cause = likely_cause(answers, states)
-            said = f"nothing has moved on any rank for {shortest:.0f} s"
+            summary = f"nothing has moved on any rank for {shortest:.0f} s"
             if not ends:
-                said += f", and collectives fail after {timeout:g} s"
-            publish(report(f"{said}: {cause}", answers, states, there))
+                summary += f", and collectives fail after {timeout:g} s"
+            publish(report(f"{summary}: {cause}", answers, states, there))
             if ends:
                 self._fail(suspect, there[suspect], cause, shortest)
                 end_silent(*(there[rank] for rank in silent))
@@ -313,11 +313,12 @@ def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tu
             groups[1, f"in {each['waits'] or each['place']}"].append(rank)
     # Of several groups of a kind, the smallest is the odd one out.
     ordered = sorted(groups.items(), key=lambda each: (each[0][0], len(each[1])))
-    told = []
+    sentences = []
     for (kind, text), ranks in ordered:
-        since = f" since {max(answers[rank]['still'] for rank in ranks):.0f} s" if kind else ""
-        told.append(f"{_named(ranks)} {'are' if len(ranks) > 1 else 'is'} {text}{since}")
-    return ordered[0][1][0], "; ".join(told)
+        verbs = ("has been", "have been") if kind else ("is", "are")
+        seconds = f" for {max(answers[rank]['still'] for rank in ranks):.0f} s" if kind else ""
+        sentences.append(f"{_named(ranks)} {verbs[len(ranks) > 1]} {text}{seconds}")
+    return ordered[0][1][0], "; ".join(sentences)
 
 
 def _named(ranks: Collection[int]) -> str:
@@ -347,9 +348,9 @@ def report(
         stacks["\n      ".join(each["stack"])].append(rank)
     for stack, ranks in sorted(stacks.items(), key=lambda each: len(each[1]))[:_MOST_GROUPS]:
         first = answers[ranks[0]]
-        at = f"step {first['step']}, {first['phase'] or 'between phases'} since {first['since']:.0f} s"
+        at = f"step {first['step']}, {first['phase'] or 'no phase'} for {first['since']:.0f} s"
         where = f"host {processes[ranks[0]][0]}, pid {processes[ranks[0]][1]}"
-        lines.append(f"  {_named(ranks)} ({where}): {at}, still for {first['still']:.0f} s")
+        lines.append(f"  {_named(ranks)} ({where}): {at}, unmoved for {first['still']:.0f} s")
         facts = {
             "waits for": first["waits"],
             "collective": first["collective"],
@@ -385,8 +386,8 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
         asking.start()  # the device may hang
         asking.join(_WRITING_SECONDS)
         _, cause = likely_cause(answers, {})
-        said = f"nothing has moved for {still:.0f} s: {cause}"
-        publish(report(said, answers, {}, {0: (socket.gethostname(), os.getpid())}))
+        summary = f"nothing has moved for {still:.0f} s: {cause}"
+        publish(report(summary, answers, {}, {0: (socket.gethostname(), os.getpid())}))
         os._exit(1)
 
     pulse = Pulse(Patience(stall_seconds), end)

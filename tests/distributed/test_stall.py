@@ -90,11 +90,15 @@ def test_the_rank_that_does_not_come_is_named_with_its_function(tmp_path, act):
     said = _reports(tmp_path, act.__name__, 2)
     first = said.strip().splitlines()[0]
     assert first.startswith("burnish: nothing has moved on any rank for ")
-    assert f"rank 2 is in tests.distributed.test_stall.{act.__name__} (test_stall.py line" in first
     assert (
-        "ranks 0-1 are waiting in all_reduce called by tests.distributed.test_stall._part" in first
+        f"rank 2 has been in tests.distributed.test_stall.{act.__name__} (test_stall.py line"
+        in first
     )
-    assert "step 3, rollout since" in said
+    assert (
+        "ranks 0-1 have been waiting in all_reduce called by tests.distributed.test_stall._part"
+        in first
+    )
+    assert "step 3, rollout for" in said
     assert f"in {act.__name__}" in said
     assert first in (tmp_path / "logs/rank-0.log").read_text()
 
@@ -125,7 +129,7 @@ def test_a_report_comes_before_a_collective_times_out(tmp_path):
 def test_a_lone_process_is_watched_too(tmp_path):
     said = _reports(tmp_path, "sleeps_in_a_named_function", 0, 1)
     assert "nothing has moved for " in said
-    assert "rank 0 is in tests.distributed.test_stall.sleeps_in_a_named_function" in said
+    assert "rank 0 has been in tests.distributed.test_stall.sleeps_in_a_named_function" in said
 
 
 def test_the_memory_told_is_that_of_the_ranks_own_device(monkeypatch):
@@ -150,7 +154,7 @@ def test_those_that_wait_for_nobody_are_the_cause():
     waiting = {rank: at("f", "all_gather of layers.12") for rank in (0, 1, 2, 5)}
     assert likely_cause(waiting | {3: at("check")}, {}) == (
         3,
-        "rank 3 is in check since 640 s; ranks 0-2, 5 are waiting in all_gather of layers.12 called by f since 640 s",
+        "rank 3 has been in check for 640 s; ranks 0-2, 5 have been waiting in all_gather of layers.12 called by f for 640 s",
     )
     assert likely_cause(waiting | {3: at("check")}, {4: "T (stopped)"})[0] == 4
     assert likely_cause(waiting | {3: at("g", "broadcast")}, {})[0] == 3
