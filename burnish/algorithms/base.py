@@ -144,7 +144,7 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
         result = checked = [np.asarray(each, dtype=np.float32) for each in found]
     else:
         raise BurnishError(
-            "the advantage function returned other shapes than it should",
+            "the advantage function returned wrong shapes",
             have=f"{len(found)} entries, the first of shape {shapes[0] if shapes else ()}",
             want=f"{len(lengths)} numbers, or {len(lengths)} arrays of as many numbers as tokens",
             do="correct the function of algorithm.advantage",
@@ -202,7 +202,7 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
         found = TokenLosses(found) if isinstance(found, Tensor) else found
         if found.loss.shape != logprobs.shape:
             raise BurnishError(
-                "the policy loss returned another shape than it should",
+                "the policy loss returned a wrong shape",
                 have=f"{list(found.loss.shape)}",
                 want=f"one loss per token, {list(logprobs.shape)}",
                 do="correct the function of algorithm.policy_loss",

@@ -1,1 +1,1 @@
-"""Processes, devices, collectives, memory of the host."""
+"""Processes, devices, collectives, host memory."""

@@ -208,10 +208,10 @@ def agree(layout: Layout) -> Iterator[None]:
         mine = error
     if not any_rank(mine is not None, layout):
         return
-    told = gather_objects(None if mine is None else _portable(mine, layout), layout)
+    errors = gather_objects(None if mine is None else _portable(mine, layout), layout)
     if mine is not None:
         raise mine
-    theirs = next(error for error in told if error is not None)
+    theirs = next(error for error in errors if error is not None)
     theirs.told_elsewhere = True
     raise theirs
 

@@ -78,7 +78,7 @@ class FailureWatch:
         """Connect to rank 0 on the machine `host`. All ranks share `store` and `patience`."""
         self._rank = layout.rank
         self._failure: Failure | None = None
-        self._told = threading.Event()
+        self._failure_known = threading.Event()
         self._left = threading.Event()
         self._reported, self._traceback = False, ""
         self._sending = threading.Lock()
@@ -111,14 +111,14 @@ class FailureWatch:
             self.report(error)
             if failure is not None and not isinstance(error, BurnishError):
                 work = list(traceback.walk_tb(error.__traceback__))
-                told = self._error(failure, place_of_work(work))
-                logs.add(str(told))
-                raise told from error
+                theirs = self._error(failure, place_of_work(work))
+                logs.add(str(theirs))
+                raise theirs from error
             raise
 
     def failure(self, wait_seconds: float) -> Failure | None:
         """Return another rank's failure, waiting `wait_seconds` at most."""
-        self._told.wait(wait_seconds)
+        self._failure_known.wait(wait_seconds)
         first = self._failure
         return None if first is None or (first.rank == self._rank and not first.still) else first
 
@@ -159,10 +159,10 @@ class FailureWatch:
             self._main_is_silent = True
             cause = f"rank 0 does not answer: its process is {state}"
             threading.Timer(_HELD_UP_SECONDS / 2, end_silent, (where,)).start()
-            self._hear(replace(main, reason=cause, still=still))
+            self._end_after(replace(main, reason=cause, still=still))
         self._send({"alarm": still})
 
-    def _say(self) -> None:
+    def _answer(self) -> None:
         self._unanswered = None
         self._send(self._pulse.answer())
         # The device may hang, and this thread has to keep listening.
@@ -183,13 +183,13 @@ class FailureWatch:
         return connection
 
     def _listen(self) -> None:
-        failure = self._next()
+        failure = self._next_failure()
         if failure is not None and not self._left.is_set():
-            self._hear(failure)
+            self._end_after(failure)
 
-    def _hear(self, failure: Failure) -> None:
+    def _end_after(self, failure: Failure) -> None:
         self._failure = self._failure or failure
-        self._told.set()
+        self._failure_known.set()
         if not self._left.wait(_HELD_UP_SECONDS if failure.still else _GRACE_SECONDS):
             stack = stack_of(sys._current_frames().get(self._main))
             error = self._error(self._failure, place_of_work(stack))
@@ -203,19 +203,19 @@ class FailureWatch:
         lines = (failure.lines or logs.last_lines(failure.rank)) if shows else ()
         return replace(failure, lines=lines).error(self._rank, work)
 
-    def _next(self) -> Failure | None:
+    def _next_failure(self) -> Failure | None:
         """Return the relay's failure, None if rank 0 left. A closed connection means that it died."""
         with suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
                 if "ask" not in message:
                     return None if "done" in message else Failure(**message)
-                self._say()
+                self._answer()
         return Failure(0, self._contact["host"], self._contact["pid"])
 
 
-def _end_process(said: str) -> None:
-    text = f"\nburnish: {said}\n  this rank did not stop by itself; the stacks of its threads:\n"
+def _end_process(reason: str) -> None:
+    text = f"\nburnish: {reason}\n  this rank did not stop by itself; the stacks of its threads:\n"
     for descriptor in filter(None, (2, logs.descriptor())):
         with suppress(OSError):  # standard error may be closed
             os.write(descriptor, text.encode())
@@ -277,8 +277,8 @@ class _Relay(threading.Thread):
         self._failure: Failure | None = None
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._processes: dict[int, Process] = {}
-        ask = partial(self._tell, {"ask": True})
-        self._judge = Judge(patience, self._processes, ask, self._fail_standing)
+        ask = partial(self._broadcast, {"ask": True})
+        self._judge = Judge(patience, self._processes, ask, self._fail_stalled)
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
         """The address, port and token with which ranks connect."""
@@ -292,7 +292,7 @@ class _Relay(threading.Thread):
         accepting = asyncio.create_task(self._accept(main_has_left))
         await main_has_left.wait()
         accepting.cancel()
-        self._tell({"done": True})
+        self._broadcast({"done": True})
 
     async def _accept(self, main_has_left: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as hearing:
@@ -301,13 +301,13 @@ class _Relay(threading.Thread):
                     connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
                     _prepare(connection)
                     streams = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
-                    hearing.create_task(self._hear(*streams, main_has_left))
+                    hearing.create_task(self._serve_rank(*streams, main_has_left))
                 except OSError as error:  # most often the peer hung up
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         _log.warning("rank 0 can open no more files: %s", error)
                         await asyncio.sleep(_FULL_SECONDS)
 
-    async def _hear(
+    async def _serve_rank(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -327,8 +327,8 @@ class _Relay(threading.Thread):
                     else:
                         said_goodbye = True
                         if message["reason"] is not None:
-                            said = str(message["reason"]) or "no text"
-                            self._fail(replace(peer, reason=said, lines=message["lines"]))
+                            reason = str(message["reason"]) or "no text"
+                            self._fail(replace(peer, reason=reason, lines=message["lines"]))
             if peer is None:
                 return
             self._ranks.pop(peer.rank, None)
@@ -350,15 +350,15 @@ class _Relay(threading.Thread):
             writer.write(_line(asdict(self._failure)))
         return peer
 
-    def _fail_standing(self, rank: int, process: Process, cause: str, still: float) -> None:
+    def _fail_stalled(self, rank: int, process: Process, cause: str, still: float) -> None:
         self._fail(Failure(rank, *process, cause, still=still))
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
             self._failure = failure
-            self._tell(asdict(failure))
+            self._broadcast(asdict(failure))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, message: dict[str, Any]) -> None:
         line = _line(message)
         for writer in self._ranks.values():
             writer.write(line)

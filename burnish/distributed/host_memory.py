@@ -51,7 +51,7 @@ class Arena:
         return sum(region.used for region in self._regions)
 
     def take(self, size: int) -> Tensor:
-        """Return `size` bytes, uint8, not zeroed. They are free when no view of the tensor is left.
+        """Return `size` uninitialized bytes, uint8. They are free once no view of the tensor is left.
 
         Raises `BurnishError` without memory.
         """

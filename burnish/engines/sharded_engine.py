@@ -84,7 +84,7 @@ class ShardedEngine(ABC):
         routers, experts, chosen = self._router_sizes()
         if routers == 0:
             raise IncompatibleError(
-                "experts were asked of a model without known routers",
+                "experts were requested of a model without known routers",
                 want="a mixture of experts",
                 do="set algorithm.router_replay=none",
             )
@@ -130,7 +130,7 @@ class ShardedEngine(ABC):
     def _reduced(self, stats: Stats, loss: Tensor, router_loss: Tensor, layout: Layout) -> Stats:
         """Return the statistics of all ranks, with `loss` and perhaps `moe/aux_loss`. Collective.
 
-        Both losses are 0-d parts of sums over the global batch.
+        Both losses are this rank's 0-d parts of sums over the global batch.
         """
         sums = {"loss": Sum(loss + router_loss)}
         if self._config.router_aux_loss:

@@ -13,7 +13,7 @@ from pathlib import Path
 from burnish.errors import BurnishError, UsageError
 from burnish.tracking import logs
 
-_ALIKE = 3
+_EQUAL_FAILURES = 3
 _NAME, _LONGEST_LINE = "failures.jsonl", 300
 # Parts of an error's text that differ from rank to rank.
 _OTHERS = re.compile(r"^rank \d+ \(.*?\) (?=failed|died)| while rank \d+ was in .*")
@@ -37,13 +37,13 @@ def note_failure(directory: Path, error: Exception) -> None:
 def refuse_failing_alike(directory: Path) -> None:
     """Raise `UsageError` if the last starts failed at the same step with the same error."""
     path = directory / _NAME
-    lines = path.read_text().splitlines()[-_ALIKE:] if path.is_file() else []
-    if len(lines) < _ALIKE or len({*lines}) > 1:
+    lines = path.read_text().splitlines()[-_EQUAL_FAILURES:] if path.is_file() else []
+    if len(lines) < _EQUAL_FAILURES or len({*lines}) > 1:
         return
     last = json.loads(lines[-1])
     where = "before its first step" if last["step"] is None else f"in step {last['step']}"
     raise UsageError(
-        f"the run failed {_ALIKE} times alike {where}, so it is not started again",
+        f"the run failed {_EQUAL_FAILURES} times alike {where}, so it is not started again",
         have=last["error"],
         want="a failure that another start can mend",
         do=f"see {directory}, mend the cause, and give the same command: it continues from the newest checkpoint",
@@ -52,9 +52,9 @@ def refuse_failing_alike(directory: Path) -> None:
 
 def _head(error: Exception) -> str:
     """Return an error's kind and first line without numbers, which differ from start to start."""
-    kind, told = f"{type(error).__name__}: ", str(error)
+    kind, text = f"{type(error).__name__}: ", str(error)
     if isinstance(error, BurnishError):
         is_anothers = error.told_elsewhere and error.have is not None
-        kind, told = "", str(error.have) if is_anothers else error.problem
-    line = _OTHERS.sub("", told).strip().partition("\n")[0]
+        kind, text = "", str(error.have) if is_anothers else error.problem
+    line = _OTHERS.sub("", text).strip().partition("\n")[0]
     return re.sub(r"\d+", "#", kind + line)[:_LONGEST_LINE]

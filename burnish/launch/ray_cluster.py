@@ -110,7 +110,7 @@ class RayServers:
         return _Placed(actor, polled, starts=starts)
 
     def keep(self) -> None:
-        """Restart servers that died, unless their exit code is in `REFUSALS`."""
+        """Restart dead servers, at most ten times each and not after `REFUSALS`."""
         for number, placed in enumerate(self._running):
             if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
                 continue

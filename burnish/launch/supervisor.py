@@ -33,7 +33,7 @@ class Attempt(Protocol):
     def poll(self, seconds: float) -> Mapping[int, int]:
         """Return each ended rank's exit status, in order of ending. Wait at most `seconds` for one.
 
-        A signal's number counts negative.
+        A rank that signal N killed has status -N.
         """
 
     def last_lines(self, rank: int) -> Sequence[str]:
@@ -148,8 +148,8 @@ class Supervisor:
         with closing(started):
             larger, ended = self._watched(started)
             rank, status = next((each for each in ended.items() if each[1]), (0, 0))
-            is_said = status in REFUSALS and ended.get(0) == status  # rank 0 has printed this error
-            for line in () if is_said or not status else started.last_lines(rank):
+            is_known = status in REFUSALS and ended.get(0) == status  # rank 0 printed this error
+            for line in () if is_known or not status else started.last_lines(rank):
                 log.error("rank %d: %s", rank, line)
         return larger, rank, status
 

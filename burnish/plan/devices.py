@@ -225,7 +225,7 @@ class Clock:
         return found
 
     def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
-        """Cost of training in forward passes: gradients, recomputed layers, counts of experts' tokens."""
+        """Return the cost of training in forward passes: gradients, recomputed layers, counts of experts' tokens."""
         learning = 3.0
         if self.model.adapter and not critic:
             every = Passed.all_of([self.work.length])
@@ -235,7 +235,7 @@ class Clock:
         )
 
     def _counts(self, engine: EngineConfig, critic: bool) -> int:
-        """Forward passes that count experts' tokens."""
+        """Return how many forward passes count experts' tokens."""
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
     def _mine(self, engine: EngineConfig) -> float:
@@ -263,7 +263,7 @@ class Clock:
         return self.devices.kind.flops * _EFFICIENCY
 
     def _by_torch(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
-        """Seconds of an epoch: FSDP gathers weights and reduces gradients per micro-batch."""
+        """Return an epoch's seconds: FSDP gathers weights and reduces gradients per micro-batch."""
         updates, counts = self.work.updates, self._counts(engine, critic)
         passes = self._passes(engine, critic=critic)
         elements = self.model.elements / engine.tensor_parallel
@@ -280,7 +280,7 @@ class Clock:
         return max(arithmetic, moved) + self._exchanged(engine, 3 + again)
 
     def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
-        """Seconds of an epoch: weights move once a step; stages wait at its ends."""
+        """Return an epoch's seconds: weights move once a step; stages wait at its ends."""
         passes, stages = self._passes(engine, critic=critic), engine.pipeline_parallel
         idle = (stages - 1) / (engine.virtual_stages * microbatches)
         arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
@@ -296,7 +296,7 @@ class Clock:
         return max(arithmetic, moved) + exchanged
 
     def _exchanged(self, engine: EngineConfig, passes: float) -> float:
-        """Seconds of exchanges inside layers, which nothing hides.
+        """Return the seconds of exchanges inside layers, which nothing hides.
 
         Ulysses exchanges queries, keys, values and outputs. Tensor parallelism gathers and sums the hidden state twice each.
         """
@@ -314,7 +314,7 @@ class Clock:
         return self.work.tokens / ranks * product_bytes(engine)
 
     def _rollout(self, engine: EngineConfig, slots: int) -> float:
-        """Seconds to read the prompts, then weights and cache per token."""
+        """Return the seconds to read the prompts, then weights and cache per token."""
         work, model, flops = self.work, self.model, self.model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
         slots = min(slots, mine)
@@ -327,6 +327,6 @@ class Clock:
         return token * work.trained * -(-mine // slots) + reading
 
     def _travel(self, size: float, ranks: int) -> float:
-        """Seconds of an all-gather of `size` bytes over `ranks`."""
+        """Return the seconds of an all-gather of `size` bytes over `ranks`."""
         link = min(self.devices.kind.link, NETWORK if ranks > PER_MACHINE else math.inf)
         return size * (ranks - 1) / ranks / (link * _LINKS)

@@ -107,8 +107,8 @@ class Needs:
 
     @cached_property
     def _after(self) -> dict[str, Parts]:
-        save = {"save": self._resting | self._saving()}
-        return {"publish": self._resting | self._publishing()} | save if self._work.slots else save
+        save = {"save": self._lasting | self._saving()}
+        return {"publish": self._lasting | self._publishing()} | save if self._work.slots else save
 
     # Weights, in elements of this process.
 
@@ -172,7 +172,7 @@ class Needs:
         return 2 * width * self._stepped - FP32 * single
 
     @cached_property
-    def _resting(self) -> Parts:
+    def _lasting(self) -> Parts:
         parts = dict(self._state)
         if reference := self._reference:
             parts["reference"] = reference + self._left_gathered
@@ -205,14 +205,14 @@ class Needs:
     def _learning(self) -> Parts:
         """Memory held during an update, without a generator that gets all weights anew."""
         if self._cpu or self._model.published_adapter or self._work.generates_beside:
-            return self._resting
-        return {name: size for name, size in self._resting.items() if name != "generator"}
+            return self._lasting
+        return {name: size for name, size in self._lasting.items() if name != "generator"}
 
     @property
     def _while_generating(self) -> Parts:
         if not self._engine.park:
-            return self._resting
-        return {n: size for n, size in self._resting.items() if n in ("generator", "reward models")}
+            return self._lasting
+        return {n: size for n, size in self._lasting.items() if n in ("generator", "reward models")}
 
     @property
     def _ordered(self) -> int:
@@ -231,14 +231,14 @@ class Needs:
     # Memory of the host.
 
     def _away(self, checkpointing: str) -> Parts:
-        """Optimizer state, and the largest part that takes turns in the arena."""
+        """Return optimizer state, and the largest part that takes turns in the arena."""
         engines = [self, self._critic] if self._critic else [self]
         offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
         in_turn: Parts = {}
         if self._engine.activation_offload:
             in_turn["activations"] = max(each._offloaded(checkpointing) for each in engines)
         if self._engine.park and self._work.slots:
-            critic = self._resting.get("critic", 0.0)
+            critic = self._lasting.get("critic", 0.0)
             in_turn["parked"] = total_of(self._state) + self._reference + critic
         parts = {"optimizer": offloaded}
         if in_turn:
@@ -419,7 +419,7 @@ class Needs:
         yield self._moment(0, gradients=gradients) | self._stepping
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
-        """The backward pass's end, when FSDP2 reduces the last gradients in fp32."""
+        """Yield the moments at the backward pass's end: FSDP2 reduces the last gradients in fp32."""
         shards, root = self._shards, 0.0 if self._model.lora else self._root
         # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
@@ -578,7 +578,7 @@ class MegatronNeeds(Needs):
         yield self._at(0.0, 0.0) | self._stepping
 
     def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
-        """Bytes of micro-batches in flight at the first backward pass (1F1B)."""
+        """Return the bytes of micro-batches in flight at the first backward pass (1F1B)."""
         stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
         begun = stages - self._stage
         if virtual > 1:  # each chunk in turn runs as many micro-batches as there are stages
@@ -600,7 +600,7 @@ class MegatronNeeds(Needs):
         }
 
     def _made_at_once(self, weight: Weight) -> float:
-        """Elements of a gradient before it joins the buffer; a CPU makes one expert's at once."""
+        """Return the elements of a gradient before it joins the buffer; a CPU makes one expert's at once."""
         single = (
             self._engine.expert_parallel / weight.experts if self._cpu and weight.experts else 1
         )

@@ -247,13 +247,13 @@ class _Block(NamedTuple):
 
 
 def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
-    """The hidden state between blocks; tensor ranks may divide tokens."""
+    """Return a token's bytes of the hidden state between blocks; tensor ranks may divide tokens."""
     divided = engine.kind == "torch" or engine.megatron_sequence_parallel
     return model.shape.hidden * width / (engine.tensor_parallel if divided else 1)
 
 
 def _heads(shape: ModelShape, engine: EngineConfig, width: int) -> tuple[float, float]:
-    """Queries and keys on a rank; ranks repeat key heads if there are too few."""
+    """Return a token's bytes of queries and of keys on a rank; ranks repeat key heads if there are too few."""
     tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
     key = shape.key * width * max(1 / tensor, sequence / shape.key_heads)
     return shape.query * width / tensor, key
@@ -275,7 +275,7 @@ def _of_torch(
     norm_work = 0.0 if fused else 3 * exact * part
 
     def inputs(source: float, *names: str) -> float:
-        """Inputs of linear layers, and their adapters' narrow outputs."""
+        """Return bytes of linear layers' inputs, and of their adapters' narrow outputs."""
         kept = source if any(map(trains, names)) else 0.0
         return kept + rank * sum(map(model.adapts, names))
 

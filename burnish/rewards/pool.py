@@ -48,7 +48,7 @@ LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeri
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 BORNE_TIMEOUTS = 8
-"""How many calls of one function in a row may miss their deadline or end their process, besides one per worker. Then it is given up."""
+"""Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
@@ -190,8 +190,8 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in order. One thread waits for each worker.
 
-        A missed deadline or a worker's death is an error for the call. A function is given up after more than `BORNE_TIMEOUTS`
-        lost calls in a row, besides one per worker. One worker makes an async function's calls, `concurrency` at a time. If one
+        A missed deadline or a worker's death is an error for the call. A function is given up after `BORNE_TIMEOUTS` lost
+        calls in a row, plus one per worker. One worker makes an async function's calls, `concurrency` at a time. If one
         blocks the event loop, all running ones are killed. If `check` raises, all workers are killed.
         """
         todo = _Todo(calls, self.signatures, self._config, self._moved)
@@ -302,9 +302,9 @@ class _Todo:
         self.given_up: dict[int, str] = {}
         """Functions that were given up, by index, each with the error of its calls."""
         self.late = f"no answer within {config.timeout_seconds:g} s"
-        borne = 1 + BORNE_TIMEOUTS / config.workers
-        self._borne = [
-            borne * (config.concurrency if each.is_async else config.workers) for each in signatures
+        share = 1 + BORNE_TIMEOUTS / config.workers
+        self._most_lost = [
+            share * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]
         self._lost: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -348,7 +348,7 @@ class _Todo:
         function = self.calls[numbers[0]].function
         with self._lock:
             self._lost[function] += len(numbers)
-            if self._lost[function] >= self._borne[function]:
+            if self._lost[function] >= self._most_lost[function]:
                 self.given_up[function] = error
 
 

@@ -1,1 +1,1 @@
-"""Optimizers and where their state is kept."""
+"""Optimizers and their state."""

@@ -101,7 +101,7 @@ class ShardedOptimizer:
         return moments if self._muon is None else moments | self._muon.slots
 
     def shards(self) -> Iterator[Shard]:
-        """Yield this rank's pieces of the slots, `exp_avg/<weight>` and so on."""
+        """Yield this rank's shards of the slots, `exp_avg/<weight>` and so on."""
         for slot, held in self.slots().items():
             yield from model_shards(self._model, held, f"{slot}/", self._regions)
 

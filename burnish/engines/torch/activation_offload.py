@@ -49,7 +49,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A view of a storage, which autograd holds instead of a tensor."""
+    """A view of a storage. Autograd holds it in place of the saved tensor."""
 
     stored: _Stored
     dtype: torch.dtype

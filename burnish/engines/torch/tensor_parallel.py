@@ -112,7 +112,7 @@ def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collec
             continue
         if inside or match[0].rsplit(".", 2)[0] in lists:
             raise IncompatibleError(
-                f"transformers' plan leaves {name if inside else match[0]} whole, which tensor parallelism does not do",
+                f"transformers' plan leaves {name if inside else match[0]} whole, which tensor parallelism does not support",
                 have=f"{name} {tuple(parameter.shape)} in {model.config.model_type}",
                 want="a plan that cuts every block of a layer, and all in it that adds to its output",
                 do="set engine.tensor_parallel=1",
@@ -134,7 +134,7 @@ def _layer_cuts(
             continue
         if parameter.ndim == 1 and dim == -1:
             raise IncompatibleError(
-                f"{name} is added to a sum over ranks, which tensor parallelism does not do",
+                f"{name} is added to a sum over ranks, which tensor parallelism does not support",
                 have=f"{model.config.model_type} with this bias",
                 want="output projections without bias",
                 do="set engine.tensor_parallel=1",
