@@ -85,8 +85,8 @@ class Spans:
     def added(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return `values` with the measurements since the last call, and start again.
 
-        These are `timing_s/NAME` and `timing_s/step`, added to those of the same name, and in 10⁹ bytes `perf/max_memory_gb` and, of
-        each outermost span, `perf/max_memory_gb/NAME`.
+        Seconds are `timing_s/NAME` and `timing_s/step`, added to those in `values`. Memory, in 10⁹ bytes, is `perf/max_memory_gb` and,
+        for each outermost span, `perf/max_memory_gb/NAME`.
         """
         now = self._clock()
         self._note_peak()

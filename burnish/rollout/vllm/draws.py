@@ -52,7 +52,7 @@ def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
     table = np.array(reported[: 3 * tokens], dtype=np.float32).reshape(-1, 3)
     if not np.isfinite(table).all():
         raise not_finite()
-    # A row has the logit of the drawn token, then the two largest logits, of which the first is the drawn token's again.
+    # A row has the drawn token's logit, then the two largest logits. The first of these is the drawn token's again.
     chosen = table[:, 0]
     return np.where(chosen > _LEAST, -chosen, np.float32(0)), table[:, 2]
 

@@ -220,8 +220,8 @@ class VllmGenerator(EngineGenerator):
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of tensors read back from vLLM.
 
-        It skips tensors with other names, B of an adapter whose scale is no power of two, and experts on accelerators in another
-        order than Triton's. With tensor parallelism it skips shared key heads and tensors that the checkpoint joins.
+        It skips tensors with other names, and B of an adapter whose scale is no power of two. On accelerators it skips experts in
+        another order than Triton's. With tensor parallelism it skips shared key heads and tensors that the checkpoint joins.
         """
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
