@@ -31,7 +31,7 @@ class _Part(NamedTuple):
     ranks: range
     """The senders; empty if every rank holds all the elements already."""
     piece: int
-    """Index of this rank's piece that holds the elements which it sends; -1 if it sends none."""
+    """Index of the piece with this rank's elements of the part; -1 if the rank has none."""
     start: int
     """Offset of the elements in each sender's message, in bytes."""
 

@@ -74,7 +74,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a stored tensor lies."""
+    """Place of a stored tensor."""
 
     file: str
     """Name of the file below the reader's directory."""

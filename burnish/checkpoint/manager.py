@@ -43,7 +43,7 @@ from burnish.tracking.rundir import RunDirectory
 if TYPE_CHECKING:
     from burnish.checkpoint.background import BackgroundSaver, Finished
 
-# Directories above to sync, because the run may have made their entries: its own, that of all runs, and the parent of that.
+# Parents of `checkpoints/` to sync, because the run may have made them: its own directory, that of all runs, and the next.
 _OWN_LEVELS = 3
 # Seconds to wait for a save in flight when a run ends with an error.
 _PATIENCE_SECONDS = 30.0

@@ -70,7 +70,7 @@ def _damaged(path: PurePath, have: object) -> CorruptError:
         f"{path} is damaged, so every step counts as pinned",
         have=have,
         want=f'{{"format": {_FORMAT}, "pins": {{"STEP": "REASON"}}}}',
-        do="mend it, or remove it and pin again what has to stay",
+        do="repair it, or remove it and pin again the steps that must stay",
     )
 
 
@@ -82,7 +82,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What retention knows of a step."""
+    """Facts about a step that retention uses."""
 
     step: int
     healthy: bool = True

@@ -109,7 +109,7 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
     """Return a step's seal. Raises `CorruptError` if it is missing or damaged."""
     if storage.kind(path) not in ("directory", None):
         raise CorruptError(
-            f"{path} is no directory",
+            f"{path} is not a directory",
             have="a file, a link or a device",
             do="give the path of the directory itself: links are not followed",
         )
@@ -210,7 +210,7 @@ def read_small(path: PurePath, name: str, limit: int, storage: Source) -> bytes:
     except OSError as error:
         if storage.kind(path / name) == "file":
             raise
-        raise CorruptError(f"{path / name} is no file", have=error, do=ANOTHER_STEP) from error
+        raise CorruptError(f"{path / name} is not a file", have=error, do=ANOTHER_STEP) from error
 
 
 def files_below(
@@ -227,7 +227,7 @@ def files_below(
             yield name, entry.size
         else:
             raise CorruptError(
-                f"{path / entry.name} is no regular file",
+                f"{path / entry.name} is not a regular file",
                 have="a link or a device",
                 do="put the file itself there: links are not followed",
             )

@@ -31,9 +31,9 @@ log = logging.getLogger("burnish")
 
 _EXTRAS = {"s3": "s3", "gs": "gcs", "hdfs": "hdfs"}
 _CREDENTIALS = {
-    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for a user who may",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS for a user who may",
-    "hdfs": "set HADOOP_USER_NAME, or get a Kerberos ticket, for a user who may",
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, of a permitted user",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS of a permitted user",
+    "hdfs": "set HADOOP_USER_NAME, or get a Kerberos ticket, of a permitted user",
 }
 _CHANGES = ("written", "removed")
 _REASON_CHARACTERS = 300
@@ -208,7 +208,7 @@ class Remote:
     def _key(self, name: str) -> str:
         if any(part in (".", "..") for part in name.split("/")):
             raise UsageError(
-                f"{name!r} is no name below {self.url}",
+                f"{name!r} is not a name below {self.url}",
                 want="a name without . and ..",
                 do="write the path out",
             )

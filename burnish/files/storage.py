@@ -58,7 +58,7 @@ class Source(Protocol):
     """A readable directory tree. Methods raise `OSError`."""
 
     reads_at_once: int
-    """Number of reads that are fastest in parallel; 1 if parallel reads do not help."""
+    """How many reads to make in parallel; 1 where parallel reads are not faster."""
 
     def open(self, path: PurePath) -> ReadableFile:
         """Open a regular file; refuse a link or a device."""
@@ -134,7 +134,7 @@ class LocalStorage:
         return LocalFile(descriptor)
 
     def make_dirs(self, path: Path) -> None:
-        """`mkdir -p`."""
+        """Run `mkdir -p`."""
         path.mkdir(parents=True, exist_ok=True)
 
     def sync_dir(self, path: Path) -> None:
@@ -146,11 +146,11 @@ class LocalStorage:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """`rename(2)`."""
+        """Call `rename(2)`."""
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """`rm -r`; links are not followed."""
+        """Run `rm -r`; follow no links."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

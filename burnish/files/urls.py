@@ -62,9 +62,7 @@ class Url:
         found = _URL.match(text)
         scheme = found["scheme"].lower() if found else ""
         if found is None or scheme not in SCHEMES:
-            raise _refusal(
-                text, "is no URL that Burnish understands", f"one of {', '.join(SCHEMES)}"
-            )
+            raise _refusal(text, "is not a URL that Burnish reads", f"one of {', '.join(SCHEMES)}")
         host, _, path = (
             ("", "", found["rest"]) if scheme == "memory" else found["rest"].partition("/")
         )

@@ -58,7 +58,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
     for name, path in names.items():
         if not path.is_file():
             raise MissingError(
-                f"{path} is no file",
+                f"{path} is not a file",
                 have="a link to nothing, a directory or a device",
                 want="a file of the model",
                 do="get it again, or remove it where the model does not need it",

@@ -22,7 +22,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Distance:
-    """How far apart the elements of two tensors are."""
+    """Distance between the elements of two tensors."""
 
     different: int = 0
     """Elements with other bits (in fp64 where the dtypes differ)."""
@@ -85,7 +85,7 @@ class Compared:
     b: TensorInfo | None
     """The same in B."""
     distance: Distance | None = None
-    """How far apart, where the verdict is "equal" or "differs"."""
+    """The distance, if the verdict is "equal" or "differs"."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; infinite distances are null."""

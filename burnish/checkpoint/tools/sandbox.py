@@ -16,7 +16,7 @@ import struct
 import sys
 from pathlib import Path
 
-_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on every architecture
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # Landlock's system calls, on every architecture
 _VERSION_FLAG, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
 
 _EXECUTE = 1 << 0
@@ -26,7 +26,7 @@ _WRITE_BY_VERSION = {
     3: 1 << 14,  # truncate
     5: 1 << 15,  # control devices
 }
-_OF_FILES = 1 << 1 | 1 << 14
+_OF_FILES = 1 << 1 | 1 << 14  # write, truncate
 _TCP = 0b11  # bind, connect
 _OUTSIDE = 0b11  # abstract UNIX sockets, signals
 TCP_VERSION, SCOPES_VERSION = 4, 6

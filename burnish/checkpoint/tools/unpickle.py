@@ -85,7 +85,7 @@ def _place(key: str, value: Tensor, rank: int) -> tuple[list[int], list[int], Te
     if not isinstance(value, DTensor):
         return shape, [0] * len(shape), value.detach()
     if not all(type(placement) in (Shard, Replicate) for placement in value.placements):
-        raise ValueError(f"{key} is {value.placements}, which is no part of a tensor")
+        raise ValueError(f"{key} is {value.placements}, which is not a part of a tensor")
     mesh = value.device_mesh.mesh
     [coordinate] = (mesh == rank).nonzero().tolist()
     sizes, offsets = _compute_local_shape_and_global_offset(
