@@ -52,7 +52,7 @@ def opo(scored: ScoredRollouts) -> Array:
         rewards, lengths = scored.rewards[members], scored.lengths[members]
         tokens = lengths.sum(axis=-1, keepdims=True)
         baselines = (rewards * lengths).sum(axis=-1, keepdims=True) / np.maximum(tokens, 1)
-        result[members] = np.where(_alike(rewards) | (tokens == 0), 0.0, rewards - baselines)
+        result[members] = np.where(_all_equal(rewards) | (tokens == 0), 0.0, rewards - baselines)
     return result
 
 
@@ -144,7 +144,7 @@ def whitening(sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[float, float
     return mean, 1 / (float(np.sqrt(squares / (lengths.sum() - 1))) + EPSILON)
 
 
-def _alike(values: Array) -> npt.NDArray[np.bool_]:
+def _all_equal(values: Array) -> npt.NDArray[np.bool_]:
     return (values == values[..., :1]).all(axis=-1, keepdims=True)
 
 
@@ -152,7 +152,7 @@ def _centred(values: Array) -> Array:
     """Subtract each row's mean; exactly 0 where all are equal, despite rounding."""
     if values.size == 0:
         return values
-    return np.where(_alike(values), 0.0, values - values.mean(axis=-1, keepdims=True))
+    return np.where(_all_equal(values), 0.0, values - values.mean(axis=-1, keepdims=True))
 
 
 def standardised(values: Array) -> Array:

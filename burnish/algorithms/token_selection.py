@@ -71,22 +71,22 @@ def _choose(keys: _Keys, count: int, sequences: _Integers, layout: Layout) -> _C
     """Choose the `count` largest keys, of equal ones the first."""
     least, room = _largest(keys, count, layout)
     chosen: _Chosen = keys > least
-    alike = np.flatnonzero(keys == least)
-    alike = alike[np.argsort(sequences[alike], kind="stable")]
-    numbers, counts = np.unique(sequences[alike], return_counts=True)
+    equal = np.flatnonzero(keys == least)
+    equal = equal[np.argsort(sequences[equal], kind="stable")]
+    numbers, counts = np.unique(sequences[equal], return_counts=True)
     all_numbers, sizes = gather_rows(numbers, counts.astype(np.float64), layout)
     before = np.append(sizes.cumsum() - sizes, np.inf)[np.searchsorted(all_numbers, numbers)]
-    ranks = np.arange(len(alike)) + np.repeat(before - (counts.cumsum() - counts), counts)
-    chosen[alike[ranks < room]] = True
+    ranks = np.arange(len(equal)) + np.repeat(before - (counts.cumsum() - counts), counts)
+    chosen[equal[ranks < room]] = True
     return chosen
 
 
 def _largest(keys: _Keys, count: int, layout: Layout) -> tuple[int, int]:
     """Return the `count`-th largest key of all ranks, and how many equal keys to choose."""
     found, left = 0, count
-    for shift in (24, 16, 8, 0):  # count the next 8 bits of keys that begin alike
-        alike = keys[keys >> np.uint64(shift + 8) == found]
-        digits = (alike >> np.uint64(shift)).astype(np.int64) & 255
+    for shift in (24, 16, 8, 0):  # count the next 8 bits of keys that begin with `found`
+        equal = keys[keys >> np.uint64(shift + 8) == found]
+        digits = (equal >> np.uint64(shift)).astype(np.int64) & 255
         bins = _sum(np.bincount(digits, minlength=256), layout)
         reached = bins[::-1].cumsum()[::-1]
         left = min(left, int(reached[0]))

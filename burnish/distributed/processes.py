@@ -268,10 +268,10 @@ def _await_everybody(store: Store, layout: Layout, timeout: timedelta, point: st
     _arrive(store, layout, point)
     everybody, end = [f"{point}/{_ALL}"], time.monotonic() + timeout.total_seconds()
     with _named_absence(store, layout, timeout, point):
-        said = min(end, time.monotonic() + _SILENT_SECONDS)
+        report_at = min(end, time.monotonic() + _SILENT_SECONDS)
         while layout.is_main and not store.check(everybody):  # torch warns of waits that time out
             time.sleep(0.02)
-            if time.monotonic() > said:
+            if time.monotonic() > report_at:
                 there = store.add(f"{point}/{_COUNT}", 0)
                 _log.info("waiting for the other processes: %d of %d are here", there, layout.world)
                 break

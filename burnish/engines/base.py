@@ -88,4 +88,4 @@ class Engine(Protocol):
         """Keep weights, gradients and slots in host memory inside the block, which must not use the engine. Collective."""
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's memory."""

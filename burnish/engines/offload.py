@@ -35,9 +35,9 @@ def parked(
         and held.untyped_storage().resizable()
     ]
     with agree(layout):
-        away = [arena.take(held.numel()) for held in here]
+        copies = [arena.take(held.numel()) for held in here]
     asynchronous = device.type == "cuda"
-    for host, held in zip(away, here, strict=True):
+    for host, held in zip(copies, here, strict=True):
         host.copy_(held, non_blocking=asynchronous)
     synchronize(device)
     for held in here:
@@ -45,7 +45,7 @@ def parked(
     try:
         yield
     finally:
-        for host, held in zip(away, here, strict=True):
+        for host, held in zip(copies, here, strict=True):
             held.untyped_storage().resize_(host.numel())
             held.copy_(host, non_blocking=asynchronous)
         synchronize(device)

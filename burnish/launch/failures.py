@@ -43,7 +43,7 @@ def refuse_failing_alike(directory: Path) -> None:
     last = json.loads(lines[-1])
     where = "before its first step" if last["step"] is None else f"in step {last['step']}"
     raise UsageError(
-        f"the run failed {_EQUAL_FAILURES} times alike {where}, so it is not started again",
+        f"the run failed {_EQUAL_FAILURES} times with the same error {where}, so it is not started again",
         have=last["error"],
         want="a failure that another start can mend",
         do=f"see {directory}, mend the cause, and give the same command: it continues from the newest checkpoint",

@@ -76,25 +76,25 @@ class Needs:
         self._regathers = engine.reshard_after_forward and self._shards > 1
         self._critic = None
         if work.has_critic:
-            self._critic = self._beside(PlannedModel(model.shape, scores_values=True))
-        self._judges = [self._beside(judge) for judge in judges]
+            self._critic = self._needs_of(PlannedModel(model.shape, scores_values=True))
+        self._judges = [self._needs_of(judge) for judge in judges]
 
-    def _beside(self, model: PlannedModel) -> Needs:
+    def _needs_of(self, model: PlannedModel) -> Needs:
         given = (model, self._work.alone, self._devices, self._engine, self._optim)
         return type(self)(*given, stage=self._stage)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of each phase's fullest moment, in a step's order."""
-        update = self._learning | max(self._updates(checkpointing), key=total_of)
+        update = self._during_update | max(self._updates(checkpointing), key=total_of)
         found = self._before | {"update": update} | self._after
-        if self._cpu and (away := total_of(self._away(checkpointing))):
-            found = {phase: parts | {"host": away} for phase, parts in found.items()}
+        if self._cpu and (host := total_of(self._on_host(checkpointing))):
+            found = {phase: parts | {"host": host} for phase, parts in found.items()}
         return found
 
     def host(self, checkpointing: str) -> Parts:
-        """Return host bytes beside a device."""
+        """Return the bytes of host memory, given accelerators."""
         staging = self._staging
-        return self._away(checkpointing) | ({"saving": staging} if staging else {})
+        return self._on_host(checkpointing) | ({"saving": staging} if staging else {})
 
     @cached_property
     def _before(self) -> dict[str, Parts]:
@@ -102,7 +102,7 @@ class Needs:
         if self._work.slots:
             found["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
         if scorer := self if self._work.scorings else self._critic:
-            found["log-probs"] = self._learning | max(scorer._scorings(), key=total_of)
+            found["log-probs"] = self._during_update | max(scorer._scorings(), key=total_of)
         return found
 
     @cached_property
@@ -202,7 +202,7 @@ class Needs:
         return self._width * (self._root + layers)
 
     @property
-    def _learning(self) -> Parts:
+    def _during_update(self) -> Parts:
         """Memory held during an update, without a generator that gets all weights anew."""
         if self._cpu or self._model.published_adapter or self._work.generates_beside:
             return self._lasting
@@ -230,7 +230,7 @@ class Needs:
 
     # Memory of the host.
 
-    def _away(self, checkpointing: str) -> Parts:
+    def _on_host(self, checkpointing: str) -> Parts:
         """Return optimizer state, and the largest part that takes turns in the arena."""
         engines = [self, self._critic] if self._critic else [self]
         offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
@@ -518,8 +518,8 @@ class MegatronNeeds(Needs):
     @property
     def _stepped(self) -> float:
         experts, others = self._experts_and_others
-        alike = self._world / self._engine.pipeline_parallel / self._engine.expert_sharing
-        return experts / alike + others / self._shards
+        copies = self._world / self._engine.pipeline_parallel / self._engine.expert_sharing
+        return experts / copies + others / self._shards
 
     @property
     def _matrices(self) -> float:

@@ -243,7 +243,7 @@ class _Block(NamedTuple):
     forward: float
     """Most in the forward pass, if nothing is kept."""
     backward: float
-    """Most in the backward pass, beside what is kept."""
+    """Most in the backward pass, in addition to the kept bytes."""
 
 
 def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:

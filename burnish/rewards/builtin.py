@@ -21,11 +21,11 @@ _MARK = "####"
 
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
     """Return 1 if the stripped completion is the ground truth or in its list. Raises `ValueError` without one."""
-    said = solution_str.strip()
+    answer = solution_str.strip()
     wanted = [text.strip() for text in _texts(ground_truth)]
     if ignore_case:
-        return float(said.casefold() in {one.casefold() for one in wanted})
-    return float(said in wanted)
+        return float(answer.casefold() in {one.casefold() for one in wanted})
+    return float(answer in wanted)
 
 
 def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
@@ -39,8 +39,8 @@ def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> 
     numbers = [number for number in wanted if number is not None]
     if len(numbers) < len(wanted):
         raise ValueError(f"the ground truth {ground_truth!r} holds no number")
-    said = last_number(_final_part(solution_str)[0])
-    return float(said is not None and any(abs(said - n) <= Fraction(tolerance) for n in numbers))
+    last = last_number(_final_part(solution_str)[0])
+    return float(last is not None and any(abs(last - n) <= Fraction(tolerance) for n in numbers))
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:

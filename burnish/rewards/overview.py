@@ -27,7 +27,7 @@ class Complaints:
     def hear(self, table: RolloutTable) -> None:
         """Warn of new kinds of failures in this round.
 
-        Raises `BurnishError` if all rollouts failed in `most_rounds` rounds in a row, or alike in the first.
+        Raises `BurnishError` if all rollouts failed in `most_rounds` rounds in a row, or with one kind of error in the first.
         """
         failed, count = [table.rollout(number) for number in table.failed], len(table.owners)
         kinds: dict[str, str] = {}

@@ -241,5 +241,5 @@ def _text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     # `str(error)` may raise; `format_exception_only` handles that.
-    said = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
-    return f"{type(error).__name__}: {said[:_LONGEST]}{place}"
+    text = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
+    return f"{type(error).__name__}: {text[:_LONGEST]}{place}"

@@ -223,7 +223,7 @@ def test_a_step_that_fails_alike_is_not_tried_for_ever(work: Path) -> None:
     launcher = ForkedLauncher(work, argv)
     assert supervised(launcher, world=1) == UsageError.exit_code, launcher.output
     assert len(launcher.started) == 4
-    assert "3 times alike" in launcher.output
+    assert "3 times with the same error" in launcher.output
 
 
 def test_what_is_refused_is_not_started_again(work: Path) -> None:
