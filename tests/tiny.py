@@ -80,13 +80,43 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 """Families with sinks or soft caps, of which `burnish.families` does not have all."""
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+WITH_STATE: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_next": {
+        **_DELTA_NET,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+}
+"""Families with layers whose state goes on from token to token."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Those with experts."""
 
 
 def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
     """A configuration of a few thousand parameters; `changes` override its fields."""
-    return AutoConfig.for_model(family, **{**_BASE, **(FAMILIES | OTHERS)[family], **changes})
+    return AutoConfig.for_model(
+        family, **{**_BASE, **(FAMILIES | OTHERS | WITH_STATE)[family], **changes}
+    )
 
 
 def tiny_model(

@@ -36,6 +36,7 @@ _AT_MOST = {
     r"^head_dim$": 2 * HEAD_DIM,
     r"^(hidden_size_per_layer_input|router_hidden_size|laurel_rank)$": 16,
     r"^(max_position_embeddings|n_positions)$": 4096,
+    r"^(linear_(key|value)_head_dim|mamba_head_dim|(ssm_)?state_size|mamba_d_state)$": 16,
 }
 """Patterns of names, and the most that such a field may be. The first that matches counts."""
 _FIRST_LAYERS = (
@@ -45,6 +46,12 @@ _FIRST_LAYERS = (
     "moe_layer_start_index",
 )
 """Fields that say how many layers at the beginning differ from those behind them."""
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups"),
+    ("num_heads", "head_dim", "n_groups"),
+)
+"""Fields of Mamba's layers: the number of heads, their width, and the groups of them."""
 _LAST_LAYERS = "num_kv_shared_layers"
 """The same at the end."""
 _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
@@ -63,6 +70,7 @@ def shrunk(
     tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
     by_layer = _cut_layers(text, engine.pipeline_parallel * engine.virtual_stages)
     _narrow_heads(text, tensor, engine.sequence_parallel)
+    _narrow_states(text)
     if getattr(text, "qk_rope_head_dim", None) and getattr(text, "qk_nope_head_dim", None):
         text.head_dim = _ROTARY
         text.qk_head_dim = _ROTARY + 16
@@ -178,6 +186,22 @@ def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
     narrower = (_ROTARY, old) if old else (HEAD_DIM, wide)
     if getattr(text, "rope_parameters", None):
         text.rope_parameters = _shortened(text.rope_parameters, *narrower)
+
+
+def _narrow_states(text: PretrainedConfig) -> None:
+    """Make the heads of Mamba's layers 16 wide, as many as `expand` times the hidden size holds."""
+    expand = getattr(text, "mamba_expand", None) or getattr(text, "expand", None)
+    names = next((each for each in _STATE_HEADS if hasattr(text, each[0])), None)
+    if not expand or names is None:
+        return
+    if not getattr(text, "num_attention_heads", None):
+        text.hidden_size = 4 * HEAD_DIM
+    heads = int(expand * text.hidden_size) // HEAD_DIM
+    if getattr(text, "mamba_d_ssm", None):
+        text.mamba_d_ssm = heads * HEAD_DIM
+    groups = math.gcd(getattr(text, names[2], None) or 1, heads)
+    for name, value in zip(names, (heads, HEAD_DIM, groups), strict=True):
+        setattr(text, name, value)
 
 
 def _shortened(rope: Mapping[str, Any], new: int, old: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A product of [m, k] and [k, n] counts 2 m k n. Of the experts, the active share counts. Attention
 costs 4 · heads · head_dim per pair of query and key. Training costs three forward passes. As in
 PaLM (arXiv 2204.02311, appendix B), recomputation does not count. Nor do norms, activations, softmax,
-embeddings, later copies of a shared beginning, and the output layer for unscored tokens.
+embeddings, states, later copies of a shared beginning, and the output layer for unscored tokens.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from burnish.families import (
 from burnish.models.flops import ModelFlops
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
+from burnish.models.kernels.mixers import pack_mixers
 from burnish.models.names import is_matrix
 
 _SENSES = re.compile("vision|audio|image|speech|video|vq")
@@ -77,6 +78,7 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
         model = plain_model(config)
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
+    pack_mixers(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -201,29 +203,40 @@ def initialized(
     Draws come from torch's global generator. Raises `IncompatibleError` for one that is not set.
     """
 
-    def undefined(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
+    names = next(n for n, each in owner.named_modules() if each is module).split(".")
+    for depth in range(len(names), -1, -1):  # some are initialized by a module around theirs
+        around = _undefined(owner.get_submodule(".".join(names[:depth])), module, keys)
+        with guard_torch_init_functions():
+            owner._init_weights(around)
+        made = around.get_submodule(".".join(names[depth:]))
+        found = {key: getattr(made, key).detach() for key in keys}
+        missing = [k for k, v in found.items() if v.is_floating_point() and bool(v.isnan().any())]
+        if not missing:
+            return found
+    raise IncompatibleError(
+        f"{type(owner).__name__} does not say how {name}.{missing[0]} is initialized",
+        want="a model whose _init_weights fills it",
+        do="train a model of another family, or correct the model's own code; for a parameter, set model.path to a directory with weights",
+    )
+
+
+def _undefined(around: nn.Module, module: nn.Module, keys: Collection[str]) -> nn.Module:
+    """Copy modules without memory, but for `keys` of `module`, which are NaN, or 0, on the CPU."""
+
+    def blank(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
         if like is None:
             return None
-        device = "cpu" if key in keys else "meta"
+        device = "cpu" if around is module and key in keys else "meta"
         value = torch.nan if like.is_floating_point() else 0
         tensor = torch.full(like.shape, value, dtype=like.dtype, device=device)
         return nn.Parameter(tensor, False) if isinstance(like, nn.Parameter) else tensor
 
-    made = copy.copy(module)
-    made._modules = {}
-    made._parameters = {key: undefined(key, held) for key, held in module._parameters.items()}  # type: ignore[misc]
-    made._buffers = {key: undefined(key, held) for key, held in module._buffers.items()}
-    with guard_torch_init_functions():
-        owner._init_weights(made)
-    found = {key: getattr(made, key).detach() for key in keys}
-    for key, value in found.items():
-        if value.is_floating_point() and bool(value.isnan().any()):
-            raise IncompatibleError(
-                f"{type(owner).__name__} does not say how {name}.{key} is initialized",
-                want="a model whose _init_weights fills it",
-                do="train a model of another family, or correct the model's own code; for a parameter, set model.path to a directory with weights",
-            )
-    return found
+    made = copy.copy(around)
+    inside = around._modules.items()
+    made._modules = {n: child and _undefined(child, module, keys) for n, child in inside}
+    made._parameters = {key: blank(key, held) for key, held in around._parameters.items()}  # type: ignore[misc]
+    made._buffers = {key: blank(key, held) for key, held in around._buffers.items()}
+    return made
 
 
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")

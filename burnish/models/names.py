@@ -24,11 +24,10 @@ from burnish.errors import IncompatibleError
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a weight is multiplied with; norms per head (Cohere's) and biases per expert are not."""
+    """Return whether a weight is multiplied with; norms per head (Cohere's), biases per expert and decays (Jamba's) are not."""
     owner, _, kind = name.rpartition(".")
-    return (
-        dims >= 2 and "norm" not in owner.rpartition(".")[2].lower() and not kind.endswith("bias")
-    )
+    is_norm = "norm" in owner.rpartition(".")[2].lower()
+    return dims >= 2 and not is_norm and not kind.endswith(("bias", "A_log"))
 
 
 @dataclass(frozen=True, slots=True)

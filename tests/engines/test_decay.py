@@ -63,6 +63,7 @@ def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
         ("model.layers.0.self_attn.q_proj.bias", 1, False),
         ("model.layers.0.self_attn.q_proj.lora_A.default.weight", 2, True),
         ("model.norm.weight", 1, False),
+        ("model.layers.0.mamba.A_log", 2, False),
         ("transformer.LayerNorm.weight", 2, False),
         ("model.embed_tokens.weight", 2, True),
         ("gain", 2, True),

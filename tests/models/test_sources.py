@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
+from tiny import FAMILIES, WITH_STATE, save_tiny, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.boxes.box import Box
@@ -30,7 +30,7 @@ def loaded(directory, config):
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATE])
 def test_loads_what_from_pretrained_loads_bit_for_bit(tmp_path, family):
     save_tiny(tmp_path, family, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -209,6 +209,12 @@ class TestFresh:
             else:
                 torch.testing.assert_close(values[name].std(), parameter.std(), rtol=0.2, atol=0)
                 assert abs(values[name].mean()) < 0.1
+
+    def test_a_module_may_initialize_one_inside_it(self):
+        """As a layer of experts of Qwen3-Next its router."""
+        config = tiny_config("qwen3_next", initializer_range=0.5, hidden_size=64)
+        router = self.values(config, seed=1)["model.layers.0.mlp.gate.weight"]
+        assert float(router.std()) == pytest.approx(0.5, rel=0.2)
 
     def test_modules_differ_and_seeds_differ(self):
         config = tiny_config("qwen3_moe")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import differences, make_generator, require_close
-from tiny import FAMILIES, VOCAB, save_tiny, tiny_config
+from tiny import FAMILIES, VOCAB, WITH_STATE, save_tiny, tiny_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +31,7 @@ def differences_of(path: Path, config: PretrainedConfig, precision: str) -> Any:
         return differences(engine, generator, config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATE])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_raw_logprobs_are_those_of_the_engine(tmp_path: Path, family: str, precision: str) -> None:
     path, config = save_tiny(tmp_path / "m", family, torch.float32), tiny_config(family)

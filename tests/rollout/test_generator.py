@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.generator import GeneratorContract, assert_same, make_requests
+from contracts.generator import (
+    GeneratorContract,
+    assert_same,
+    chosen,
+    logits_by_hand,
+    make_requests,
+)
 from generators_for_tests import builtin
 from ranks import run_ranks
-from tiny import FAMILIES, MIXTURES, tiny_config, tiny_model
+from tiny import FAMILIES, MIXTURES, WITH_STATE, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,7 +26,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Publication, Shard
 from burnish.config.schema import MOST_SLOTS
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.errors import BurnishError, UsageError
 from burnish.families import family_of
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
@@ -75,6 +81,24 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     assert asked == [32, MOST_SLOTS, 1]
     texts = [[completion.token_ids.tolist() for completion in group] for group in found]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("family", WITH_STATE)
+def test_layers_with_state_continue_each_completion(
+    family: str, units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completions of one prompt and of others end at different times, and move into each other's slots."""
+    monkeypatch.setattr(decoding, "has_matrix_units", lambda device: units)
+    model = tiny_model(family)
+    requests = make_requests((1, 5, 23, 5, 2, 40))
+    groups = builtin(model, eos=range(3, 20)).generate(requests, Sampling(20))
+    lengths = {len(completion.token_ids) for group in groups for completion in group}
+    assert len(lengths) > 4
+    for request, group in zip(requests, groups, strict=True):
+        for each in group:
+            logprobs = logits_by_hand(model, request, each).log_softmax(-1)
+            np.testing.assert_allclose(each.logprobs, chosen(logprobs, each), atol=1e-5)
 
 
 class TestForward:
@@ -376,12 +400,6 @@ class TestWeights:
             assert [weight() for weight in weights] == [None] * len(weights)
         finally:
             gc.enable()
-
-    def test_layers_without_keys_and_values_are_refused(self) -> None:
-        generator = builtin(tiny_model())
-        generator._model.layers = 3
-        with pytest.raises(IncompatibleError):
-            generator.generate(make_requests(), Sampling(2))
 
 
 def _generate_from_halves(layout: Layout) -> list[list[Completion]]:

@@ -10,7 +10,7 @@ On CUDA, one call of flash attention takes all sequences. Elsewhere, and with a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -43,6 +43,8 @@ _varlen_attn = partial(varlen_attn, enable_gqa=True) if _HAS_GQA else varlen_att
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[1, heads, T, head_dim]`, and keys and values `[1, key heads, T, head_dim]`, after positions are applied."""
+Mixer = Callable[[Tensor, Any], Tensor]
+"""A layer with state: maps hidden states [n, L, H] of n sequences, and a transformers `Cache` or None, to its outputs [n, L, H]."""
 
 
 class Softmax(NamedTuple):
@@ -86,10 +88,13 @@ def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
 
 
 class Attends(Protocol):
-    """Decides what keys a query sees."""
+    """Decides which tokens a token sees."""
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Return the attention output `[1, T, heads, head_dim]`, contiguous."""
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Return a mixer's outputs for hidden states, both `[1, T, H]`."""
 
 
 @uncompiled
@@ -211,6 +216,12 @@ class PackedLayout:
             output = self.blocks.attend(rows, softmax)
         return (output if self.shared is None else self.shared.collect(output))[None]
 
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """See `Attends.mix`. A common beginning is computed once for each sequence."""
+        rows = hidden[0] if self.shared is None else self.shared.sources.take(hidden[0])
+        output = self.blocks.computed([rows], lambda parts: mixer(parts[0], None))
+        return (output if self.shared is None else self.shared.collect(output))[None]
+
     def _varlen(self, rows: list[Tensor], softmax: Softmax) -> Tensor:
         query, key, value = rows
         scaling, window, _, sinks = softmax
@@ -277,14 +288,25 @@ class BlockPlan:
 
     def attend(self, rows: Sequence[Tensor], softmax: Softmax) -> Tensor:
         """Return attention of queries, keys and values, all [T, heads, head_dim]."""
+
+        def attended(parts: list[Tensor]) -> Tensor:
+            dense = [part.transpose(1, 2) for part in parts]
+            return _causal(dense, softmax).transpose(1, 2)
+
+        return self.computed(rows, attended)
+
+    def computed(
+        self, rows: Sequence[Tensor], function: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor:
+        """Return a causal function of blocks [n, L, ...] for rows [T, ...]."""
         if self.gather is not None and self.scatter is not None:
             rows = [select_rows(part, self.gather, self.scatter, None) for part in rows]
         sizes = [count * length for count, length in self.blocks]
         cut = [(part,) if len(sizes) == 1 else torch.split(part, sizes) for part in rows]
         outputs = []
         for (count, length), *parts in zip(self.blocks, *cut, strict=True):
-            dense = [part.view(count, length, *part.shape[1:]).transpose(1, 2) for part in parts]
-            outputs.append(_causal(dense, softmax).transpose(1, 2).flatten(0, 1))
+            dense = [part.view(count, length, *part.shape[1:]) for part in parts]
+            outputs.append(function(dense).flatten(0, 1))
         output = outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
         if self.gather is None or self.scatter is None:
             return output

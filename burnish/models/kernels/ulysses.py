@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from burnish.distributed.tensor_collectives import swap
-from burnish.models.kernels.attention import Attends, Heads, Softmax
+from burnish.distributed.tensor_collectives import gather_rows, swap
+from burnish.models.kernels.attention import Attends, Heads, Mixer, Softmax
 from burnish.models.packing import Deal
 
 
@@ -36,6 +36,16 @@ class Ulysses:
                 sinks=softmax.sinks.view(self.deal.ranks, -1)[self.deal.rank]
             )
         return self._all_heads(self.packing.attend(layer, whole, softmax))
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """See `Attends.mix`. Every rank computes all tokens, since a state has no parts, and keeps its own. Collective."""
+        deal, rows = self.deal, hidden[0]
+        if deal.group is not None:
+            gathered = gather_rows(rows, deal.group).view(deal.ranks, deal.rows, -1)
+            rows = gathered.transpose(0, 1).flatten(0, 1)
+        mixed = self.packing.mix(layer, mixer, rows[None, : deal.count])[0]
+        own = mixed[deal.rank :: deal.ranks]
+        return functional.pad(own, (0, 0, 0, deal.rows - len(own)))[None]
 
     def _all_tokens(self, heads: Tensor) -> Tensor:
         """Turn [1, heads, own tokens, d] into [1, own heads, all tokens, d]."""

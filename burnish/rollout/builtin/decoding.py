@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.distributed.device import has_matrix_units
-from burnish.errors import IncompatibleError
 from burnish.records import Experts, TokenIds, to_device
 from burnish.rollout.base import Sampling, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
@@ -44,7 +43,7 @@ _KERNELS = [
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
     cache: PromptCache
-    """Their keys and values."""
+    """Their keys, values and states."""
     last: Tensor
     """Hidden state after each prompt's last token [prompts, hidden]."""
     experts: Sequence[Experts]
@@ -189,13 +188,6 @@ class Decoding:
             cache,
             routing,
         )
-        if len(cache.layers) != self._model.layers:
-            raise IncompatibleError(
-                "some layers of the model keep no keys and values, so it cannot be decoded here",
-                have=f"{len(cache.layers)} attention layers",
-                want=f"attention in all of the model's {self._model.layers} layers",
-                do="set rollout.engine=vllm and rollout.place=child",
-            )
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
         last = to_device(torch.from_numpy(ends - 1), device)
@@ -259,14 +251,16 @@ def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
 
 
 def slot_bytes(model: InferenceModel) -> tuple[int, int]:
-    """Return a slot's bytes for each token, and for its logits. Reads one token."""
+    """Return a slot's bytes for each token, and for its logits and states. Reads one token."""
     cache = PromptCache([1], model.device)
     token = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = model.forward(token, token, cache, None)
     parts = [part for layer in cache.layers.values() for part in layer]
-    width = parts[0].element_size() if has_matrix_units(model.device) else 4
-    logits = model.logits(hidden)
-    return width * sum(part.numel() for part in parts), _LOGIT_COPIES * logits.nbytes
+    states = [part for layer in cache.states.values() for part in layer]
+    is_wide = not has_matrix_units(model.device)  # as fp32
+    per_token = sum(part.numel() * (4 if is_wide else part.element_size()) for part in parts)
+    fixed = _LOGIT_COPIES * model.logits(hidden).nbytes + sum(part.nbytes for part in states)
+    return per_token, fixed
 
 
 class Readback:

@@ -50,7 +50,7 @@ class InferenceModel:
         """Build the model. Raises `IncompatibleError` if it cannot, or layers of `lora` are missing."""
         self.max_positions = longest_sequence(hf_config)
         """Most tokens of a sequence; None without a limit."""
-        self.device, self.layers = device, hf_config.get_text_config().num_hidden_layers
+        self.device = device
         self.module = build_on_meta(hf_config)
         """What transformers has, with packed attention."""
         tied = tied_names(self.module).values()

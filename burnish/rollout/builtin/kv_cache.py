@@ -1,6 +1,7 @@
-"""Keys and values of prompts and completions, one slot per running completion.
+"""Keys and values, and states, of prompts and completions, one slot per running completion.
 
-A `SlotCache` copies the prompt into each row, which takes the fewest kernels.
+A `SlotCache` copies the prompt into each row, which takes the fewest kernels. Layers with state get transformers' own cache for one
+layer, whose tensors are views of the slots, and write the state after a token in place.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import Attends, Heads, PackedLayout, Softmax
+from burnish.models.kernels.attention import Attends, Heads, Mixer, PackedLayout, Softmax
 from burnish.records import to_device
 
 _GRAIN = 128
@@ -21,8 +23,12 @@ _SPAN_GRAIN = 8
 """Masks span a multiple of this many positions, as kernels require."""
 
 
+States = list[Tensor]
+"""The states of n sequences in a layer: of its convolution, then of any recurrence, each [n, ...]."""
+
+
 class PromptCache:
-    """Keys and values of packed prompts."""
+    """Keys and values, and states after the last token, of packed prompts."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, first: int = 0) -> None:
         """Take the prompts' lengths, and the first one's number among all."""
@@ -30,6 +36,8 @@ class PromptCache:
         self.first = first
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of each layer, each [kv_heads, T, head_dim]."""
+        self.states: dict[int, States] = {}
+        """States of each layer, by prompt."""
         self._layout = PackedLayout.of(lengths, device)
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
@@ -45,6 +53,23 @@ class PromptCache:
         self.layers[layer] = parts[1][0].contiguous(), parts[2][0].contiguous()
         return self._layout.attend(layer, parts, softmax)
 
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Mix within each prompt. Prompts of one length share a call: padding would change their states. See `Attends.mix`."""
+        output, parts = torch.empty_like(hidden[0]), []
+        order: list[int] = []
+        for length in sorted(set(self.lengths)):
+            alike = [prompt for prompt, own in enumerate(self.lengths) if own == length]
+            rows = to_device(self.rows(alike), hidden.device)
+            cache = _cache_of(layer, [])
+            output[rows] = mixer(hidden[0][rows], cache)
+            held = cache.layers[layer]
+            made = (held.conv_states[0], held.recurrent_states[0])
+            parts.append([part for part in made if part is not None])
+            order += alike
+        back = to_device(torch.tensor(order).argsort(), hidden.device)
+        self.states[layer] = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
+        return output[None]
+
     def rows(self, prompts: Sequence[int]) -> Tensor:
         """Return packed positions [n, longest] of prompts; shorter ones repeat their last token."""
         lengths = torch.tensor([self.lengths[prompt] for prompt in prompts])
@@ -53,12 +78,31 @@ class PromptCache:
         return starts[:, None] + columns.minimum(lengths[:, None] - 1)
 
 
+def _cache_of(layer: int, states: States) -> Cache:
+    """Return a cache for one call of a layer, which continues from any `states` and changes them in place."""
+    held = LinearAttentionLayer()
+    for kept, known, state in zip(
+        (held.conv_states, held.recurrent_states),
+        (held.is_conv_states_initialized, held.is_recurrent_states_initialized),
+        states,
+        strict=False,
+    ):
+        kept[0], known[0] = state, True
+    if states:
+        held.has_previous_state[0] = True
+        held.conv_kernel_size[0] = states[0].shape[-1]
+    # The layer finds its part by its number.
+    return Cache(layers=[held] * (layer + 1))
+
+
 class RowStore:
     """Keys and values per layer, `[rows, kv_heads, capacity, head_dim]`."""
 
     def __init__(self, longest: int, dtype: torch.dtype | None = None) -> None:
         self._longest, self._dtype = longest, dtype
         self.layers: dict[int, list[Tensor]] = {}
+        self.states: dict[int, States] = {}
+        """Of layers with state, by row."""
 
     def reserve(self, prompts: PromptCache | None, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens, in layers like `prompts`'; grow early."""
@@ -95,7 +139,7 @@ class RowStore:
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows `sources` over rows `targets`; no row is in both."""
-        for held in self.layers.values():
+        for held in (*self.layers.values(), *self.states.values()):
             for mine in held:
                 mine.index_copy_(0, targets, mine.index_select(0, sources))
 
@@ -121,6 +165,18 @@ class SlotCache(RowStore):
         longest = max(prompts.lengths[index] for index in which)
         self.reserve(prompts, self._slots, longest)
         self.read(prompts, which, rows)
+        self.start(prompts, which, rows)
+
+    def start(self, prompts: PromptCache, which: Sequence[int], rows: Tensor) -> None:
+        """Copy the states after prompts `which` to these rows."""
+        source = to_device(torch.tensor(which), rows.device)
+        for layer, parts in prompts.states.items():
+            if layer not in self.states:
+                self.states[layer] = [
+                    part.new_zeros(self._slots, *part.shape[1:]) for part in parts
+                ]
+            for mine, theirs in zip(self.states[layer], parts, strict=True):
+                mine.index_copy_(0, rows, theirs.index_select(0, source))
 
     def step(self, positions: Tensor, span: int) -> Attends:
         """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; end all others."""
@@ -136,6 +192,12 @@ class SlotCache(RowStore):
         bias = self._bias(softmax.window, keys.dtype)
         output = _attend_one(query[0].transpose(0, 1), keys, values, bias, softmax)
         return output.flatten(1, 2)[None]
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Continue row i with token i. See `Attends.mix`."""
+        running = hidden.shape[1]
+        mine = [part[:running] for part in self.states[layer]]
+        return mixer(hidden.transpose(0, 1), _cache_of(layer, mine)).transpose(0, 1)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the mask [n, 1, 1, columns]: 0 where visible, -inf elsewhere."""

@@ -36,6 +36,7 @@ class SharedCache(SlotCache):
         self._lengths[rows] = torch.tensor([prompts.lengths[index] for index in which])
         self.reserve(prompts, len(self._lengths), 0)
         self._groups = None
+        self.start(prompts, which, rows)
         fresh = [i for i in dict.fromkeys(which) if prompts.first + i not in self._stored]
         if not fresh:
             return
