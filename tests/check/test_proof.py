@@ -402,7 +402,7 @@ RIGHT: dict[str, dict[str, Any]] = {
         "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
         "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "granite_swa", "granitemoe",
         "granitemoe_swa", "granitemoeshared",
-        "helium", "hy_v3", "jais2", "jamba", "jetmoe", "laguna", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash", "minicpm3",
+        "helium", "hy_v3", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash", "minicpm3",
         "minimax_m2", "ministral3", "nanochat", "nemotron_h", "olmo", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
         "phi3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
     )
@@ -420,7 +420,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "axk2", "bert", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "diffllama",
         "doge", "falcon", "falcon_mamba", "gemma3", "gemma3n",
         "glm_moe_dsa", "gpt_neo", "gptj", "hrm_text",
-        "hy_v4", "inkling_text", "kimi_linear", "llama4", "llama4_text",
+        "hy_v4", "inkling_text", "llama4", "llama4_text",
         "minimax", "mllama", "modernbert-decoder", "mpt", "openai-gpt",
         "phi", "qwen3_5", "qwen3_5_moe", "recurrent_gemma",
         "rwkv", "stablelm", "xglm", "xlnet", "xlstm", "zamba2",
