@@ -95,9 +95,9 @@ class Gather:
         if pieces_of(have) != self._have:
             raise ValueError("the shards are not those that the gathering was planned for")
         for parts, sizes in self._waves:
-            room = self._messages(have, parts, sizes)
+            sent = self._messages(have, parts, sizes)
             for part in parts:
-                held = self._elements(room, part) if part.ranks else have[part.piece].part(part.box)
+                held = self._elements(sent, part) if part.ranks else have[part.piece].part(part.box)
                 yield Shard(part.spec, part.all, held.reshape(part.all.sizes).to(part.spec.dtype))
 
     @torch.no_grad()
@@ -105,30 +105,30 @@ class Gather:
         """Return a wave's messages [ranks, bytes]; `sizes` are their lengths."""
         rank, world, longest = self._layout.rank, self._layout.world, int(sizes.max())
         own = int(self._rows[rank])
-        room = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
+        sent = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
         for part in parts:
             if rank in part.ranks:
                 number = part.ranks.index(rank)
                 mine = have[part.piece].part(part.of(number))
-                into = room[own, part.start : part.start + part.bytes].view(part.spec.dtype)
+                into = sent[own, part.start : part.start + part.bytes].view(part.spec.dtype)
                 into.view(mine.shape).copy_(mine)
         if not longest:
-            return room
+            return sent
         if longest * world <= 2 * int(sizes.sum()):
-            self._gather(room, own)
+            self._gather(sent, own)
         else:  # few ranks send anything, like pipeline stages: broadcasts move fewer bytes
             for sender in np.flatnonzero(sizes).tolist():
-                self._broadcast(room[int(self._rows[sender]), : sizes[sender]], sender)
-        return room
+                self._broadcast(sent[int(self._rows[sender]), : sizes[sender]], sender)
+        return sent
 
-    def _gather(self, room: Tensor, own: int) -> None:
+    def _gather(self, sent: Tensor, own: int) -> None:
         if not self._machines:
-            all_gather(room.view(-1), room[own].clone())
+            all_gather(sent.view(-1), sent[own].clone())
             return
         within, across = self._machines
-        column = room.view(within.size(), across.size(), -1)[within.rank()]
-        all_gather(column.view(-1), room[own].clone(), group=across)
-        all_gather(room.view(-1), column.clone().view(-1), group=within)
+        column = sent.view(within.size(), across.size(), -1)[within.rank()]
+        all_gather(column.view(-1), sent[own].clone(), group=across)
+        all_gather(sent.view(-1), column.clone().view(-1), group=within)
 
     def _broadcast(self, message: Tensor, sender: int) -> None:
         if not self._machines:
@@ -139,10 +139,10 @@ class Gather:
             dist.broadcast(message, sender, across)
         dist.broadcast(message, group=within, group_src=sender % within.size())
 
-    def _elements(self, room: Tensor, part: _Part) -> Tensor:
+    def _elements(self, sent: Tensor, part: _Part) -> Tensor:
         """Return a part's elements in the messages, [ranks, *sizes of its box]."""
         ranks = slice(part.ranks.start, part.ranks.stop)
-        rows = room[:, part.start : part.start + part.bytes][
+        rows = sent[:, part.start : part.start + part.bytes][
             self._rows[ranks] if self._machines else ranks
         ]
         return rows.view(part.spec.dtype).view(-1, *part.box.sizes)

@@ -312,8 +312,8 @@ def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
     order = np.lexsort((distance, group))  # every rank sends to its neighbours first
     size = -(-moves.bytes[order] // ALIGN) * ALIGN
     sender = (group * world + moves.source)[order]
-    getter = (group * world + moves.target)[order]
-    room = [_Room(key, size, wave_bytes) for key in (sender, getter)]
+    receiver = (group * world + moves.target)[order]
+    room = [_Room(key, size, wave_bytes) for key in (sender, receiver)]
     earliest = np.maximum(room[0].earliest(), room[1].earliest())
     due = np.argsort(earliest, kind="stable")
     begins = np.searchsorted(earliest[due], np.arange(earliest.max(initial=-1) + 2))

@@ -185,7 +185,7 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
         within = (first == last) & (starts < stops)  # one index of this dim has the whole range
         body = first + (head > 0)
         full = np.flatnonzero(~within & (body < last))
-        # Each box has one index in the dims before `dim`, `body` to `last` in `dim`, and all of the later dims.
+        # Each box has one index of the dims before `dim`, `body` to `last` of `dim`, and all of later dims.
         box_offsets = offsets[full]
         box_offsets[:, dim] = body[full]
         box_sizes = np.ones_like(box_offsets)

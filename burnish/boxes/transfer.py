@@ -49,15 +49,15 @@ class Exchange:
         for move in incoming:
             receive_sizes[move.source] += _aligned(move.bytes)
         outgoing_bytes = sum(send_sizes)
-        room = self._room(outgoing_bytes + sum(receive_sizes))
-        out, into = room[:outgoing_bytes], room[outgoing_bytes:]
+        buffer = self._resized(outgoing_bytes + sum(receive_sizes))
+        out, into = buffer[:outgoing_bytes], buffer[outgoing_bytes:]
         for move, part in _parts(outgoing, out):
             read(move, part)
         dist.all_to_all_single(into, out, receive_sizes, send_sizes)
         for move, part in _parts(incoming, into):
             write(move, part)
 
-    def _room(self, size: int) -> Tensor:
+    def _resized(self, size: int) -> Tensor:
         if self._buffer.numel() < size:
             self._buffer = self._take(0)  # free the old buffer before taking a larger one
             self._buffer = self._take(size)

@@ -84,7 +84,7 @@ def stage(contents: Contents, memory: Memory) -> Contents:
     """Copy the shards into the memory, for `staged_in`; afterwards the shards may change. Raises `OSError` without room."""
     device = accelerator_of(contents.shards)
     pinned = device if device is not None and device.type == "cuda" else None
-    copies = staged_in(memory.take(_room(contents), pinned), contents)
+    copies = staged_in(memory.take(_staged_bytes(contents), pinned), contents)
     with torch.no_grad():
         for shard, copy in zip(contents.shards, copies.shards, strict=True):
             copy.tensor.copy_(shard.tensor, non_blocking=True)
@@ -94,7 +94,7 @@ def stage(contents: Contents, memory: Memory) -> Contents:
     return replace(bare, state=dict(contents.state), arena=None)
 
 
-def _room(contents: Contents) -> int:
+def _staged_bytes(contents: Contents) -> int:
     return sum(aligned(shard.tensor.nbytes) for shard in contents.shards)
 
 
@@ -161,7 +161,7 @@ def _answer(
 ) -> Answer:
     try:
         with _meeting(job, saver.layout, timedelta(seconds=timeout)) as saver.layout:
-            room = memory.take(_room(job.contents))
+            room = memory.take(_staged_bytes(job.contents))
             contents = replace(staged_in(room, job.contents), arena=arena)
             return saver.save(job.step, contents, fence)
     except Exception as error:  # noqa: BLE001 - sent to the training process, which goes on

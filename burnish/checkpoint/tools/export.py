@@ -177,8 +177,8 @@ def export(
 ) -> dict[str, int]:
     """Write a model to a directory, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
-    Tensors that their family keeps in fp32 stay so. Raises `UsageError` for a `target` that exists or is inside a step,
-    `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`, and `CorruptError` for a damaged
+    Tensors that their family keeps in fp32 stay so. Raises `UsageError` for a `target` that exists or is inside a step.
+    Raises `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`, `CorruptError` for a damaged
     block.
     """
     target = target.absolute()

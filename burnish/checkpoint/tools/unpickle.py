@@ -1,6 +1,6 @@
 """The child process that unpickles other programs' checkpoints. Do not import it elsewhere.
 
-`burnish.checkpoint.tools.import_pickled` starts the child, which gives up writing outside an empty directory before it imports
+`burnish.checkpoint.tools.import_pickled` starts the child. It gives up writing outside an empty directory before it imports
 this module, and torch with its threads. The parent distrusts the safetensors files that the child leaves.
 """
 
