@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -148,7 +149,7 @@ def prove_layout(
             given.optim,
             layout=layout,
             device=device,
-            lora=lora,
+            lora=given.lora,
             beside=engine,
         )
         differences = compared(small, given)
@@ -193,6 +194,11 @@ def _material(
             want=f"at most {_MOST_PARAMETERS:,}",
             do="train a model of another family, or report this with its config.json",
         )
+    if (
+        lora is not None
+    ):  # larger random adapters would saturate attention, which magnifies rounding
+        most = 2.0 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+        lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
     examples = _examples(config)
     return Material(
         config, examples, _mean_output, engine, OptimConfig(), lora, _SEED, _TEMPERATURE

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from burnish.records.seeds import derive_seed
 
 # Dtypes of weights and buffers. All others are quantized.
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+
+_MXFP4 = "burnish.models.mxfp4"
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +191,8 @@ class SafetensorsSource:
         """Compare with all tensors of a model; return the names that it has no use for. Raises as `fill` does."""
         wanted = {spec.name for spec in map(self._checked, specs)}
         held = self._reader.tensors
-        extra = [n for n in held if n not in wanted and self._tied.get(n) not in wanted]
+        used = wanted | {f"{n}{s}" for n in wanted - held.keys() for s in ("_blocks", "_scales")}
+        extra = [n for n in held if n not in used and self._tied.get(n) not in wanted]
         if extra:
             unused = "%s holds %d tensors that the model has no use for: %s"
             _log.warning(unused, self.directory, len(extra), few(extra))
@@ -199,7 +203,18 @@ class SafetensorsSource:
         with self._reader:
             for shard in shards:
                 self._checked(shard.spec)
-                self._reader.read(self._find(shard.spec.name), shard.box, shard.tensor)
+                name = shard.spec.name
+                if self._packed_shape(name) is None:
+                    self._reader.read(self._find(name), shard.box, shard.tensor)
+                else:
+                    import_module(_MXFP4).fill(shard, name, self._reader)
+
+    def _packed_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a weight that is stored in MXFP4 only."""
+        held = self._reader.tensors
+        if name in held or f"{name}_blocks" not in held:
+            return None
+        return import_module(_MXFP4).plain_shape(held, name)
 
     def _find(self, name: str) -> str:
         names = [name, *(alias for alias, kept in self._tied.items() if kept == name)]
@@ -213,12 +228,15 @@ class SafetensorsSource:
         )
 
     def _checked(self, spec: TensorSpec) -> TensorSpec:
-        location = self._reader.locations[self._find(spec.name)]
+        packed = self._packed_shape(spec.name)
+        found = self._find(spec.name) if packed is None else f"{spec.name}_blocks"
+        location = self._reader.locations[found]
         entry, path = location.entry, self.directory / location.file
-        if entry.shape != spec.shape:
+        shape = packed or entry.shape
+        if shape != spec.shape:
             raise IncompatibleError(
                 f"tensor {entry.name} in {path} has another shape than the model's",
-                have=entry.shape,
+                have=shape,
                 want=spec.shape,
                 do="use the config.json that belongs to these weights",
             )

@@ -466,6 +466,12 @@ def test_families_that_would_be_wrong_are_refused(family: str) -> None:
     assert module in str(caught.value)
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_with_a_large_factor_passes(rslora: bool) -> None:
+    lora = LoraConfig(rank=4, alpha=32.0, rslora=rslora)
+    prove(AutoConfig.for_model("mistral"), lora=lora, generates=False)
+
+
 def test_what_recomputation_would_do_twice_is_found(tmp_path: Path) -> None:
     """A sum in a product's own memory, which selective checkpointing keeps."""
     added = ("hidden_states = residual + hidden_states\n\n", "hidden_states += residual\n\n")

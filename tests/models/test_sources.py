@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, WITH_STATE, save_tiny, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
@@ -69,6 +69,37 @@ def test_tied_checkpoints_may_hold_either_name_or_both(tmp_path, names, caplog):
     assert caplog.text == ""
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, embedding)
+
+
+def test_weights_in_mxfp4_are_those_that_transformers_reads(tmp_path, caplog):
+    """As gpt-oss is published; also a part of them."""
+    config = tiny_config("gpt_oss", intermediate_size=64)
+    tiny_model("gpt_oss", intermediate_size=64).bfloat16().save_pretrained(tmp_path)
+    held, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
+    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = held.pop(name).shape
+        sizes = (experts, columns, rows // 32, 16)
+        draws = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)
+        held[f"{name}_blocks"] = draws
+        held[f"{name}_scales"] = 120 + draws[..., 0] % 9
+    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    with caplog.at_level(logging.WARNING):
+        ours = loaded(tmp_path, config)
+    assert not [record for record in caplog.records if record.name.startswith("burnish")]
+    values = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(values[name], parameter.float()), name
+    name = "model.layers.1.mlp.experts.down_proj"
+    spec, box = TensorSpec(name, (4, 64, 32), torch.float32), Box((1, 3, 5), (2, 40, 20))
+    shard = Shard(spec, box, torch.empty(box.sizes))
+    SafetensorsSource(tmp_path).fill([shard])
+    assert torch.equal(shard.tensor, values[name][box.slices])
 
 
 @st.composite

@@ -220,9 +220,10 @@ def _write_tensors(
 ) -> dict[Path, bytes]:
     """Write the tensor files, and return the index files that belong to them."""
     for name, each in model.weights.items():
-        if each.dtype.is_floating_point and each.dtype.itemsize == 1:
+        is_packed = name.endswith("_blocks") and name.replace("_blocks", "_scales") in model.weights
+        if each.dtype.itemsize == 1 and (each.dtype.is_floating_point or is_packed):
             raise IncompatibleError(
-                f"tensor {name} is quantized to 8 bits",
+                f"tensor {name} is quantized to 8 bits or fewer",
                 have=each.dtype,
                 want="weights of 16 bits or more; without their scales these mean nothing",
                 do="take the directory as it is, or convert it with the program that quantized it",

@@ -77,6 +77,14 @@ def test_integers_stay(tmp_path):
     assert (found["flags"].dtype, found["w"].dtype) == (torch.bool, torch.float16)
 
 
+def test_weights_whose_scales_lie_apart_are_refused(tmp_path):
+    """As those of gpt-oss in MXFP4, whose config.json would not say so any more."""
+    packed = {"w_blocks": torch.ones(4, 16, dtype=torch.uint8), "w_scales": torch.ones(4).byte()}
+    step = save_finite(tmp_path / "checkpoints", weights=shards_of(packed, Layout()), training=[])
+    with pytest.raises(IncompatibleError, match="w_blocks"):
+        export(StepModel(step), tmp_path / "out", torch.bfloat16, BIG, LOCAL)
+
+
 def test_files_of_a_size_and_their_index(tmp_path):
     step = save_finite(tmp_path / "checkpoints")
     export(StepModel(step), tmp_path / "out", torch.float32, 1600, LOCAL)
