@@ -101,6 +101,21 @@ def test_layers_with_state_continue_each_completion(
             np.testing.assert_allclose(each.logprobs, chosen(logprobs, each), atol=1e-5)
 
 
+def test_no_more_prompts_are_read_ahead_than_there_are_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+
+    class Watched(PromptCache):
+        def __init__(self, lengths: Sequence[int], *more: Any) -> None:
+            read.append(len(lengths))
+            super().__init__(lengths, *more)
+
+    monkeypatch.setattr(decoding, "PromptCache", Watched)
+    builtin(tiny_model("lfm2"), slots=2).generate(make_requests(samples=1), Sampling(2))
+    assert read == [2, 2, 1]
+
+
 class TestForward:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_the_plain_families_run_fused_and_the_others_by_module(self, family: str) -> None:

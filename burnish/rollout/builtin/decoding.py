@@ -172,7 +172,10 @@ class Decoding:
     def _read_ahead(self) -> None:
         prompts: list[SlotPrompt] = []
         room = _PREFILL_TOKENS
-        while self._unread and (not prompts or len(self._unread[0].token_ids) <= room):
+        # No more than there are slots: a prompt's states may be larger than its keys and values.
+        for _ in range(min(len(self._slots), len(self._unread))):
+            if prompts and len(self._unread[0].token_ids) > room:
+                break
             prompts.append(self._unread.popleft())
             room -= len(prompts[-1].token_ids)
         lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -259,7 +262,8 @@ def slot_bytes(model: InferenceModel) -> tuple[int, int]:
     states = [part for layer in cache.states.values() for part in layer]
     is_wide = not has_matrix_units(model.device)  # as fp32
     per_token = sum(part.numel() * (4 if is_wide else part.element_size()) for part in parts)
-    fixed = _LOGIT_COPIES * model.logits(hidden).nbytes + sum(part.nbytes for part in states)
+    # A slot's states, and those of a prompt that is read ahead.
+    fixed = _LOGIT_COPIES * model.logits(hidden).nbytes + 2 * sum(part.nbytes for part in states)
     return per_token, fixed
 
 
