@@ -106,6 +106,8 @@ FAMILIES: Mapping[str, Family] = {
         query_norms="full",
     ),
     "gpt_oss": Family(described=False, has_router=True, softmax_of_chosen=True),
+    "qwen3_next": Family(described=False, has_router=True),
+    "qwen3_5_moe_text": Family(described=False, has_router=True),
     "hyperclovax": Family(described=False, multiplies_logits_scaling=True),
 }
 """By `model_type`. Defaults are those of transformers' configuration classes."""

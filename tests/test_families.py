@@ -11,7 +11,7 @@ from burnish.models.meta_init import build_on_meta, count_flops
 def test_the_table_has_exactly_the_families_that_tests_train():
     assert {name for name, family in FAMILIES.items() if family.described} == set(TINY)
     assert not family_of("a type of tomorrow").described
-    assert names_of("has_router") == "mixtral, qwen3_moe, gpt_oss"
+    assert names_of("has_router") == "mixtral, qwen3_moe, gpt_oss, qwen3_next, qwen3_5_moe_text"
 
 
 @pytest.mark.parametrize("family", TINY)

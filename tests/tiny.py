@@ -88,15 +88,17 @@ _DELTA_NET: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_DELTA_NET_OF_EXPERTS: dict[str, Any] = {
+    **_DELTA_NET,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 WITH_STATE: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA_NET,
-    "qwen3_next": {
-        **_DELTA_NET,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "qwen3_5_moe_text": _DELTA_NET_OF_EXPERTS,
+    "qwen3_next": _DELTA_NET_OF_EXPERTS,
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "num_local_experts": 0,

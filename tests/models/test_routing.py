@@ -39,6 +39,8 @@ CPU = torch.device("cpu")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "shared and not normalized": ("qwen3_next", {"norm_topk_prob": False}),
+    "shared": ("qwen3_5_moe_text", {}),
     "normalized": ("qwen3_moe", {"norm_topk_prob": True}),
     "not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
 }
@@ -211,6 +213,7 @@ def test_models_without_known_routers_are_refused() -> None:
     [
         ("qwen3", {}),
         ("mixtral", {}),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3, "mlp_only_layers": [0, 1]}),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
         ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 3}),

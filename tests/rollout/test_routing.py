@@ -24,7 +24,7 @@ from burnish.rollout.builtin.generator import BuiltinGenerator
 ROUTED = Sampling(12, experts=True)
 
 
-@pytest.mark.parametrize("family", [*MIXTURES, "gpt_oss"])
+@pytest.mark.parametrize("family", [*MIXTURES, "gpt_oss", "qwen3_next"])
 def test_the_engine_finds_the_same(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
