@@ -39,9 +39,9 @@ from burnish.records.seeds import derive_seed
 LONGEST, LR = 64, 1e-3
 """The most tokens of a sequence, and the step's learning rate."""
 TOLERANCE = 3e-5
-"""Relative difference (2-norm) that another order of fp32 sums may make; 1e-5 was seen."""
+"""Most relative difference (2-norm) by another order of fp32 sums; 1e-5 was seen."""
 _LEAST = 1e-2
-"""A gradient below this part of all gradients' norm counts as that large: some are 0 but for rounding."""
+"""Least norm that a gradient's error is divided by, relative to all gradients' norm: some gradients are 0 but for rounding."""
 _SPREAD = 0.2
 """Standard deviation of random biases, and of a norm's weights around 1."""
 _BALANCE, _COPIES = "load-balancing loss", "copies"
@@ -66,7 +66,7 @@ class Material:
     optim: OptimConfig
     """AdamW's settings."""
     lora: LoraConfig | None
-    """The adapter that is trained in the model's place."""
+    """The adapter that is trained instead of the model."""
     seed: int
     """Seed of the weights."""
     temperature: float
@@ -74,11 +74,11 @@ class Material:
 
     @property
     def outputs(self) -> str:
-        """What a model computes for each token."""
+        """The kind of the model's outputs."""
         return "values" if has_value_head(self.hf_config) else "log-probs"
 
     def batch(self, layout: Layout, budget: int) -> Batch:
-        """Return the sequences in micro-batches of at most so many tokens."""
+        """Return the sequences in micro-batches of at most `budget` tokens."""
         flops = count_flops(self.hf_config)
         return make_batch(self.examples, layout, budget, flops, self.temperature)
 
@@ -88,7 +88,7 @@ class Difference:
     """A tensor's distance from the plain one, or from another rank's copy."""
 
     what: str
-    """As "gradient of model.norm.weight"."""
+    """The tensor, such as "gradient of model.norm.weight"."""
     error: float
     """2-norm of the difference over that of the plain tensor or copy."""
 
@@ -102,27 +102,27 @@ class BatchOutcome:
     balance: float
     """The unweighted load-balancing loss of experts, or 0."""
     loss: float
-    """The loss, that of experts included."""
+    """The loss, including the weighted `balance`."""
     norm: float
     """2-norm of all gradients before clipping."""
     gradients: Tensors
-    """By canonical name; at the layout after clipping."""
+    """By canonical name; clipped if they come from an engine."""
     weights: Tensors
-    """Before the optimizer step in the plain process, after it at the layout."""
+    """From an engine after the optimizer step, else before it."""
     copies: Sequence[Difference] = ()
     """Distances between the copies of a tensor on several ranks."""
     modules: Mapping[str, Tensors] = field(default_factory=dict)
-    """By module, in the order in which modules were done: what it returned, by sequence, where that was recorded."""
+    """Recorded outputs of modules, in the order in which modules finished; each by sequence."""
 
 
 class RandomWeights:
-    """A `ShardSource` of random values so large that every part of a model shows."""
+    """A `ShardSource` of random values large enough to show a mistake in any part of a model."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """See `ShardSource.fill`. Whole numbers count up."""
+        """See `ShardSource.fill`. Integer tensors count up."""
         for shard in shards:
             name, shape = shard.spec.name, shard.spec.shape
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "check", name))
@@ -137,7 +137,7 @@ class RandomWeights:
 
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
-    """Compare an engine's step with plain PyTorch, at the worst rank. Collective."""
+    """Compare an engine's step with plain transformers; return the worst rank's differences. Collective."""
     weights = RandomWeights(given.seed)
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
@@ -151,9 +151,9 @@ def compared(engine: Engine, given: Material) -> list[Difference]:
 
 
 def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfig) -> BatchOutcome:
-    """Run one step at the engine's layout and join its pieces. Collective.
+    """Run one step at the engine's layout and join the ranks' pieces. Collective.
 
-    After it AdamW's first moment is the clipped gradient times 1 - β₁.
+    Gradients come from AdamW's first moment, which is the clipped gradient times 1 - β₁.
     """
     outputs = engine.forward(batch)
     mine: dict[str, Tensor] = {}
@@ -279,7 +279,7 @@ def eager_model(given: Material) -> PreTrainedModel:
 
 
 def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
-    """Return, by router, the logits [T, E] of every sequence to come."""
+    """Return a list for each router, to which every forward pass appends its logits [T, E]."""
     found: list[list[Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
@@ -298,9 +298,8 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
     """Return one sequence's log-probs and entropies [T], or values; 0 where it is not trained on."""
     ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
     zero = torch.zeros(1)
-    if has_value_head(
-        model.config
-    ):  # one that classifies sequences would only say the last token's
+    # A sequence classifier's own forward pass returns only the last token's value.
+    if has_value_head(model.config):
         hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
         values = value_head(model)(hidden)[:, 0]
         return TokenOutputs(values=torch.cat((zero, values)).where(mask, 0.0))
@@ -328,7 +327,7 @@ def packed_model(
 
 
 def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
-    """Run packed micro-batches of `budget` tokens here, forward and backward."""
+    """Run packed micro-batches of at most `budget` tokens here, forward and backward."""
     model, parts = packed_model(given, device)
     keep_activations(model, given.engine)
     scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
@@ -356,10 +355,10 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
 
 
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
-    """Compare every tensor, in the order in which mistakes show.
+    """Compare every tensor, in the order of computation.
 
     Gradients are compared before clipping, which would spread a mistake. Weights are compared with AdamW's first step from the
-    layout's own clipped gradients: the sign of one near 0 decides a whole step.
+    engine's own clipped gradients, because the sign of a gradient near 0 decides a whole step.
     """
     clip, optim = given.engine.max_grad_norm, given.optim
     clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
@@ -407,7 +406,7 @@ def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:
 def require_equal(
     differences: Sequence[Difference], layout: Layout, tolerance: float = TOLERANCE
 ) -> None:
-    """Raise `BurnishError` naming the first difference, a parameter's first."""
+    """Raise `BurnishError` naming the first difference and the first of a parameter."""
     wrong = [each for each in differences if not each.error <= tolerance]
     if wrong:
         first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]

@@ -1,6 +1,6 @@
-"""How fast ranks compute and talk, and which is the odd one out.
+"""Measure how fast ranks compute and communicate, and name the slow ones.
 
-Bandwidths are the bus's, as in NCCL's tests: bytes by time, times (n - 1) / n, and for an all-reduce times two.
+Bandwidths are bus bandwidths, as in NCCL's tests: bytes / time · (n - 1) / n, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from burnish.errors import bytes_text, few
 _BYTES = {"cpu": 8 << 20}
 _BYTES_OF_ACCELERATORS = 256 << 20
 _ROUNDS = 5
-# A rank so many times slower than the median is named.
+# A rank this many times slower than the median is named.
 _ODD_FACTOR = 1.5
-# Seconds that clocks may differ.
+# Most seconds between a clock and the median of all.
 _MOST_SKEW = 0.5
 
 
 def measure(layout: Layout, device: torch.device) -> list[Finding]:
-    """Measure all ranks together; return the same everywhere. Collective."""
+    """Measure all ranks together; return the same findings on each. Collective."""
     hosts = gather_objects(socket.gethostname(), layout)
     return [
         _clocks(layout, hosts),
@@ -82,7 +82,7 @@ def _collectives(layout: Layout, device: torch.device) -> Iterator[Finding]:
 
 
 def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Finding:
-    """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all."""
+    """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all of them."""
     sent, received = (torch.zeros(_bytes(device) // 4, device=device) for _ in range(2))
     mine: list[float] = []
     distance = 1
@@ -115,7 +115,7 @@ def _compared(part: str, found: str, seconds: Sequence[float], hosts: Sequence[s
         part,
         f"{found}; {few(odd)}" if odd else found,
         want="ranks that are about as fast" if odd else "",
-        do="see what else runs there, and its temperature, links and clock; else leave the machine out",
+        do="look there for other processes, heat, slow links and low clocks; else leave the machine out",
     )
 
 

@@ -1,6 +1,6 @@
-"""What a machine has for training, what it lacks, and what to type.
+"""Find out what a machine has and lacks for training, and what to do about it.
 
-Looks take seconds and change nothing but a file of 64 MiB, which they remove.
+Checks take seconds. Each place where runs will write gets a file of at most 64 MiB, which is removed.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 _LEAST_DESCRIPTORS, _LEAST_SHARED_MEMORY = 16384, 1 << 30
 _PROBE_BYTES, _LEAST_DISK_SPEED = 64 << 20, 100e6
 _LONGEST_SYNC_SECONDS = 0.1
-# Seconds that other machines have to answer.
-_SECONDS = 5.0
-# Share of a device's memory that others may use without a warning.
+_TIMEOUT_SECONDS = 5.0
+# Share of a device's memory that other processes may use without a warning.
 _BUSY_SHARE = 0.05
 # TIME_ERROR in ntp_adjtime(3).
 _UNSYNCHRONIZED = 5
+# More than `struct timex` takes.
 _TIMEX_BYTES = 512
 _NODES = {"cuda": "/dev/nvidia0", "cuda (ROCm)": "/dev/kfd", "npu": "/dev/davinci0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How a part of a machine is, and how it should be."""
+    """The state of a part of a machine, and the wanted state."""
 
     part: str
     found: str
     want: str = ""
     """"" if all is well."""
     do: str = ""
-    """What to type or to change."""
+    """The command to type, or the thing to change."""
     stops: bool = False
-    """Whether a run cannot work like this."""
+    """Whether runs fail in this state."""
 
     @property
     def verdict(self) -> str:
@@ -69,9 +69,9 @@ class Finding:
 
 
 def look(places: Sequence[str], layout: Layout, device: torch.device) -> Iterator[Finding]:
-    """Yield findings on this machine and its further local ranks' cores.
+    """Yield findings about this machine; local ranks other than 0 only check their own cores.
 
-    Runs will write to `places`, directories and URLs.
+    `places` are directories and URLs to which runs will write.
     """
     yield from _affinity(layout, device)
     if layout.local_rank:
@@ -164,7 +164,7 @@ def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:
 
 
 def _numa_node(device: torch.device) -> int | None:
-    """Return a CUDA device's NUMA node, if the system says it."""
+    """Return a CUDA device's NUMA node, if the system knows it."""
     if device.type != "cuda":
         return None
     about = torch.cuda.get_device_properties(device)
@@ -196,7 +196,7 @@ def _processor() -> Finding:
         found,
         want=""
         if share >= (cores or 1)
-        else f"more than {share:g} cores' time, which its group has",
+        else f"a CPU quota for all of them; its control group has {share:g} cores' time",
         do="raise the container's CPU limit, or set OMP_NUM_THREADS to it",
     )
 
@@ -269,7 +269,7 @@ def _disk(place: Path) -> Finding:
         part,
         f"{bytes_text(shutil.disk_usage(folder).free)} free; write with fsync {bytes_text(speed)}/s, an fsync "
         f"{1e3 * sync:.1f} ms, read {bytes_text(_PROBE_BYTES / read)}/s",
-        want="what was written" if not same else f"{bytes_text(_LEAST_DISK_SPEED)}/s" * slow,
+        want="the written bytes back" if not same else f"{bytes_text(_LEAST_DISK_SPEED)}/s" * slow,
         do="keep checkpoints on another disk (run_dir), and mirror them with checkpoint.mirror",
         stops=not same,
     )
@@ -292,8 +292,8 @@ def _object_store(url: str) -> Finding:
     return Finding(
         part,
         f"a small file written, read and removed in {seconds:.2f} s",
-        want="" if back == said else "what was written",
-        do="see what stands between: a cache or a proxy",
+        want="" if back == said else "the written bytes back",
+        do="look for a cache or a proxy in between",
         stops=back != said,
     )
 
@@ -319,7 +319,9 @@ def _ports(*, alone: bool) -> Finding:
     try:
         with (
             closing(socket.create_server(("", 0))) as listener,
-            closing(socket.create_connection((host, listener.getsockname()[1]), _SECONDS)) as mine,
+            closing(
+                socket.create_connection((host, listener.getsockname()[1]), _TIMEOUT_SECONDS)
+            ) as mine,
         ):
             address = str(mine.getpeername()[0])
     except OSError as error:
@@ -337,8 +339,8 @@ def _hub() -> Finding:
     if constants.HF_HUB_OFFLINE:
         return Finding("hub", f"HF_HUB_OFFLINE is set; models come from {constants.HF_HUB_CACHE}")
     try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except Exception as error:  # noqa: BLE001 - a library's, which it tells as a finding
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_SECONDS)
+    except Exception as error:  # noqa: BLE001 - any error of the HTTP library becomes a finding
         return Finding(
             "hub",
             f"{constants.ENDPOINT} does not answer: {type(error).__name__}",

@@ -1,8 +1,8 @@
-"""The proof before every run: a small model of the same kind computes what plain transformers compute, or the run is refused.
+"""Refuse a run unless a small model of the same kind computes what plain transformers compute.
 
-Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with each sequence alone in
-transformers' eager model, and greedy completions with `generate` without a cache. Processes that share a model take one step of
-it as well. Attention in bf16 is compared with fp32. A file in the cache remembers a passed proof. Left out: all else in bf16.
+Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with transformers' eager model on
+each sequence alone. Greedy completions are compared with `generate` without a cache. Processes that share a model also compare one
+training step. Of bf16, only attention is compared, with fp32. A file in the cache records a passed proof.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ _PLAIN = {
     "router_aux_loss": 0.0,
     "logprob_chunk": None,
 }
-"""Settings of the engine that a proof does without."""
+"""Settings of the engine that a proof overrides."""
 
 Modules = Mapping[str, Mapping[str, Tensor]]
-"""By module, in the order in which modules were done: what it returned, by sequence."""
+"""Outputs of modules, in the order in which modules finished; each by sequence."""
 
 _log = logging.getLogger("burnish")
 
@@ -97,7 +97,7 @@ def prove(
     engine: EngineConfig | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Compare a small model here, recomputing as `engine` does.
+    """Prove a small model on this rank, with the activation checkpointing of `engine`.
 
     Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
     """
@@ -134,7 +134,7 @@ def prove_layout(
     lora: LoraConfig | None,
     device: torch.device,
 ) -> None:
-    """Compare one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
+    """Prove one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
     layout = engine.layout
     own = config.model_copy(update=_PLAIN).model_dump(mode="json")
     place = _place(hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")])
@@ -181,10 +181,10 @@ def _remedy(lora: LoraConfig | None) -> str:
 def _material(
     hf_config: PretrainedConfig, engine: EngineConfig, lora: LoraConfig | None
 ) -> Material:
-    """Return what is compared. Raises `IncompatibleError` if that is not small."""
+    """Return a small model with sequences. Raises `IncompatibleError` if it is not small."""
     engine = engine.model_copy(update=_PLAIN)
     with torch.device("meta"):
-        build_on_meta(hf_config)  # which says by itself why it cannot be built
+        build_on_meta(hf_config)  # raises its own error if the model cannot be built
         config = shrunk(hf_config, engine, _VOCABULARY)
         parameters = plain_model(config).num_parameters()
     if parameters > _MOST_PARAMETERS:
@@ -206,7 +206,7 @@ def _material(
 
 
 def _examples(hf_config: PretrainedConfig) -> list[Example]:
-    """Return samples of one prompt, one the beginning of another, and unrelated sequences."""
+    """Return samples of one prompt, of which one begins another, and unrelated sequences."""
     rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
     most = min(_positions(hf_config), LONGEST)
 
@@ -247,7 +247,7 @@ def _of_packing(given: Material, device: torch.device) -> list[Difference]:
 
 
 def _of_generation(given: Material, device: torch.device) -> list[Difference]:
-    """Compare log-probs of greedy tokens, and their probability with the likeliest token's."""
+    """Compare log-probs of greedy tokens, and check that each token is the likeliest."""
     model = eager_model(given)
     room = min(_PROMPT, _positions(given.hf_config) - _NEW)
     prompts = [example.token_ids[:room] for example in given.examples[2:] if room > 0]
@@ -322,7 +322,7 @@ def _of_completion(model: Any, prompt: Any, completion: Completion) -> Differenc
         mine += [float(logprob), float(logprobs[token])]
         right += [float(logprobs[token]), float(logprobs.max())]
         if token != best:
-            break  # equally likely, or else seen
+            break  # later contexts differ; unless both are equally likely, the comparison fails
     return difference("log-probs of a completion", torch.tensor(mine), torch.tensor(right), 1.0)
 
 
@@ -378,7 +378,7 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
 
 
 def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
-    """Return a proof's file, wherever the model lies."""
+    """Return the file of a proof, the same for each copy of a model."""
     fields = {n: v for n, v in hf_config.to_dict().items() if n != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
     versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
@@ -393,7 +393,7 @@ def _keep(place: Path, layout: Layout) -> None:
 
 
 def _model_code(hf_config: PretrainedConfig) -> str:
-    """Return a hash of a model's own Python files; empty without any."""
+    """Return a hash of a model's own Python files; "" without any."""
     module = sys.modules[type(hf_config).__module__]
     if not module.__name__.startswith("transformers_modules."):
         return ""

@@ -1,6 +1,6 @@
-"""A small model of the same kind: every width and depth made small.
+"""Shrink a model's configuration: the same kind of model, with small widths and few layers.
 
-Kept is all that can make computations differ: family, flags, scales, tied embeddings, biases, query heads per key head, and a
+All that can make computations differ is kept: family, flags, scales, tied embeddings, biases, query heads per key head, and a
 layer of every kind, with its window and experts.
 """
 
@@ -38,14 +38,14 @@ _AT_MOST = {
     r"^(max_position_embeddings|n_positions)$": 4096,
     r"^(linear_(key|value)_head_dim|mamba_head_dim|(ssm_)?state_size|mamba_d_state)$": 16,
 }
-"""Patterns of names, and the most that such a field may be. The first that matches counts."""
+"""Patterns of field names, and the most that such a field may be. The first match counts."""
 _FIRST_LAYERS = (
     "first_k_dense_replace",
     "num_dense_layers",
     "max_window_layers",
     "moe_layer_start_index",
 )
-"""Fields that say how many layers at the beginning differ from those behind them."""
+"""Fields that say how many layers at the beginning differ from those after them."""
 _STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
     ("n_mamba_heads", "mamba_headdim", "mamba_ngroups"),
@@ -53,7 +53,7 @@ _STATE_HEADS = (
 )
 """Fields of Mamba's layers: the number of heads, their width, and the groups of them."""
 _LAST_LAYERS = "num_kv_shared_layers"
-"""The same at the end."""
+"""The field that says how many layers at the end differ from earlier layers."""
 _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
 
 
@@ -63,7 +63,7 @@ def shrunk(
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
-    `vocabulary` replaces its size.
+    `vocabulary` replaces the vocabulary's size.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
@@ -111,9 +111,9 @@ def _is_size(value: Any) -> bool:
 
 
 def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
-    """Keep the first layer of every kind, at least two, and a multiple of the stages.
+    """Keep the first layer of every kind, at least two layers, and a multiple of the stages.
 
-    Return fields that only some layers have, which the configuration then lacks.
+    Return the overrides of single layers, which are removed from the configuration.
     """
     fields: dict[str, Any] = dict(vars(text))
     own: int = getattr(text, "num_hidden_layers", None) or 0
@@ -155,7 +155,7 @@ def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]
 
 
 _NUMBERING = ("_layers", "_idxs", "_layer_ids")
-"""How fields end that number layers."""
+"""Endings of the names of fields that list layers by number."""
 
 
 def _is_numbering(values: list[Any], layers: int) -> bool:
@@ -177,7 +177,9 @@ def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
         if re.search(r"(key_value|kv)_heads$", name) and _is_size(value):
             setattr(text, name, key_heads * sharing if value == heads else min(value, key_heads))
         elif value == hidden and _is_size(value) and "vocab" not in name:
-            setattr(text, name, key_heads * sharing * HEAD_DIM)  # some families have it twice
+            setattr(
+                text, name, key_heads * sharing * HEAD_DIM
+            )  # some families have the hidden size twice
     text.hidden_size = key_heads * sharing * HEAD_DIM
     wide = vars(text).get("head_dim") or hidden // heads
     if vars(text).get("head_dim"):

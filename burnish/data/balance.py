@@ -20,17 +20,17 @@ Costs = npt.NDArray[np.float64]
 """The time that each of N things takes, in any unit, shape [N]."""
 
 _COST_SUM = 2.0**44
-"""What all costs are scaled to add up to, at most, as integers. Times the number of bins it fits into 63 bits."""
+"""Costs are scaled to integers that add up to at most this. Times the number of bins, it fits into 63 bits."""
 _CLOSE_ENOUGH = 1_000
-"""A bin that costs more than the mean by less than one part in this is left as it is."""
+"""A bin is not improved if its cost exceeds the mean by less than one part in this many."""
 _MANY = 10_000
-"""Numbers that are ordered by radix."""
+"""From this many numbers on, they are ordered by radix."""
 _EFFORTS = ((2, 1), (4, 4), (64, 16))
-"""Passes of exchanges: how far apart in order two items may be, and how many idle bins a costly one is compared with."""
+"""For each pass of exchanges: how far apart in order two items may be, and with how many idle bins a costly bin is compared."""
 _COMPARED, _MISSES = 1 << 22, 8
-"""Pairs of items to compare with an effort, and turns without an exchange, at most."""
+"""Most pairs of items that a pass compares, and most turns of it without an exchange."""
 _PATIENCE = 1_000
-"""Turns of dealing that end because bins are full, at most."""
+"""Most turns of `_by_falling_cost` that end early because bins are full."""
 _NEVER = 1 << 62
 
 
@@ -41,9 +41,9 @@ class Shares:
     ranks: Integers
     """[N] the rank of each sequence."""
     places: Integers
-    """[N] the micro-batch of each sequence, among its rank's in the order they are run."""
+    """[N] the number of each sequence's micro-batch, in the order in which its rank runs them."""
     rounds: int
-    """Micro-batches of each rank."""
+    """Number of micro-batches of each rank."""
     imbalance: float
     """The sum over rounds of the costliest micro-batch, over the mean of the ranks' costs: how much longer a step
     takes than if nobody waited. 1 is perfect; with one round it is max / mean over ranks."""
@@ -64,8 +64,8 @@ def share_out(
 ) -> Shares:
     """Assign every sequence to a rank and a micro-batch.
 
-    No micro-batch exceeds `budget` tokens. Sequences with the same number in `groups` [N], without
-    gaps from 0 on, stay in one. Cheap rounds come first and last, so a pipeline fills quickly.
+    No micro-batch exceeds `budget` tokens. Sequences with the same number in `groups` [N], from 0 without
+    gaps, stay in one micro-batch. Cheap rounds come first and last, so a pipeline fills quickly.
 
     Raises `UsageError` for a cost that is not positive, or a sequence or group over the budget.
     """
@@ -89,12 +89,12 @@ def share_out(
 
 
 def share_evenly(costs: Costs, ranks: int) -> Integers:
-    """Return the rank of each thing, for equal total costs."""
+    """Assign things to ranks of equal total cost; return the rank of each."""
     return share_out(np.ones_like(costs, np.int64), costs, ranks, max(len(costs), 1)).ranks
 
 
 def by_share(shares: Integers, count: int) -> Integers:
-    """Order things stably by shares below `count`."""
+    """Return a stable order of things by their shares, all below `count`."""
     # numpy sorts 16 bits by radix.
     return np.argsort(shares.astype(np.uint16 if count < 1 << 16 else np.int64), kind="stable")
 
@@ -111,7 +111,7 @@ def _whole(costs: Costs) -> Costs:
     if not (costs.min(initial=1.0) > 0 and costs.max(initial=1.0) < np.inf):  # also for NaN
         bad = int(np.flatnonzero(~(np.isfinite(costs) & (costs > 0)))[0])
         raise UsageError("a cost is not a positive number", have=f"{costs[bad]} for sequence {bad}")
-    shares = costs / (costs.max(initial=0.0) or 1.0)  # 1: there are none
+    shares = costs / (costs.max(initial=0.0) or 1.0)  # 1 if there are no costs
     shares *= _COST_SUM / max(len(costs), 1)
     return np.maximum(np.rint(shares, out=shares), 1, out=shares)
 
@@ -122,7 +122,7 @@ def _summed(values: Integers | Costs, group: Integers, count: int = 0) -> Intege
 
 
 def _order(values: Integers) -> Integers:
-    """Order numbers ≥ 0 stably, very many by their first 16 bits, which numpy sorts by radix."""
+    """Return a stable order of numbers ≥ 0; of many, only the highest 16 bits count, which numpy sorts by radix."""
     if len(values) >= _MANY:
         values = (values >> max(int(values.max()).bit_length() - 16, 0)).astype(np.uint16)
     return np.argsort(values, kind="stable")
@@ -160,7 +160,7 @@ def _packed(sizes: Integers, limit: int) -> Integers:
 
 
 def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
-    """Give each empty bin a costly item of another."""
+    """Give each empty bin a costly item of another bin."""
     _, first = np.unique(bins, return_index=True)
     others = np.setdiff1d(np.arange(len(bins)), first)
     moved = others[np.argsort(-costs[others], kind="stable")][: count - len(first)]
@@ -169,7 +169,7 @@ def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
 
 
 def _dealt(bins: Integers, loads: Integers, ranks: int) -> Shares:
-    """Group bins of similar cost into rounds; the rank with least so far gets the costliest."""
+    """Group bins of similar cost into rounds; the rank with least cost so far gets the costliest."""
     rounds = _order(loads.max() - loads).reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
     for each in rounds:
@@ -185,7 +185,7 @@ def _dealt(bins: Integers, loads: Integers, ranks: int) -> Shares:
 def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> _Division | None:
     """Divide items of falling cost into bins of about equal cost, or return None."""
     bins = _by_falling_cost(costs, sizes, limit, count)
-    if bins is None:  # where bins are nearly full, equal sizes fit sooner
+    if bins is None:  # if bins are nearly full, they may still fit by falling size
         longest = _order(sizes.max(initial=0) - sizes)
         by_size = _by_falling_cost(sizes[longest], sizes[longest], limit, count)
         if by_size is None:
@@ -199,8 +199,8 @@ def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> _Divisio
 def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
     """Give the costliest item to the idlest bin with room (longest processing time; Graham 1969).
 
-    A turn gives many bins an item each, until one of these, or a full one, is next. Returns None if
-    an item finds no room, or not soon.
+    Each turn gives one item to each of many bins. It ends where a bin that has got one, or a full bin, would be
+    next. Returns None if an item fits nowhere, or after too many turns that full bins ended.
     """
     bins, loads, rooms = np.zeros_like(costs), np.zeros(count, np.int64), np.full(count, limit)
     start, patience = 0, _PATIENCE
@@ -231,13 +231,13 @@ class _Division:
     ) -> None:
         self._limit, self._count, self._longest = limit, count, int(sizes.max(initial=0))
         self.loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
-        # The last of each: no item.
+        # The last entry of each stands for no item.
         self.bins, self._costs, self._sizes = (np.append(each, 0) for each in (bins, costs, sizes))
         mean = -(-int(costs.sum()) // count)
         self._enough = max(mean + mean // _CLOSE_ENOUGH, int(costs.max(initial=0)))
 
     def level(self) -> None:
-        """Improve costly bins until exchanges do not help the costliest, or for long enough."""
+        """Exchange items until that does not help the costliest bins, or limits are reached."""
         if (self.loads <= self._enough).all():
             return
         held = self._held()
@@ -249,7 +249,7 @@ class _Division:
                 left -= max(pairs * len(held) * min(apart, len(held)) * 2, 1)
 
     def _held(self) -> Integers:
-        """Return [places, bins] items. A bin with very many keeps some out."""
+        """Return the items of each bin [places, bins], not all of a very large bin."""
         bins = self.bins[:-1]
         held = by_share(bins, self._count)
         sizes = np.bincount(bins, minlength=self._count)
@@ -260,7 +260,7 @@ class _Division:
         return np.append(held, len(held))[found]
 
     def _exchange(self, held: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
-        """Exchange items of costly and idle bins. Return how many pairs were compared, and whether any did."""
+        """Exchange items of costly and idle bins. Return the number of pairs compared, and whether any exchanged."""
         loads, ranked = self.loads, _order(self.loads)
         count = min(-(-self._count // (partners + 1)), self._count // 2)
         count = min(int(np.count_nonzero(loads > self._enough)), count)
@@ -285,7 +285,7 @@ class _Division:
     def _best(
         self, held: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
     ) -> tuple[Integers, Integers, Integers]:
-        """Return [P] the places of each pair's items whose exchange moves about the `wanted` cost, and its error."""
+        """Return [P] for each pair the places of the two items whose exchange moves nearest to `wanted`, and the error."""
         width, bits = len(held), len(held).bit_length()
         # `found` holds an error and, in its last bits, a place: one minimum finds both.
         # The longer axis must be contiguous, which is many times as fast.

@@ -1,7 +1,7 @@
 """Pack examples into this rank's micro-batches.
 
 All ranks compute the same assignment from outlines. Token and sequence counts are global, so the
-cut does not change a loss.
+assignment does not change a loss.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from burnish.records import Batch, Example, Mask, MicroBatch
 from burnish.records.samples import digest_of
 
 Outlines = tuple[Integers, Mapping[str, tuple[int, ...]]]
-"""Of examples, [4, N]: tokens, the first that is trained on (0: none), how many are, and a name of those before.
-And the per-token arrays that all of them have, with the shape of a token's entry."""
+"""[4, N] of N examples: number of tokens, first trained token (0: none), number of trained tokens, digest of the tokens before
+the first trained one. And the per-token arrays that all examples have, with the shape of a token's entry."""
 _OPTIONAL: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "old_logprobs": np.float32,
@@ -36,12 +36,12 @@ _OPTIONAL: Mapping[str, type[np.generic]] = {
     "old_values": np.float32,
     "experts": np.int16,
 }
-"""What examples may have for each token, as it is packed."""
+"""Per-token arrays that examples may have, and their dtypes when packed."""
 _FILLER_TOKENS = 2
 _UNITS_PER_RANK = 8
-"""Examples with one prompt are parted where together they would be more than this share of a rank's tokens."""
+"""Examples with one prompt stay together up to a rank's mean number of tokens divided by this."""
 _MOST_TOGETHER = 128
-"""Neighbours that stay together at most."""
+"""Most neighbours that stay together."""
 
 
 def make_batch(
@@ -58,11 +58,11 @@ def make_batch(
 
     Every rank gets equally many micro-batches: as few as the budget allows, of about equal cost by
     `flops`. Neighbours with the same prompt stay together if the ranks stay balanced, because an
-    engine may compute their prompt once. Two untrained tokens replace a missing example. Tensors
-    are on the CPU.
+    engine may compute their prompt once. A micro-batch without examples gets two untrained tokens.
+    Tensors are on the CPU.
 
-    With `outlines` of all N, `examples` may be some, by number. Their `owners` [N] (-1: all ranks) send
-    the others what those train on: collective.
+    With `outlines` of all N examples, `examples` may hold some, by number. Then the `owners` [N] (-1: all
+    ranks) send each example to the ranks that train on it. Collective then.
 
     Raises `UsageError` for no examples, for one over the budget, and as `outlines_of` does.
     """
@@ -93,7 +93,7 @@ def make_batch(
 
 
 def outlines_of(examples: Mapping[int, Example]) -> Outlines:
-    """Return what other ranks know of examples, and the arrays that all of them have.
+    """Return the `Outlines` of examples.
 
     Raises `UsageError` for arrays of another length than the tokens, for arrays on some examples only,
     and if a first token is trained on.
@@ -130,7 +130,7 @@ def _brought(
     shares: Shares,
     layout: Layout,
 ) -> dict[int, Any]:
-    """Return the examples of this rank's micro-batches, which owners send. Collective."""
+    """Return the examples of this rank's micro-batches; their owners send them. Collective."""
     leaving: defaultdict[int, list[int]] = defaultdict(list)
     for number in examples:
         leaving[int(shares.ranks[number])].append(number)
@@ -141,14 +141,14 @@ def _brought(
             parcels.append((others, pickle.dumps((numbers, _packet(examples, numbers, columns)))))
     found = {number: examples[number] for number in leaving[layout.data_rank]}
     for data in deliver(parcels, layout):
-        found |= _unpacked(lengths, *pickle.loads(data))  # noqa: S301 - of this run
+        found |= _unpacked(lengths, *pickle.loads(data))  # noqa: S301 - from a rank of this run
     return found
 
 
 def _packet(
     examples: Mapping[int, Any], numbers: list[int], columns: Iterable[str]
 ) -> dict[str, Any]:
-    """Return examples' arrays end to end, in few bytes."""
+    """Join the arrays of examples end to end, in small dtypes."""
     some, names = [examples[i] for i in numbers], ("token_ids", "loss_mask", *columns)
     joined = {name: np.concatenate([getattr(each, name) for each in some]) for name in names}
     joined["token_ids"] = joined["token_ids"].astype(np.int32)
@@ -168,7 +168,7 @@ def _unpacked(
 
 
 def _assign(outlines: Integers, ranks: int, budget: int, flops: ModelFlops) -> Shares:
-    """Assign examples to ranks. One that follows others with its prompt costs only its own tokens."""
+    """Assign examples to ranks. An example behind one with the same prompt does not pay for the prompt."""
     lengths, starts, _, names = outlines
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     follows = _follows(starts, names, lengths, min(fair, budget))
@@ -178,7 +178,7 @@ def _assign(outlines: Integers, ranks: int, budget: int, flops: ModelFlops) -> S
 
 
 def _follows(starts: Integers, names: Integers, lengths: Integers, limit: int) -> Mask:
-    """Find runs of neighbours with one prompt, of at most `limit` tokens."""
+    """Return [N] whether an example stays with the one before it: runs with one prompt, of at most `limit` tokens."""
     follows = np.zeros(len(lengths), np.bool_)
     follows[1:] = (starts[1:] == starts[:-1]) & (names[1:] == names[:-1])
     places = np.arange(len(lengths))
@@ -186,7 +186,7 @@ def _follows(starts: Integers, names: Integers, lengths: Integers, limit: int) -
     follows &= places % _MOST_TOGETHER > 0
     each = np.flatnonzero(~follows)
     last, tokens = np.append(each[1:], len(lengths)), np.zeros_like(each)
-    while len(each):  # one example of every prompt
+    while len(each):  # each pass takes the next example of every run
         own = lengths[each]
         tokens += own
         over = tokens > limit
@@ -218,7 +218,7 @@ def _common(columns: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Mapping[str
     for index, each in columns.items():
         if odd := each.keys() ^ first.keys():
             raise UsageError(
-                f"{', '.join(sorted(odd))} on some examples only",
+                f"only some examples have {', '.join(sorted(odd))}",
                 have=f"{', '.join(each) or 'none'} of example {index}, {', '.join(first) or 'none'} of the first",
                 want="all or none",
             )
@@ -246,7 +246,7 @@ def _filler(columns: Mapping[str, tuple[int, ...]]) -> Example:
         name: np.zeros((_FILLER_TOKENS, *shape), dtype=_OPTIONAL[name])
         for name, shape in columns.items()
     }
-    if "experts" in arrays:  # a token goes to several, never twice to one
+    if "experts" in arrays:  # a token's experts differ from each other
         arrays["experts"] += np.arange(arrays["experts"].shape[-1], dtype=_OPTIONAL["experts"])
     mask = np.zeros(_FILLER_TOKENS, dtype=np.bool_)
     return Example(token_ids=np.zeros(_FILLER_TOKENS, dtype=np.int64), loss_mask=mask, **arrays)

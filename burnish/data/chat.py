@@ -1,11 +1,10 @@
 """Encode conversations and texts as token ids and loss masks.
 
-`{% generation %}` in the chat template marks the mask. Without it, prefix differencing renders the messages up to a turn and
-compares ids. Trained on are the assistant's tokens with the end of turn, without a sequence's first token and what a template
-drops from past turns (thoughts).
+A chat template with `{% generation %}` marks the trained tokens. Without it, prefix differencing renders the messages up to each
+turn and compares ids. The model trains on the assistant's tokens and its end of turn, except a sequence's first token.
 
-GLM's turns end where the next role's token stands, and that token ends completions. So it is trained on. It is added after a last
-turn, as TRL does: without it a model would not learn to stop.
+GLM's templates end a turn only by the next role's first token, which also ends completions. So that token is trained on. As in TRL,
+one is added after a last turn: otherwise the model would not learn to stop.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ logger = logging.getLogger(__name__)
 Encoded = tuple[TokenIds, Mask]
 """Token ids [T] and, for each, whether its prediction is trained on."""
 
+# Characters that an error message shows on each side of a difference.
 _CONTEXT = 30
 # A text that tokenizers do not merge with the text after it.
 _ANCHOR = "\n"
 _CONTENTS = ("0", "x")
-"""Two contents of a message that have no beginning in common."""
+"""Two contents of a message without a common beginning."""
 _MARKING = {
     "return_assistant_tokens_mask": True,
     "tokenizer_kwargs": {"return_offsets_mapping": True},
 }
-_CHARACTERS = 32
-"""Per token of the limit. So much of a longer text is tokenized before the rest."""
+_CHARACTERS_PER_TOKEN = 32
+"""Characters of a long text that are tokenized first, per token of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Conversation:
 
     messages: list[Message]
     name: str
-    """Which row this is, for error messages."""
+    """The row's name in error messages."""
     trained_from: int = 0
     """Assistant turns before this index are context only."""
     tools: Tools | None = None
@@ -68,13 +68,13 @@ class Text:
     """Plain text to train on."""
 
     text: str
-    """What is trained on, followed by an end of sequence."""
+    """The trained text; an end-of-sequence token is added."""
     prompt: str = ""
-    """What stands before it and is context only."""
+    """The text before it, which is context only."""
 
 
 class ChatEncoder:
-    """Encode many rows at a time, by the tokenizer's threads."""
+    """Encode many rows at a time, in the tokenizer's threads."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class ChatEncoder:
         limit: int | None = None,
         eos_token_ids: Collection[int] = (),
     ) -> None:
-        """`eos_token_ids` are those that end the model's completions.
+        """`eos_token_ids` end the model's completions.
 
-        Raises `UsageError` for a variable that the template does not read; only warns of a switch.
+        Raises `UsageError` if the template does not read one of `template_kwargs`; only warns if it is a boolean.
         """
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
@@ -100,12 +100,12 @@ class ChatEncoder:
             )
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
-        # gpt-oss closes turns that others follow with another token.
+        # gpt-oss ends a turn that others follow with another token than the last turn.
         last, past = end_of_turn_id(tokenizer), end_of_turn_id(tokenizer, "user")
         self._ends = [token for token in (last, self._eos) if token is not None]
         self._past_ends = [*self._ends, *([] if past is None else [past])]
         self._openers: dict[str, int] = {}
-        """By the role of the next message, its first token, which ends the assistant's turn."""
+        """Next message's role → its first token, if that token is what ends the assistant's turn."""
         if last is None:
             openers = {"user": past, "tool": end_of_turn_id(tokenizer, "tool")}
             found = {role: token for role, token in openers.items() if token in eos_token_ids}
@@ -114,7 +114,7 @@ class ChatEncoder:
         self.reads_tools = _reads(tokenizer, "tools")
         """Whether the chat template has a place for descriptions of tools."""
         self._reads_calls = _reads(tokenizer, "tool_calls")
-        # The beginning of a sequence may have the same id as its end.
+        # Compare with `plain`: the tokens for a sequence's beginning and end may have the same id.
         plain, closed = (
             tokenizer("0", add_special_tokens=each)["input_ids"] for each in (False, True)
         )
@@ -124,13 +124,13 @@ class ChatEncoder:
 
     @property
     def warnings(self) -> tuple[str, str]:
-        """What the template leaves out, and that it ends no turn; "" for neither."""
+        """Two warnings, "" if not due: of text that the template leaves out, and of turns that it does not end."""
         return self._unwritten, self._unended
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Tokenize each text. `special` adds leading tokens, never trailing ones.
 
-        Over the limit there may be only the first tokens, more than the limit.
+        Of a text over the limit, it may return only the first tokens, but more than the limit.
         """
         if not texts:
             return []
@@ -143,12 +143,12 @@ class ChatEncoder:
         return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
 
     def _beginning(self, text: str) -> str:
-        """Return as much of a text as shows whether it is over the limit."""
+        """Return the text, or a beginning of it that is already over the limit."""
         if self._limit is None:
             return text
-        # A token that is cut may become one for each of its characters.
+        # The cut may split a token into one token per character.
         most = self._limit + self._longest
-        size = most * _CHARACTERS
+        size = most * _CHARACTERS_PER_TOKEN
         while size < len(text):
             if len(self._tokenizer(text[:size], verbose=False)["input_ids"]) > most:
                 return text[:size]
@@ -176,9 +176,9 @@ class ChatEncoder:
         return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
-        """Encode prompt, text and end of sequence. Only the text after the first token is trained on.
+        """Encode prompt, text and end of sequence. Text and end are trained on, but never the first token.
 
-        No token is merged across the prompt's end, as a generator sees it.
+        No token spans the prompt's end, because a generator reads the prompt alone.
         """
         heads = self.ids([row.prompt for row in rows], special=True)
         joined = self.ids([row.prompt + row.text for row in rows], special=True)
@@ -193,7 +193,7 @@ class ChatEncoder:
         return encoded
 
     def _continued(self, text: str) -> list[int]:
-        """Tokenize a text after another, without the space that some tokenizers put first."""
+        """Tokenize a text that continues another, without the space that some tokenizers prepend."""
         before, both = self.ids([_ANCHOR, _ANCHOR + text], special=False)
         if self._prepends and both[: len(before)] == before:
             return both[len(before) :]
@@ -239,7 +239,7 @@ class ChatEncoder:
         return ids, mask
 
     def _by_marks(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Take masks from `{% generation %}`; add an end of turn outside of it."""
+        """Take masks from `{% generation %}`; add an end-of-turn token that follows it."""
         encoded = []
         for row in rows:
             if any(message.get("weight") == 0 for message in row.messages):
@@ -254,7 +254,7 @@ class ChatEncoder:
             ids = np.array(out["input_ids"], dtype=np.int64)
             mask = np.array(out["assistant_masks"], dtype=np.bool_)
             begins, ends = np.array(out["offset_mapping"]).reshape(-1, 2).T
-            for i in np.flatnonzero(begins[1:] < ends[:-1]) + 1:  # more bytes of one character
+            for i in np.flatnonzero(begins[1:] < ends[:-1]) + 1:  # further bytes of one character
                 mask[i] |= mask[i - 1]
             mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
             if row.trained_from:
@@ -263,7 +263,7 @@ class ChatEncoder:
                 rest = _common(*(each[::-1] for each in both))[::-1]
                 start, end = self.ids([before, rest], special=False)
                 mask[: shared_beginning(start, ids)] = False
-                if text.endswith(rest):  # where thoughts of the prompt are gone, `before` is not
+                if text.endswith(rest):  # `before` may have thoughts that the text drops
                     mask[: len(ids) - shared_beginning(end[::-1], ids[::-1])] = False
             encoded.append((ids, mask))
         return encoded
@@ -295,7 +295,7 @@ class ChatEncoder:
         row: Conversation,
         turn: int,
     ) -> int:
-        """Return the first token of a turn; `before` is its prompt.
+        """Return the index of a turn's first token; `before` is its prompt.
 
         If a template drops the prompt's thoughts, the turn begins with its content.
         """
@@ -321,9 +321,9 @@ class ChatEncoder:
         row: Conversation,
         turn: int,
     ) -> int:
-        """Return the end of a turn, with its end-of-turn token.
+        """Return the index after a turn's end-of-turn token.
 
-        If a template rewrites past turns, the last such id before the next content closes it.
+        If a template rewrites past turns, the turn ends with the last such token before the next message's content.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(after[0]):
             header = self._up_to_content(row, turn + 1)
@@ -354,7 +354,7 @@ class ChatEncoder:
 
     def _look_for(self, message: Message, text: str, where: str) -> None:
         content = message.get("content")
-        # Thoughts of past turns may go.
+        # Templates may drop the thoughts of past turns.
         said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
         if said not in text and json.dumps(said)[1:-1] not in text:
             self._unwritten = self._unwritten or (
@@ -432,14 +432,14 @@ def _common(*texts: str) -> str:
 def _boundary(
     prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str, do: str
 ) -> int:
-    """Return where in `whole` the prefix ends, before a token that merges its end with more."""
+    """Return the index in `whole` where the prefix ends, before a token that joins its end with later text."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared
     at = len(_common(prefix[0], whole[0]))
     begin = max(0, at - _CONTEXT)
     raise UsageError(
-        f"the chat template writes what is before {where} differently once more follows: token {shared} (character {at}) is the first to differ",
+        f"the chat template renders the text before {where} differently when more messages follow: token {shared} (character {at}) is the first to differ",
         have=repr(whole[0][begin : at + _CONTEXT]),
         want=repr(prefix[0][begin : at + _CONTEXT]),
         do=do,

@@ -1,8 +1,8 @@
-"""Floating-point operations that a model needs, without torch.
+"""Count a model's floating-point operations, without torch.
 
-A product of [m, k] and [k, n] counts 2 m k n. Of the experts, the active share counts. Attention
-costs 4 · heads · head_dim per pair of query and key. Training costs three forward passes. As in
-PaLM (arXiv 2204.02311, appendix B), recomputation does not count. Nor do norms, activations, softmax,
+A product of [m, k] and [k, n] counts 2 m k n. Only active experts count. Attention costs
+4 · heads · head_dim per pair of query and key. Training costs three forward passes. As in PaLM
+(arXiv 2204.02311, appendix B), recomputation does not count. Nor do norms, activations, softmax,
 embeddings, states, later copies of a shared beginning, and the output layer for unscored tokens.
 """
 
@@ -22,15 +22,15 @@ class Passed:
     """Counts of tokens that went through a model."""
 
     tokens: int = 0
-    """Through the matrices of its layers: a token once, where sequences begin alike (`burnish.models.packing`)."""
+    """Tokens through the layers' matrices; a shared beginning of sequences counts once (`burnish.models.packing`)."""
     predictions: int = 0
-    """Through the output layer."""
+    """Tokens through the output layer."""
     attended: tuple[int, ...] = ()
-    """Tokens of each sequence that went through attention, from its first on."""
+    """For each sequence, the number of its leading tokens that went through attention."""
 
     @classmethod
     def all_of(cls, lengths: Iterable[int]) -> Self:
-        """Count sequences of these lengths, of which all is computed."""
+        """Count sequences of these lengths, computed entirely."""
         each = tuple(lengths)
         return cls(sum(each), sum(each), each)
 
@@ -49,12 +49,12 @@ class ModelFlops:
     per_token: float
     """Operations of all weight matrices, output layer included, for one token, forward."""
     attention: Mapping[int | None, int]
-    """Operations per pair of query and key in all layers, 2 · heads · (query width + value width) in one, by the layers' window.
+    """By window: operations per pair of query and key, summed over the layers that have this window.
 
-    A query sees as many keys as the window, itself included; None: all before it.
+    One layer costs 2 · heads · (query width + value width). A query sees as many keys as the window, itself included; None: all before it.
     """
     head: float = 0.0
-    """The output layer's share of `per_token`, spared where a token is not scored."""
+    """The output layer's share of `per_token`, which unscored tokens do not cost."""
     parameters: int = 0
     """Elements of all parameters."""
 
@@ -92,5 +92,5 @@ def pairs(length: Any, window: int | None) -> Any:
     """Count pairs of a token and one it sees: at most `window`, itself included."""
     if window is None:
         return length * (length + 1) // 2
-    within = (length + window - abs(length - window)) // 2  # the smaller one, also of an array
+    within = (length + window - abs(length - window)) // 2  # min(length, window), also for an array
     return within * (within + 1) // 2 + (length - within) * within

@@ -1,4 +1,4 @@
-"""Read a model's configuration and weights, draw fresh weights, and write the files beside weights.
+"""Read a model's configuration and weights, draw fresh weights, and write a model directory's other files.
 
 `read_model_config` → `build_on_meta` → (sharding) → `materialize` → `Source.fill(model_shards(model))`.
 """
@@ -74,7 +74,7 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
         found = AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-        has_value_head(found)  # reads the names of its architectures
+        has_value_head(found)  # raises for architectures that are no names
     if has_own_code(found):
         code_files(directory)  # refused now, not when a checkpoint is written
     return found
@@ -152,7 +152,7 @@ def save_model_assets(
     directory: str | os.PathLike[str],
     dtype: torch.dtype,
 ) -> None:
-    """Write all that a Hugging Face directory needs beside its weights, which are in `dtype`."""
+    """Write the files that a Hugging Face directory needs beside its weights in `dtype`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_config)
@@ -160,7 +160,7 @@ def save_model_assets(
     if not has_value_head(config):
         if architecture := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
             config.architectures = [architecture]
-        # `save_pretrained` refuses what many a published model has, as a temperature without do_sample.
+        # `save_pretrained` refuses settings of many published models, such as a temperature without do_sample.
         generation_config(config).to_json_file(directory / "generation_config.json")
     for stale in ("quantization_config", *(() if has_own_code(hf_config) else ("auto_map",))):
         if hasattr(config, stale):
@@ -182,13 +182,13 @@ class SafetensorsSource:
     def __init__(
         self, directory: str | os.PathLike[str], tied: Mapping[str, str] | None = None
     ) -> None:
-        """Take tensors under the names in `tied` (`tied_names(model)`) as well."""
+        """Also accept tensors under the names in `tied` (`tied_names(model)`)."""
         self.directory = Path(directory)
         self._tied = dict(tied or {})
         self._reader = DirectoryReader(self.directory)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
-        """Compare with all tensors of a model; return the names that it has no use for. Raises as `fill` does."""
+        """Compare with all tensors of a model; return the names of unused ones. Raises as `fill` does."""
         wanted = {spec.name for spec in map(self._checked, specs)}
         held = self._reader.tensors
         used = wanted | {f"{n}{s}" for n in wanted - held.keys() for s in ("_blocks", "_scales")}
@@ -265,7 +265,7 @@ class FreshSource:
         }
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Draw each shard's values. Holds one module, so its shards should come together."""
+        """Draw each shard's values. Holds one module at a time, so its shards should come together."""
         current: str | None = None
         values: dict[str, Tensor] = {}
         for shard in shards:

@@ -5,7 +5,7 @@ family's `LogitTransform`:
 
     m = max z,  S = Σ exp(z - m),  log p_y = z_y - m - log S,  H = log S - Σ p (z - m)
 
-in fp32 from logits in the compute dtype, `chunk` rows at a time. The backward pass makes them again:
+in fp32 from logits in the compute dtype, `chunk` rows at a time. The backward pass recomputes them:
 
     ∂ log p_y / ∂z_j = [j = y] - p_j,    ∂H / ∂z_j = -p_j (log p_j + H).
 
@@ -105,7 +105,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy = chosen - log_total, log_total - dot / total
         ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy)
         ctx.options = options
-        # The backward pass begins with them and writes over them; another backward pass makes them again.
+        # The backward pass starts with the last chunk's logits and overwrites them; a second one recomputes them.
         ctx.last = [last] if last is not None and any(ctx.needs_input_grad[:2]) else []
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -141,12 +141,12 @@ class _TokenLogprobs(torch.autograd.Function):
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
 ) -> tuple[Tensor, Tensor | None]:
-    # m, S, D and z_y - m [4, N], and the last chunk's logits; z_y - m is -∞ where `columns` is -1
+    # Returns m, S, D and z_y - m [4, N], and the last chunk's logits; z_y - m is -∞ where `columns` is -1.
     exact, kernels = _exact_dtype(hidden), _kernels(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
     logits = None
     for rows in _slices(len(hidden), options.chunk):
-        del logits  # before the next are made
+        del logits  # frees them before the next are computed
         logits = hidden[rows] @ weight.T
         if kernels is not None:
             sums[:, rows] = kernels.softmax_sums(logits, columns[rows], *options.factors)
@@ -177,12 +177,12 @@ class _Rows:
     normalizer: Tensor
     entropy: Tensor
     logprob_gradient: Tensor
-    """Upstream, times the constant ∂z / ∂(raw logit)."""
+    """Upstream gradient times the constant ∂z / ∂(raw logit)."""
     entropy_gradient: Tensor | None
-    """The same; None where the entropy is not used."""
+    """The same for entropies; None if the loss does not use them."""
 
     def known(self, rows: slice) -> Tensor:
-        # m + log S and the gradient of log-probs; H and its gradient where it is used
+        # [2 or 4, n]: m + log S, the gradient of log-probs, and if the loss uses H, H and its gradient
         found = [self.normalizer, self.logprob_gradient]
         if self.entropy_gradient is not None:
             found += [self.entropy, self.entropy_gradient]
@@ -192,7 +192,7 @@ class _Rows:
 def _gradients(
     few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool, last: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    # the gradient of the rows' hidden states, and of the weight if it is wanted; writes over `last`
+    # Returns the gradients of the rows' hidden states and, if wanted, of the weight. Overwrites `last`.
     exact, kernels = _exact_dtype(few.hidden), _kernels(few.hidden)
     hidden_gradient = torch.empty_like(few.hidden)
     chunks = list(_slices(len(few.hidden), options.chunk))
@@ -205,14 +205,14 @@ def _gradients(
             kernels.write_gradients(logits, few.columns[rows], known, *options.factors)
         else:
             for local, own in _pieces(rows, logits):
-                # Without a name for either: one would outlive the loop.
+                # Not named, because a name would keep its tensor after the loop.
                 logits[local] = _logit_gradient(logits[local], few, own, options)
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
             _add_product(total, logits.T, few.hidden[rows])
         elif wants_weight:
             alone = logits.T @ few.hidden[rows]
-        del logits  # before the next are made
+        del logits  # frees them before the next are computed
     return hidden_gradient, alone if total is None else total.to(weight.dtype)
 
 
@@ -242,7 +242,7 @@ def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOpt
 def _transformed(
     logits: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    # z in fp32 in memory of its own, and ∂softcap if there is one
+    # Returns z, a copy in fp32, and the softcap's derivative if there is one.
     transform, factor = options.transform, options.transform.scale / options.temperature
     if transform.softcap is None:
         z = logits.to(exact, copy=True)
@@ -252,7 +252,7 @@ def _transformed(
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    # pieces of a chunk, by rows in the chunk and among all rows
+    # Yields pieces of a chunk: their rows in the chunk, and among all rows.
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])
@@ -266,7 +266,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _kernels(hidden: Tensor) -> Any:
-    # Triton compiles for no older device.
+    # Triton does not compile for older devices.
     if is_sm80_or_newer(hidden.device) and hidden.dtype != torch.float64 and can_compile():
         return import_module("burnish.models.kernels.triton_logprobs")
     return None

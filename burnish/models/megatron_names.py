@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face checkpoint in Megatron's parameters on a rank.
+"""Find the tensors of a Hugging Face checkpoint in Megatron's parameters on a rank.
 
-Megatron keeps q, k and v of a query group together, gate above up, pads the vocabulary, and cuts all
-of that over tensor ranks. Padding belongs to nobody.
+Megatron keeps q, k and v of a query group together, stacks gate above up, pads the vocabulary, and cuts
+the result over tensor ranks. No checkpoint tensor has the padding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from burnish.models.parts import Cut, cut_regions
 
 Shape = tuple[int, ...]
 Span = tuple[int, int, int, int]
-"""A run along a dim: its first index and its size in the parameter of all ranks, its first index in the checkpoint tensor, that tensor's size."""
+"""A run of indices along one dim: its start and size in the uncut parameter, its start in the checkpoint tensor, that tensor's size."""
 
 
 class Seat(NamedTuple):
@@ -49,9 +49,9 @@ IN_LAYER = {
     "mlp.linear_fc2.bias": ("whole", "mlp.down_proj.bias"),
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
 }
-"""A layer's parameters, but for experts': how tensor ranks cut each, and the checkpoint tensors in it.
+"""A layer's parameters except experts: how tensor ranks cut each, and the checkpoint tensors in it.
 
-A norm that is fused with the matrix behind it is named after the matrix. A matrix of an expert is cut as that of a dense MLP.
+A norm that is fused with the matrix behind it is named after the matrix. An expert's matrices are cut like those of a dense MLP.
 """
 OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": ("vocabulary", "model.embed_tokens.weight"),
@@ -66,7 +66,7 @@ OUTSIDE_LAYERS = {
 def regions_of(
     parameter: str, shape: Shape, sizes: ModelSizes, tensor: Seat, expert: Seat
 ) -> tuple[Region, ...]:
-    """Return the checkpoint tensors in a rank's part of a Megatron parameter, by tensor and within it ascending.
+    """Return the checkpoint tensors in a rank's part of a Megatron parameter, by tensor, then ascending.
 
     `parameter` counts layers and experts over the whole model, experts always as
     `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `expert` cuts
@@ -101,7 +101,7 @@ def regions_of(
     elif cut == "gated":  # gate above up
         rows, (gate, up, _) = size // 2, projections
         spans = [(name.format(gate), (0, rows, 0, rows)), (name.format(up), (rows, rows, 0, rows))]
-    else:  # rows behind those of tokens are padding
+    else:  # rows after those of tokens are padding
         count = sizes.vocabulary if cut == "vocabulary" else size
         spans = [(name.format(projections[2]), (0, count, 0, count))]
     regions = [_region(prefix + each, parameter, shape, dim, span) for each, span in spans]
@@ -109,7 +109,7 @@ def regions_of(
 
 
 def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
-    """Return the tensors in a parameter whose first dim numbers `parts`."""
+    """Return the tensors in a parameter whose first dim stacks `parts`."""
     return tuple(
         replace(
             region,
@@ -122,7 +122,7 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
 
 
 def _by_group(name: str, sizes: ModelSizes) -> Iterator[tuple[str, Span]]:
-    """Yield the rows of q, k and v, of which each query group has some."""
+    """Yield the rows of q, k and v in each query group."""
     dim = sizes.head_dim
     queries = sizes.heads // sizes.key_heads * dim
     for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):

@@ -1,11 +1,11 @@
-"""Packed sequences: taking rows of tensors, and computing common beginnings of sequences once.
+"""Compute common beginnings of packed sequences once, and take rows of tensors.
 
 A hidden state depends only on the tokens up to it. So packed sequences form a tree of prefixes
 (a trie), and each node is one row. Only attention goes through every sequence. Micro-batches
 share no prefixes.
 
-torch's `index_select` adds up gradients of rows in any order on an accelerator. `RowMap` adds a row
-at most once per round, in fp32, so the sum is always the same.
+On accelerators, the backward pass of torch's `index_select` adds up a row's gradients in any order.
+`RowMap` adds to a row at most once per round, in fp32, so the sum is always the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from burnish.records import to_device
 Indices = npt.NDArray[np.int64]
 """Row numbers on the host, shape [N]."""
 
-# The tree is used if it saves one token in so many. Otherwise, taking rows costs more than it saves.
+# The tree is used if it saves one token in this many. Otherwise, taking rows costs more than it saves.
 _WORTHWHILE = 8
 
 
@@ -37,14 +37,14 @@ def on_device(values: Indices, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
-    """The C of T packed tokens that are computed, and the one that each token equals."""
+    """The C of T packed tokens that are computed, and which of them stands for each token."""
 
     computed: Indices
     """[C], the packed tokens that are computed, ascending."""
     rows: Indices
     """[T], the place of each packed token among the computed ones."""
     leaves: tuple[int, ...]
-    """The sequences that are not the beginning of another one, in order."""
+    """The sequences that are not the beginning of another sequence, in order."""
 
     @classmethod
     def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
@@ -53,7 +53,9 @@ class PrefixTree:
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        same = np.arange(len(token_ids))  # for each token the first equal one in sorted order
+        same = np.arange(
+            len(token_ids)
+        )  # for each token, the first with the same prefix in sorted order
         leaves = set(order)
         for earlier, later in pairwise(order):
             common = _common(sequences[earlier], sequences[later])
@@ -125,7 +127,7 @@ class RowMap:
 
     @classmethod
     def of(cls, index: Indices, device: torch.device) -> RowMap:
-        """Plan the sums on the host."""
+        """Plan the backward pass's rounds on the host."""
         order = np.argsort(index, kind="stable")
         ordered = index[order]
         steps = np.arange(len(index))
@@ -147,7 +149,7 @@ def select_rows(
 ) -> Tensor:
     """Return `source[rows]`, whose gradient is `gradient[backward_rows]`, 0 in `zero_rows`; all int64.
 
-    Right if at most one use of a source row gets a gradient, or it is in `zero_rows`.
+    Correct only if each source row outside `zero_rows` gets a gradient from at most one result row.
     """
     return _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
 

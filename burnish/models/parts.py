@@ -25,7 +25,7 @@ class Cut:
 
     @classmethod
     def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> Cut:
-        """Return a rank's part of `size` indices that join so many equal tensors."""
+        """Return a rank's part of `size` indices that join `joined` equal tensors."""
         each = size // joined
         start, stop = each * rank // ranks, each * (rank + 1) // ranks
         return cls(dim, tuple(range(n * each + start, n * each + stop) for n in range(joined)))
@@ -62,10 +62,10 @@ def _parts(region: Region, cut: Cut) -> Iterator[Region]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyPart:
-    """The tokens whose rows this rank holds."""
+    """This rank's part of the vocabulary."""
 
     tokens: range
-    """Their ids."""
+    """The ids of the tokens whose rows this rank holds."""
     group: ProcessGroup
     """The ranks that share the vocabulary."""
 
@@ -75,7 +75,7 @@ class VocabularyPart:
         return torch.where((columns >= 0) & (columns < len(self.tokens)), columns, -1)
 
     def embed(self, embedding: nn.Module, token_ids: Tensor) -> Tensor:
-        """Return embeddings [C / ranks, H] of this rank's part of tokens [C], from its rows in `embedding`. Collective."""
+        """Embed tokens [C] by all ranks' rows of `embedding`; return this rank's part [C / ranks, H]. Collective."""
         columns = self.columns(token_ids)
         rows = embedding(columns.clamp(min=0))
         return scatter_sums(torch.where(columns[:, None] >= 0, rows, 0), self.group)
@@ -97,9 +97,9 @@ class VocabularyPart:
         )
 
     def all_rows(self, rows: Tensor) -> Tensor:
-        """Return the states of all ranks' tokens; gradients of the ranks add up. Collective."""
+        """Return the states of all ranks' tokens; their gradients are summed over ranks. Collective."""
         return gather_rows(rows, self.group)
 
     def all_values(self, values: Tensor) -> Tensor:
-        """Return a number of each token of all ranks, which compute the same from them. Collective."""
+        """Return all ranks' values, one per token. All ranks must compute the same from them. Collective."""
         return join(values, self.group)

@@ -1,4 +1,4 @@
-"""The experts of each token: recorded, prescribed, and balanced, by hooks on a model's routers.
+"""Record, prescribe and balance the experts of tokens, by hooks on a model's routers.
 
 A mixture may send a token to other experts when it is updated than when it was sampled.
 Routing replay prescribes the experts that were chosen before (arXiv 2507.18071, section 5.3; arXiv 2510.11370). With
@@ -6,7 +6,7 @@ p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i ha
 
     p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
 
-so the router keeps its gradient. Instructions travel as the keyword argument `routing`, so recomputation does the same.
+so the router keeps its gradient. Instructions are the keyword argument `routing`, so that recomputation repeats them.
 
 The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6): of E experts, N tokens and L routers,
 
@@ -36,7 +36,7 @@ from burnish.models.packing import on_device
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch
 
-# Least sum of probabilities to divide by. Experts of probability 0 get no weight and a finite gradient.
+# Least sum of probabilities to divide by, so that experts of probability 0 get weight 0 and a finite gradient.
 _LEAST_SUM = 1e-30
 
 
@@ -58,15 +58,15 @@ class Routing:
     """Instructions to the routers of one forward pass, and their choices. R rows, L routers, k of E experts."""
 
     prescribed: Tensor | None = None
-    """[R, L, k] integers: the experts that rows go to; None: those that the routers choose."""
+    """[R, L, k] integers: the experts of each row; None: the routers choose."""
     balance: tuple[Tensor, Tensor] | None = None
-    """For the load-balancing loss; None: it is not computed.
+    """Factors of the load-balancing loss; None: it is not computed.
 
-    [E] fp32: the cost c E f_e / (N L) of a probability of each expert, c the loss's weight. [R] fp32: the tokens that each row stands
-    for, over the number of ranks that compute the row.
+    [E] fp32: c E f_e / (N L), by which each expert's probability is multiplied; c is the loss's weight. [R] fp32: the number of tokens
+    that each row stands for, divided by the number of ranks that compute the row.
     """
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    """By router: the experts [R, k] that rows have gone to."""
+    """By router: the experts [R, k] of the rows."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By router: its part of the load-balancing loss, a scalar without gradient."""
 
@@ -88,7 +88,7 @@ class Routing:
         """Return the experts of all routers, [R, L, k] in `index_dtype`. Raises `IncompatibleError` without known routers."""
         if not self.chosen:
             raise IncompatibleError(
-                "the experts of a model were asked for, which has no known routers",
+                "the experts of tokens cannot be recorded, because the model has no known routers",
                 want=f"a model of type {names_of('has_router')}",
                 do="set algorithm.router_replay=none and engine.router_aux_loss=0",
             )
@@ -118,7 +118,7 @@ class Routers:
         """k."""
 
     def listen(self) -> None:
-        """Do what the `routing` of a forward pass says."""
+        """Make routers follow the `routing` of each forward pass."""
         for number, layer in enumerate(self._layers if not self._listening else ()):
             router = _Router(number, self._normalizes, self._family.softmax_of_chosen)
             layer.register_forward_pre_hook(router.take, with_kwargs=True)
@@ -134,7 +134,7 @@ def router_of(mixture: Any) -> nn.Module:
 def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
     """Raise `IncompatibleError` unless experts have the shape `want` and are below `count`.
 
-    Values on a device are trusted: they were recorded there.
+    Values on an accelerator are not checked: they were recorded there.
     """
     outside = recorded.device.type == "cpu" and recorded.numel() > 0
     least, largest = (int(each) for each in recorded.aminmax()) if outside else (0, 0)
@@ -180,12 +180,12 @@ class _Router:
 
 
 def index_dtype(experts: int) -> torch.dtype:
-    """Return a type that holds the numbers of so many experts."""
+    """Return an integer dtype for the numbers of this many experts."""
     return torch.uint8 if experts <= 256 else torch.int16
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the first input, and add the second, a scalar, to the loss that it reaches."""
+    """Return `values`; the backward pass differentiates the scalar `loss` as a summand of the total loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -197,9 +197,9 @@ class _WithLoss(torch.autograd.Function):
 
 
 def rows_of(plan: ScoringPlan, values: Tensor) -> Tensor:
-    """Return this rank's rows [R, ...] of `values` [T, ...]; padding has those of some token.
+    """Return this rank's rows [R, ...] of `values` [T, ...]; padding repeats some token.
 
-    A row has the value of one of its tokens, never of a sequence's last, which generators do not compute.
+    A row takes the value of a token that is not a sequence's last, if it has one: generators do not compute last tokens.
     """
     tree, last = plan.tree, np.cumsum(plan.lengths) - 1
     others = np.delete(np.arange(len(tree.rows)), last)

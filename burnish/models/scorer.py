@@ -1,6 +1,6 @@
-"""The model as the training engine sees it: a log-prob and an entropy, or a value, per token.
+"""Score tokens by a model: a log-prob and an entropy, or a value, for each.
 
-The head is inside this forward, so sharding this module gathers the head's weight, tied or not.
+The head runs inside `Scorer.forward`, so a sharded `Scorer` gathers the head's weight, tied or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scorer(nn.Module):
         self.chunk = chunk
         self._position_limit = position_limit(model.config)
         self.vocabulary: Any = None
-        """The tokens whose rows embedding and output layer have, if not all: a `burnish.models.parts.VocabularyPart`."""
+        """This rank's part of the vocabulary, a `burnish.models.parts.VocabularyPart`; None: all of it."""
         self.scores_values = has_value_head(model.config)
         if self.scores_values:
             return
@@ -60,14 +60,14 @@ class Scorer(nn.Module):
     ) -> TokenOutputs:
         """Score the plan's tokens; `temperature` divides the logits, `routing` instructs the routers.
 
-        Entry t of the outputs [T] concerns the prediction of token t; it is 0 if the plan does not name t.
+        Entry t of the outputs [T] is for the prediction of token t, and 0 if the plan does not score it.
         """
         part, longest = self.vocabulary, max(plan.passed.attended, default=0)
         if self._position_limit is not None and longest > self._position_limit:
             raise IncompatibleError(
-                "a sequence is longer than those that the model's rotary positions are the same for",
+                "a sequence is too long to be packed with others",
                 have=f"{longest} tokens",
-                want=f"at most {self._position_limit}; beyond, rope_type longrope and dynamic let a sequence change those beside it",
+                want=f"at most {self._position_limit}: beyond, rope_type longrope and dynamic change the positions of all sequences beside it",
                 do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
             )
         if routing is not None:
@@ -100,7 +100,7 @@ class Scorer(nn.Module):
 class ScoringPlan:
     """One forward pass over packed sequences on this rank, with tensors on the model's device.
 
-    Of T tokens this rank computes C (`burnish.models.packing`), of predictions it scores N.
+    Of T packed tokens this rank computes C (`burnish.models.packing`) and scores N predictions.
     """
 
     input_ids: Tensor
@@ -110,23 +110,23 @@ class ScoringPlan:
     packing: Attends
     """Attention between computed tokens."""
     predictors: RowMap
-    """[N], the computed token that each prediction is made from."""
+    """[N], the computed token from which each prediction is made."""
     targets: Tensor
     """[N] int64, the token that is predicted."""
     predicted: Tensor
-    """[N] int64, the computed token that each prediction is of, among those of all ranks."""
+    """[N] int64, the place of each predicted token among the computed tokens of all ranks."""
     results: RowMap
-    """[M], the computed token of each token that is scored, among those of all ranks."""
+    """[M], the place of each scored token among the computed tokens of all ranks."""
     scored: Tensor
     """[M] int64, the tokens that are scored."""
     tree: PrefixTree
-    """The computed token that each of the T equals."""
+    """Which computed token stands for each of the T."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
     deal: Deal
     """The computed tokens of each rank."""
     passed: Passed
-    """Counts for all ranks together that share these tokens."""
+    """Counts over all ranks that share these tokens."""
 
     @classmethod
     def of(
@@ -182,14 +182,14 @@ class ScoringPlan:
 
 
 def attention_of_part(packing: Attends, deal: Deal) -> Attends:
-    """Return attention for this rank's tokens; `packing` is for all."""
+    """Return attention for this rank's tokens from `packing`, for all tokens."""
     if deal.group is None and deal.rows == deal.count:
         return packing
     return import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Return the tokens [N] int64 in any mask [T], except the first of a sequence, on the host."""
+    """Return the indices [M] int64, on the host, of all tokens in `loss_mask` [T] that are not a sequence's first."""
     starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
     wanted[starts[starts < total]] = False
@@ -197,7 +197,7 @@ def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """Return what the model does to its logits."""
+    """Return the model's transform of its logits."""
     text = config.get_text_config()
     family = family_of(text.model_type)
     scale = float(getattr(text, "logit_scale", None) or 1.0)

@@ -25,7 +25,7 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the same backbone with a scalar head. Raises `IncompatibleError` if it has another head, or can have none."""
     if has_value_head(config) and config.num_labels != 1:
         raise IncompatibleError(
-            f"{config.name_or_path or config.model_type} says several things of a token, which is no value",
+            f"{config.name_or_path or config.model_type} has several outputs for a token, not one value",
             have=f"{config.num_labels} labels",
             want="a token or sequence classification model with one label, or a language model",
             do="set critic.path to one",
@@ -37,9 +37,9 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the family's token classification model, made as transformers makes them if it has none.
+    """Return the family's token classification class, built from transformers' generic class if it has none.
 
-    A configuration may name a sequence classification model. Raises `IncompatibleError` unless transformers knows a language model.
+    A configuration may name a sequence classification class instead. Raises `IncompatibleError` if the family has no language model.
     """
     mappings = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
     if any(name.endswith(OF_SEQUENCES) for name in config.architectures or ()):

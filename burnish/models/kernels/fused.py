@@ -1,6 +1,6 @@
-"""RMSNorm and rotary positions, each as one step of autograd, and the layers that use them.
+"""RMSNorm and rotary positions as one autograd function, and the layers that use it.
 
-One function keeps only its input, computes in fp32 and rounds once. On a CPU it works in blocks of
+The function keeps only its input, computes in fp32 and rounds once. On a CPU it works in blocks of
 rows that stay in the cache. Elsewhere the norm is torch's kernel.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
@@ -38,7 +38,7 @@ def fuse(model: PreTrainedModel) -> None:
 
 
 def replace_layers(model: nn.Module, kind: str, make: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace every module whose class name ends with `kind` by `make` of it."""
+    """Replace every module whose class name ends with `kind` by `make(module)`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(kind):
@@ -67,7 +67,7 @@ class FusedRMSNorm(nn.Module):
 
 Pair = tuple[Tensor, Tensor]
 Positioning = Callable[[Pair, tuple[FusedRMSNorm | None, FusedRMSNorm | None], Pair], Pair]
-"""Like `rotate_both`."""
+"""The signature of `rotate_both`."""
 
 
 class FusedAttention(nn.Module):
@@ -118,7 +118,7 @@ class FusedAttention(nn.Module):
 def rotate_both(
     heads: Pair, norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None], positions: Pair
 ) -> Pair:
-    """Apply any norms to queries [T, heads, d] and keys [T, key heads, d], then rotate them by cosines and sines [1, T, d]."""
+    """Norm queries [T, heads, d] and keys [T, key heads, d] if there are norms; rotate them by cosines and sines [1, T, d]."""
     rotation = rotation_of(*positions)
     query, key = (
         norm_rotate(part, norm.weight, norm.variance_epsilon, rotation)
@@ -149,7 +149,7 @@ def rotation_of(cos: Tensor, sin: Tensor) -> Pair:
 def norm_rotate(
     rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair | None
 ) -> Tensor:
-    """Apply any norm by `weight` [n], then any `rotation`, to `rows` [T, ..., n].
+    """Apply the norm of `weight` [n] if given, then `rotation` if given, to `rows` [T, ..., n].
 
     Without gradients, `weight` may be [heads, n].
     """
@@ -170,7 +170,7 @@ def norm_rotate(
 
 
 def _plainly(rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair | None) -> Tensor:
-    """Compute `norm_rotate` for a compiler to fuse."""
+    """Compute `norm_rotate` in operations that a compiler fuses."""
     value = rows.float()
     if weight is not None:
         value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)

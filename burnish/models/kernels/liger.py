@@ -1,7 +1,7 @@
 """Liger's Triton kernels (Hsu et al., arXiv 2410.10989), on CUDA if `liger-kernel` is installed.
 
 They replace gated activations, rotations, and norms that `burnish.models.kernels.fused` leaves. Experts, compiled
-layers, the generator and the Megatron engine do without.
+layers, the generator and the Megatron engine do not use them.
 """
 
 from __future__ import annotations
@@ -108,5 +108,5 @@ def _rotate_both(
     )
     cos, sin = (each.float() for each in positions)
     query, key = kernels.rotate(query, key, cos, sin)
-    # Not [0]: its gradient would be a copy into zeros.
+    # Not [0], whose gradient would be a copy into zeros.
     return query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1)

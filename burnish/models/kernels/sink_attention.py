@@ -82,7 +82,7 @@ def _backward(  # noqa: PLR0913
 
 
 def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the state of the random numbers, which nobody draws."""
+    """Return a dummy random state, which is not used without dropout."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 

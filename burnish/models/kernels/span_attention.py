@@ -26,11 +26,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from burnish.distributed.device import has_matrix_units
 from burnish.models.kernels.attention import cap, weigh
 
-# Scores at a time, 4 MiB in fp32. More do not stay in the caches, fewer cost too many calls.
+# Scores computed at a time, 4 MiB in fp32. More do not stay in the caches, fewer cost too many calls.
 _SCORES = 1 << 20
 # Most scores for the queries of one key head.
 _MOST_SCORES = 1 << 22
-# Devices other than CPUs take so many times both, 64 and 256 MiB, for fewer kernels.
+# Devices other than CPUs take this many times both limits (64 and 256 MiB), for fewer kernels.
 _TIMES = 16
 # A span has an eighth of all queries, within these limits. Fewer make slow products, more compute larger unused triangles.
 _FEWEST_QUERIES, _MOST_QUERIES = 64, 512
@@ -154,13 +154,13 @@ class _Span(NamedTuple):
     """Consecutive queries, and the keys that they see. B counts pairs of a sequence and a key head."""
 
     asking: slice
-    """Of L."""
+    """The queries, along L."""
     seen: slice
-    """Of L."""
+    """The keys, along L."""
     bias: Tensor
     """[queries, last keys]: -∞ where a query does not see one of the last keys. All queries see the keys before."""
     groups: tuple[slice, ...]
-    """Of B: as many at a time as give `_SCORES` scores."""
+    """Slices of B, of at most about `_SCORES` scores each."""
 
     def rows(self, part: Tensor) -> Tensor:
         """Copy the span's [n, key heads, shared, L, d] to fp32 rows [B, shared · queries, d]."""
@@ -171,7 +171,7 @@ class _Span(NamedTuple):
         target.copy_(rows.view(target.shape))
 
     def scores(self, queries: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """Return S [of B, shared · queries, keys], all of it visible."""
+        """Return S [of B, shared · queries, keys], as if queries saw all keys."""
         return cap(torch.bmm(queries, keys.transpose(1, 2)), softcap)
 
     def weights(
@@ -202,7 +202,7 @@ def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_
 
 
 def _products(like: Tensor) -> AbstractContextManager[None]:
-    """Let oneDNN compute products of what was bf16 in bf16 where the processor can."""
+    """Let oneDNN compute products of tensors that were bf16 in bf16 where the processor can."""
     is_rounded = like.device.type == "cpu" and like.dtype == torch.bfloat16
     return _onednn_products() if is_rounded else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Triton's passes over logits."""
+"""Triton kernels for passes over logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WARPS = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _transformed(raw, scale, bound, capped: tl.constexpr):  # type: ignore[no-untyped-def]
-    # z, and ∂z / ∂(raw logit) over `scale` and `bound`.
+    # Returns z, and ∂z / ∂(raw logit) divided by `scale` and `bound`.
     z, slope = raw.to(tl.float32) * scale, 1.0
     if capped:
         bounded = 2 * tl.sigmoid(2 * z) - 1  # tanh
@@ -116,7 +116,7 @@ def softmax_sums(logits: Tensor, columns: Tensor, scale: float, bound: float | N
 def write_gradients(
     logits: Tensor, columns: Tensor, known: Tensor, scale: float, bound: float | None
 ) -> None:
-    """Write gradients over `logits`; `known` is that of `burnish.models.logprobs`."""
+    """Write gradients over `logits`; `known` is from `burnish.models.logprobs`."""
     count, words = logits.shape
     launched: Any = _gradient_kernel[(count, triton.cdiv(words, _BLOCK))]
     launched(

@@ -2,8 +2,8 @@
 
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
-(rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. Left out: dropout, which would make outputs more than
-a function of the tokens.
+(rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. There is no dropout, because outputs must depend on
+the tokens alone.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Change:
     """The change of one tensor [rows, columns] of the checkpoint."""
 
     layer: str
-    """The layer of PEFT's that has A and B, `model.layers.0.self_attn.q_proj`."""
+    """The PEFT layer that has A and B, such as `model.layers.0.self_attn.q_proj`."""
     row: int = 0
-    """The row of B that is for the tensor's first."""
+    """The row of B for the tensor's first row."""
     column: int = 0
-    """The column of A that is for the tensor's first."""
+    """The column of A for the tensor's first column."""
     expert: int = 0
     """The number of the tensor's expert."""
     experts: int = 1
-    """Experts that A and B are for."""
+    """Number of experts that A and B serve."""
 
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
 
-        `burnish.models.lora.experts` says how those of fused experts lie.
+        `burnish.models.lora.experts` describes those of fused experts.
         """
         rank = len(a) // self.experts
         own = a[self.expert * rank : (self.expert + 1) * rank]
@@ -75,12 +75,12 @@ class Change:
 
 
 class Adapter:
-    """The adapter of one model, whose own weights it freezes."""
+    """An adapter on one model, whose own weights are frozen."""
 
     def __init__(
         self, model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype | None = None
     ) -> None:
-        """Add an undefined fp32 adapter; the model's own weights get `base_dtype`.
+        """Add an uninitialized fp32 adapter; cast the model's own weights to `base_dtype`.
 
         Raises `IncompatibleError` if the model lacks layers of `config`, PEFT would adapt others, or merging is impossible, and
         `UsageError` without PEFT.
@@ -104,7 +104,7 @@ class Adapter:
         self._shapes = {_saved_name(name): shape for name, shape in shapes.items()}
         layers = {names[name][0]: name.split(".lora_")[0] for name in shapes}
         self.changes: dict[str, Change] = {}
-        """By name, the tensors of the checkpoint that are changed, and the part of the adapter that changes them."""
+        """By name: each checkpoint tensor that the adapter changes, and the part of the adapter that changes it."""
         for before, region in zip(plain, self.base, strict=True):
             if layer := layers.get(before.parameter):
                 *expert, row, column = region.box.offsets
@@ -131,7 +131,7 @@ class Adapter:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Compute without the adapter inside the block."""
-        # Not by PEFT's enable_adapters: that sets requires_grad, which FSDP2 reads once and keeps.
+        # PEFT's enable_adapters is not used: it sets requires_grad, which FSDP2 reads only once.
         self._set_scale(0.0)
         try:
             yield
@@ -159,7 +159,7 @@ class Adapter:
                 yield piece
 
     def _factors_of(self, piece: Shard) -> tuple[Shard, ...]:
-        """Return memory for the columns of A [E r, in] and rows of B [out, r, E] that change a piece."""
+        """Allocate the columns of A [E r, in] and rows of B [out, r, E] that change a piece."""
         change = self.changes.get(piece.spec.name)
         if change is None:
             return ()
@@ -217,7 +217,7 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the weights that `config` adapts. Raises `IncompatibleError` if some are missing."""
     head = model.get_output_embeddings()
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    # PEFT would take the number of one in a list for a decoder layer.
+    # PEFT would mistake the number of a layer in a list for that of a decoder layer.
     layers = [f"{name}.weight" for name in linear if not name.rpartition(".")[2].isdigit()]
     weights = [*layers, *expert_parameters(model)]
     require_targets(config.targets, kinds_of(weights))
@@ -228,7 +228,7 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     peft, targets = import_peft(), target_weights(model, config)
     with model.device, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # what is wrong is said below
+        warnings.simplefilter("ignore", RuntimeWarning)  # the check below raises instead
         described = peft_config(config, kinds_of(targets))
         peft.inject_adapter_in_model(described, model, ADAPTER_NAME)
     if {weight for weight, factor in plain_names(model).values() if factor} != set(targets):
@@ -268,7 +268,7 @@ class FreshAdapter:
         self._seed = seed
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Draw each shard's values. Holds one A."""
+        """Draw each shard's values. Holds one A at a time."""
         for shard in shards:
             if shard.spec.name.endswith(".lora_B.weight"):
                 shard.tensor.detach().zero_()

@@ -1,6 +1,6 @@
-"""PEFT's adapter_config.json and its names, without torch.
+"""Read and write PEFT's adapter_config.json and parameter names, without torch.
 
-A directory of PEFT's that training starts from gives rank, alpha and layers. Options that Burnish lacks are refused by name.
+If training starts from an adapter, its directory sets rank, alpha and layers. Options that Burnish lacks are refused by name.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 def plain_names(model: Any) -> dict[str, tuple[str, str]]:
-    """Return each parameter's name without PEFT, and "".
+    """Map each parameter to its name without PEFT, and "".
 
-    For a factor, return the name of the weight that it changes, and "A" or "B".
+    A factor maps to the name of the weight that it changes, and "A" or "B".
     """
     weights = {
         name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
@@ -57,7 +57,7 @@ def adapted_weights(names: Iterable[str]) -> dict[str, str]:
 
 
 def kinds_of(weights: Iterable[str]) -> list[str]:
-    """Return the names by which `model.lora.targets` knows weights: layers (`q_proj`), then parameters of experts (`experts.down_proj`)."""
+    """Return the weights' names in `model.lora.targets`: layers (`q_proj`), then parameters of experts (`experts.down_proj`)."""
     parts = [name.split(".") for name in weights]
     kinds = {p[-2] if p[-1] == "weight" else ".".join(p[-2:]) for p in parts}
     return sorted(kinds, key=lambda kind: (are_parameters(kind), kind))
@@ -101,13 +101,13 @@ def peft_config(lora: LoraConfig, kinds: Sequence[str]) -> Any:
 
 
 def save_adapter_config(record: Mapping[str, Any], directory: Path) -> None:
-    """Write an `adapter_record` as PEFT reads it."""
+    """Write an `adapter_record` as PEFT's adapter_config.json."""
     lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
     values = peft_config(lora, record["targets"]).to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
     if base := HubPlace.of(record["base"], "model"):
         values |= {_BASE_PATH: base.repo, "revision": base.revision or None}
-    values["target_modules"] = sorted(values["target_modules"])  # a set, which JSON has not
+    values["target_modules"] = sorted(values["target_modules"])  # PEFT's is a set, which JSON lacks
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2, sort_keys=True)
     (directory / ADAPTER_CONFIG).write_text(text + "\n")
@@ -133,7 +133,7 @@ def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
 
 def _base_digest(directory: Path) -> str | None:
     try:
-        # A run's step has state.json beside model/; a file of that name may be of any other program.
+        # A checkpoint has state.json beside model/. Another program's file may have the same name.
         recorded = json.loads((directory.parent / "state.json").read_bytes())
         digest = recorded["adapter"]["base_digest"]
         if isinstance(digest, str):
@@ -155,10 +155,10 @@ _UNDERSTOOD = {
     "target_modules": "targets",
     "use_rslora": "rslora",
 }
-"""What of PEFT's configuration is which setting of `model.lora`."""
+"""PEFT's options, and the settings of `model.lora` that they become."""
 
 _PARAMETERS = "target_parameters"
-"""What else of it is among the targets: the experts' parameters."""
+"""PEFT's option for parameters of experts, which are targets as well."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -166,14 +166,14 @@ _WITHOUT_EFFECT = frozenset(
         *("lora_dropout", "megatron_core", "qalora_group_size"),
     }
 )
-"""What of it changes nothing of an adapter that is trained here."""
+"""PEFT's options that change nothing in an adapter that is trained here."""
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
 }
-"""What of it has to have one of these values; all else has to be left out, or off."""
+"""PEFT's options that must have one of these values. All other options must be absent or off."""
 
 
 def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
@@ -191,12 +191,12 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
     ):
         _require_plain(dict(values), where)
         found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
-        if values.get(_PARAMETERS):  # beside which there may be no layers
+        if values.get(_PARAMETERS):  # then there may be no target_modules
             found["targets"] = found["targets"] or []
         kept = {"path": model.lora.path, "publish": model.lora.publish}
         lora = LoraConfig.model_validate(kept | found)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
-        # PEFT writes the whole names of layers that were asked for as all-linear.
+        # PEFT writes all-linear as the full names of layers.
         weights = [f"{name}.weight" for name in lora.targets]
         weights += [f"{_EXPERTS}.{name}" for name in fused]
         lora = lora.model_copy(update={"targets": kinds_of(weights)})

@@ -1,8 +1,8 @@
-"""Low-rank adapters on fused experts: PEFT's parameters, computed by grouped products.
+"""Compute low-rank adapters of fused experts, with PEFT's parameters, by grouped products.
 
 transformers keeps a layer's experts as one parameter [E, out, in]. PEFT gives it A [E r, in], expert after expert, and B [out, r E],
-in which experts alternate. PEFT computes all of W + s B A in every forward pass, which takes the experts' memory twice and replaces
-the tensor that FSDP2 gathers. Here tokens go through A and B.
+in which experts alternate. PEFT computes all of W + s B A in every forward pass. That takes the experts' memory twice and replaces
+the tensor that FSDP2 gathers. Here tokens go through A and B instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from burnish.distributed.device import uncompiled
 from burnish.models.lora.adapter_config import ADAPTER_NAME
 
 _RANK_MULTIPLE = 8
-"""Grouped products on CUDA want rows of a multiple of 16 bytes, which are so many elements at least."""
+"""Grouped products on CUDA need rows of a multiple of 16 bytes: 8 elements of 2 bytes."""
 _PARAMETERS = ("gate_up_proj", "down_proj")
 
 
@@ -44,9 +44,9 @@ class AdaptedExperts(nn.Module):
         self.lora_A = wrapper.lora_A
         self.lora_B = wrapper.lora_B
         self.parameter_name: str = wrapper.parameter_name
-        """The parameter of the experts that this layer's A and B are for; another may have those of a wrapper within."""
+        """The experts' parameter that this layer's A and B change; a wrapper inside may change another."""
         self.scaling: dict[str, float] = dict(wrapper.scaling)
-        """s, by the adapter's name, as PEFT's layers have it; with 0 the adapter is off."""
+        """s, by the adapter's name, as in PEFT's layers; 0 turns the adapter off."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the outputs for tokens [T, H], each sent to k experts [T, k] and weighted [T, k]."""
@@ -98,5 +98,5 @@ def _adapted(
 
     inner = experts._apply_gate(product(hidden[order // chosen.shape[1]], "gate_up_proj"))
     outputs = product(inner, "down_proj") * weights.flatten()[order, None]
-    # Gathered and summed, not added in place, so that no two additions race.
+    # Gather and sum, because concurrent additions in place would run in any order.
     return outputs[order.argsort()].view(*chosen.shape, -1).sum(1).to(hidden.dtype)

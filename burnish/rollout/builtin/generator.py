@@ -23,7 +23,7 @@ from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.running import LocalGenerator
 
-# Share for the cache. Prompts that are read and fragmentation take the rest.
+# Share of free memory for the cache. Prefill and fragmentation take the rest.
 _SHARE_OF_FREE_MEMORY = 0.8
 
 
@@ -76,7 +76,7 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
             yield shard.spec, shard.checksum()
 
     def release(self) -> None:
-        """See `Generator.release`. A CPU's memory, and a model beside an adapter, stay."""
+        """See `Generator.release`. Keeps a CPU's memory, and a model beside an adapter."""
         if self._model.device.type != "cpu" and self._model.release():
             self._version = None
 
@@ -86,9 +86,9 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         del self._model
 
     def _slots_that_fit(self, length: int) -> int:
-        """Return 512, or half of that and so on, for sequences of so many tokens.
+        """Return how many sequences of `length` tokens fit: 512, halved until they do.
 
-        Powers of two, so that a restart computes the same bits.
+        Only powers of two, so that a restart computes the same bits.
         """
         if self._slot_bytes is None:
             self._slot_bytes = slot_bytes(self._model)

@@ -4,8 +4,8 @@ Every completion has a 64-bit key, derived from (run seed, step, prompt, sample)
 seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
 multiply.
 
-Filters run in the order of transformers: temperature, top-k, top-p, min-p. Ties stay or go together. The draw inverts the
-distribution function by id. Masses are fp32, running sums fp64.
+Filters run in the order of transformers: temperature, top-k, top-p, min-p. Equal masses are kept or dropped together. The draw
+inverts the distribution function in order of ids. Masses are fp32, running sums fp64.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, with or without special tokens."""
 
 _MARGIN = 8
-"""Characters decoded beyond the longest stop string: tokenizers may alter a text's first ones."""
+"""Characters decoded before the longest stop string, because tokenizers may alter a text's first ones."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -25,7 +25,7 @@ class StopRule:
     def __init__(
         self, sampling: Sampling, eos_token_ids: Sequence[int], decode: Decode | None
     ) -> None:
-        """Raises `UsageError` for stop strings without `decode`, or an empty one."""
+        """Raises `UsageError` for stop strings without `decode`, or an empty stop string."""
         if sampling.stop_strings and decode is None:
             raise UsageError(
                 "stop strings need a tokenizer to decode with",
@@ -55,7 +55,7 @@ class StopRule:
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.
 
-        True for tokens that are no text alone, and for strings that end with a space: tokenizers drop leading ones.
+        True for tokens that are no text alone, and if a string ends with a space: tokenizers drop leading spaces.
         """
         known = self._candidates.get(token)
         if known is None:
