@@ -116,7 +116,7 @@ class BatchOutcome:
 
 
 class RandomWeights:
-    """A `ShardSource` of random values large enough to show a mistake in any part of a model."""
+    """A `ShardSource` of random values, large enough to show any mistake."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -279,7 +279,7 @@ def eager_model(given: Material) -> PreTrainedModel:
 
 
 def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
-    """Return a list for each router, to which every forward pass appends its logits [T, E]."""
+    """Return a list per router that collects its logits [T, E] of each forward pass."""
     found: list[list[Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
@@ -357,7 +357,7 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
     """Compare every tensor, in the order of computation.
 
-    Gradients are compared before clipping, which would spread a mistake. Weights are compared with AdamW's first step from the
+    Gradients are compared before clipping, which spreads mistakes. Weights are compared with AdamW's first step from the
     engine's own clipped gradients, because the sign of a gradient near 0 decides a whole step.
     """
     clip, optim = given.engine.max_grad_norm, given.optim

@@ -149,7 +149,6 @@ def _devices() -> Iterator[Finding]:
 
 
 def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:
-    """Compare this process's cores with its device's."""
     node = _numa_node(own)
     cores = Path(f"/sys/devices/system/node/node{node}/cpulist")
     if node is not None and cores.exists():

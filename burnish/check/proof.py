@@ -363,7 +363,6 @@ def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Mo
 
 
 def _first_module(found: Modules, wanted: Modules) -> str | None:
-    """Name the first module of the plain pass whose outputs differ."""
     for name, right in wanted.items():
         mine = found.get(name, {})
         if any(

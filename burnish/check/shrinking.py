@@ -51,7 +51,7 @@ _STATE_HEADS = (
     ("n_mamba_heads", "mamba_headdim", "mamba_ngroups"),
     ("num_heads", "head_dim", "n_groups"),
 )
-"""Fields of Mamba's layers: the number of heads, their width, and the groups of them."""
+"""Fields of Mamba layers: number of heads, their width, number of groups."""
 _LAST_LAYERS = "num_kv_shared_layers"
 """The field that says how many layers at the end differ from earlier layers."""
 _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")

@@ -94,7 +94,7 @@ def share_evenly(costs: Costs, ranks: int) -> Integers:
 
 
 def by_share(shares: Integers, count: int) -> Integers:
-    """Return a stable order of things by their shares, all below `count`."""
+    """Order things stably by shares, all below `count`."""
     # numpy sorts 16 bits by radix.
     return np.argsort(shares.astype(np.uint16 if count < 1 << 16 else np.int64), kind="stable")
 
@@ -122,7 +122,7 @@ def _summed(values: Integers | Costs, group: Integers, count: int = 0) -> Intege
 
 
 def _order(values: Integers) -> Integers:
-    """Return a stable order of numbers ≥ 0; of many, only the highest 16 bits count, which numpy sorts by radix."""
+    """Order numbers ≥ 0 stably; of many, only the highest 16 bits, which numpy sorts by radix."""
     if len(values) >= _MANY:
         values = (values >> max(int(values.max()).bit_length() - 16, 0)).astype(np.uint16)
     return np.argsort(values, kind="stable")
@@ -199,8 +199,8 @@ def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> _Divisio
 def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
     """Give the costliest item to the idlest bin with room (longest processing time; Graham 1969).
 
-    Each turn gives one item to each of many bins. It ends where a bin that has got one, or a full bin, would be
-    next. Returns None if an item fits nowhere, or after too many turns that full bins ended.
+    Each turn gives many bins one item each, until one of these, or a full bin, is next. Returns None if an item
+    fits nowhere, or full bins end too many turns.
     """
     bins, loads, rooms = np.zeros_like(costs), np.zeros(count, np.int64), np.full(count, limit)
     start, patience = 0, _PATIENCE

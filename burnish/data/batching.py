@@ -130,7 +130,7 @@ def _brought(
     shares: Shares,
     layout: Layout,
 ) -> dict[int, Any]:
-    """Return the examples of this rank's micro-batches; their owners send them. Collective."""
+    """Return this rank's examples, which their owners send. Collective."""
     leaving: defaultdict[int, list[int]] = defaultdict(list)
     for number in examples:
         leaving[int(shares.ranks[number])].append(number)
@@ -148,7 +148,6 @@ def _brought(
 def _packet(
     examples: Mapping[int, Any], numbers: list[int], columns: Iterable[str]
 ) -> dict[str, Any]:
-    """Join the arrays of examples end to end, in small dtypes."""
     some, names = [examples[i] for i in numbers], ("token_ids", "loss_mask", *columns)
     joined = {name: np.concatenate([getattr(each, name) for each in some]) for name in names}
     joined["token_ids"] = joined["token_ids"].astype(np.int32)
@@ -168,7 +167,7 @@ def _unpacked(
 
 
 def _assign(outlines: Integers, ranks: int, budget: int, flops: ModelFlops) -> Shares:
-    """Assign examples to ranks. An example behind one with the same prompt does not pay for the prompt."""
+    """Assign examples to ranks. Neighbours pay only once for a common prompt."""
     lengths, starts, _, names = outlines
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     follows = _follows(starts, names, lengths, min(fair, budget))
@@ -178,7 +177,7 @@ def _assign(outlines: Integers, ranks: int, budget: int, flops: ModelFlops) -> S
 
 
 def _follows(starts: Integers, names: Integers, lengths: Integers, limit: int) -> Mask:
-    """Return [N] whether an example stays with the one before it: runs with one prompt, of at most `limit` tokens."""
+    """Return [N] whether an example joins the one before it: same prompt, at most `limit` tokens."""
     follows = np.zeros(len(lengths), np.bool_)
     follows[1:] = (starts[1:] == starts[:-1]) & (names[1:] == names[:-1])
     places = np.arange(len(lengths))

@@ -3,8 +3,8 @@
 A chat template with `{% generation %}` marks the trained tokens. Without it, prefix differencing renders the messages up to each
 turn and compares ids. The model trains on the assistant's tokens and its end of turn, except a sequence's first token.
 
-GLM's templates end a turn only by the next role's first token, which also ends completions. So that token is trained on. As in TRL,
-one is added after a last turn: otherwise the model would not learn to stop.
+GLM's templates end a turn only by the next role's first token, which also ends completions. So it is trained on and, as in TRL,
+added after a last turn.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ChatEncoder:
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Tokenize each text. `special` adds leading tokens, never trailing ones.
 
-        Of a text over the limit, it may return only the first tokens, but more than the limit.
+        A text over the limit may lose its end, but stays over the limit.
         """
         if not texts:
             return []
@@ -200,7 +200,7 @@ class ChatEncoder:
         return self.ids([text], special=False)[0]
 
     def conversations(self, rows: Sequence[Conversation]) -> list[Encoded]:
-        """Return ids and mask of each conversation.
+        """Encode each conversation.
 
         Raises `UsageError` naming the row if the template refuses it or, without generation marks, rewrites earlier text other
         than thoughts.

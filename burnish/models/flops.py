@@ -1,9 +1,9 @@
 """Count a model's floating-point operations, without torch.
 
-A product of [m, k] and [k, n] counts 2 m k n. Only active experts count. Attention costs
-4 · heads · head_dim per pair of query and key. Training costs three forward passes. As in PaLM
-(arXiv 2204.02311, appendix B), recomputation does not count. Nor do norms, activations, softmax,
-embeddings, states, later copies of a shared beginning, and the output layer for unscored tokens.
+A product of [m, k] and [k, n] counts 2 m k n. Only active experts count. Training costs three
+forward passes. As in PaLM (arXiv 2204.02311, appendix B), recomputation does not count. Nor do norms,
+activations, softmax, embeddings, states, later copies of a shared beginning, and the output layer for
+unscored tokens.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class SafetensorsSource:
 class FreshSource:
     """A `ShardSource` of random first weights, as the model family draws them.
 
-    A module's values follow from its name and the run's seed, so the number of ranks does not matter.
+    Values follow from the module's name and the run's seed, not from the number of ranks.
     """
 
     def __init__(self, hf_config: PretrainedConfig, seed: int) -> None:
@@ -265,7 +265,7 @@ class FreshSource:
         }
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Draw each shard's values. Holds one module at a time, so its shards should come together."""
+        """Draw each shard's values. Holds one module, so its shards should come together."""
         current: str | None = None
         values: dict[str, Tensor] = {}
         for shard in shards:

@@ -1,6 +1,6 @@
 """Build a model on the meta device, and give it memory.
 
-Left out: quantized models, and all that are neither `AutoModelForCausalLM` nor such a backbone with a value head.
+Models are `AutoModelForCausalLM`, or such a backbone with a value head, and not quantized.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from burnish.models.kernels.mixers import pack_mixers
 from burnish.models.names import is_matrix
 
 _SENSES = re.compile("vision|audio|image|speech|video|vq")
-"""In the names of configurations of what does not read text."""
+"""Found in the names of sub-configurations for inputs other than text."""
 OF_SEQUENCES = "ForSequenceClassification"
-"""How names of architectures with a head for whole sequences end."""
+"""Ending of the names of architectures with a head for whole sequences."""
 
 
 def has_own_code(config: PretrainedConfig) -> bool:
@@ -90,7 +90,7 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
     text = config.get_text_config()
     fields = text.to_dict()
     for name in SIZE_FIELDS:
-        with suppress(AttributeError, RuntimeError):  # a size that layers do not have in common
+        with suppress(AttributeError, RuntimeError):  # layers differ in this size
             fields[name] = getattr(text, name)
     return ModelSizes.of(fields)
 
@@ -118,14 +118,14 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:
-    """Return the weights that transformers always keeps in fp32, as DeepSeek-V3's router biases."""
+    """Return the weights that transformers always keeps in fp32, such as DeepSeek-V3's router biases."""
     kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     modules = getattr(kind, "_keep_in_fp32_modules_strict", None) or ()
     return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return transformers' own model in fp32, with a value head or a vocabulary, on torch's default device.
+    """Return transformers' own model in fp32, with a value head or an output layer, on torch's default device.
 
     Raises `IncompatibleError` if it reads more than text, and `UsageError` if transformers cannot build it.
     """
@@ -138,7 +138,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
             do="take the language model out: load the directory with transformers, save its language_model "
             "and its output layer as the family's text-only model, and set model.path to that",
         )
-    with refusing(  # a wrong value shows anywhere, as any error
+    with refusing(  # a wrong value may raise any error
         f"transformers cannot build a causal language model of type {config.model_type} with this configuration",
         want="values that belong together",
         do="correct config.json, or model.fresh",
@@ -154,7 +154,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
-    """Give a meta model (or a sharded one around it) undefined weights and right buffers, with its ties."""
+    """Allocate uninitialized weights and computed buffers of a meta model (or a sharded one around it); keep ties."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -169,7 +169,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, on the CPU, so that all devices have the same.
+    """Compute the buffers that no checkpoint holds, on the CPU, so that they are the same on all devices.
 
     Raises as `initialized` does.
     """
@@ -200,11 +200,11 @@ def initialized(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers `keys` as `owner._init_weights` makes them, on the CPU.
 
-    Draws come from torch's global generator. Raises `IncompatibleError` for one that is not set.
+    Draws come from torch's global generator. Raises `IncompatibleError` if one is left unset.
     """
 
     names = next(n for n, each in owner.named_modules() if each is module).split(".")
-    for depth in range(len(names), -1, -1):  # some are initialized by a module around theirs
+    for depth in range(len(names), -1, -1):  # a module around it may initialize it
         around = _undefined(owner.get_submodule(".".join(names[:depth])), module, keys)
         with guard_torch_init_functions():
             owner._init_weights(around)
@@ -221,7 +221,7 @@ def initialized(
 
 
 def _undefined(around: nn.Module, module: nn.Module, keys: Collection[str]) -> nn.Module:
-    """Copy modules without memory, but for `keys` of `module`, which are NaN, or 0, on the CPU."""
+    """Copy modules to the meta device, except `keys` of `module`, which are NaN (integers 0) on the CPU."""
 
     def blank(key: str, like: torch.Tensor | None) -> torch.Tensor | None:
         if like is None:
@@ -260,7 +260,7 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
     chosen = getattr(config, "num_experts_per_tok", None)
-    if isinstance(chosen, list):  # of each layer
+    if isinstance(chosen, list):  # one number per layer
         chosen = sum(chosen) / len(chosen)
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     for name, module in model.named_modules():
@@ -283,7 +283,7 @@ def _attention_costs(
     heads = model_sizes(config).heads
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     for position, module in enumerate(attentions):
-        # Latent attention (DeepSeek's) has queries and values of different widths; GPT-NeoX has a name of its own.
+        # Latent attention (DeepSeek's) has queries and values of different widths; GPT-NeoX says head_size.
         names = ("qk_head_dim", "head_dim", "head_size")
         widths = (getattr(module, name, None) for name in names)
         query = next((width for width in widths if width), config.hidden_size // max(heads, 1))

@@ -1,7 +1,7 @@
-"""Canonical names: the tensors of a Hugging Face checkpoint in a model's parameters.
+"""Find the tensors of a Hugging Face checkpoint in a model's parameters, under canonical names.
 
-transformers fuses some tensors on loading and undoes that on saving, by views only. So saving runs
-once on shapes without data, and the place of each checkpoint tensor in a parameter is read off.
+transformers fuses some tensors on loading and undoes that on saving, by views only. So its conversion for saving
+runs once on shapes without data, and each view shows where a checkpoint tensor lies in a parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burnish.errors import IncompatibleError
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a weight is multiplied with; norms per head (Cohere's), biases per expert and decays (Jamba's) are not."""
+    """Return whether a weight is used in matrix products, unlike norms per head (Cohere), biases per expert and decays (Jamba)."""
     owner, _, kind = name.rpartition(".")
     is_norm = "norm" in owner.rpartition(".")[2].lower()
     return dims >= 2 and not is_norm and not kind.endswith(("bias", "A_log"))
@@ -45,7 +45,7 @@ class Region:
     dims: tuple[int, ...]
     """The parameter's dims that the checkpoint tensor has, in order; the others have size 1 in the box."""
     start: tuple[int, ...] = ()
-    """Where in the checkpoint tensor the box begins, by its dims; () where it is all of it."""
+    """Offsets of the box in the checkpoint tensor; () if the box has all of it."""
 
     def in_tensor(self, part: Box) -> Box:
         """Return a part of the region, in coordinates of the checkpoint tensor."""
@@ -54,7 +54,7 @@ class Region:
         return kept.shift(self.start) if self.start else kept
 
     def shard_of(self, held: Tensor, box: Box, prefix: str = "") -> Shard | None:
-        """View this tensor's elements, if any, in `held`, the parameter's elements in `box`. `prefix` goes before the name."""
+        """View this tensor's elements, if any, in `held`, which has the parameter's elements in `box`. `prefix` precedes the name."""
         common = intersect(self.box, box)
         if common is None:
             return None
@@ -94,8 +94,8 @@ def model_shards(
 ) -> Iterator[Shard]:
     """Yield this rank's pieces with elements, as views of local memory.
 
-    Any `tensors` (optimizer slots) replace parameters: by parameter name, each of the (local) shape of
-    its parameter. `prefix` goes before every canonical name. `parts` replaces `regions(model)`.
+    `tensors` (optimizer slots) replace parameters: by parameter name, in the (local) shape of the
+    parameter. `prefix` precedes every canonical name. `parts` replaces `regions(model)`.
     """
     held = _held(model)
     for region in regions(model) if parts is None else parts:

@@ -1,8 +1,7 @@
 """Record, prescribe and balance the experts of tokens, by hooks on a model's routers.
 
-A mixture may send a token to other experts when it is updated than when it was sampled.
-Routing replay prescribes the experts that were chosen before (arXiv 2507.18071, section 5.3; arXiv 2510.11370). With
-p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i has the weight
+Training may send a token to other experts than sampling did. Routing replay prescribes those chosen before (arXiv 2507.18071,
+section 5.3; arXiv 2510.11370). With p = softmax(router logits) and the prescribed experts c_1 ... c_k, expert c_i has the weight
 
     p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
 

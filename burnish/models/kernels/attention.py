@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, as a transformers attention implementation.
 
 A model runs on one row of tokens `[1, T]`, in which sequences lie end to end. The keyword argument
-`packing` attends: a `PackedLayout` when scoring, a KV cache when generating.
+`packing` computes attention: a `PackedLayout` when scoring, a KV cache when generating.
 
 On CUDA, one call of flash attention takes all sequences. Elsewhere, and with a soft cap, similar lengths share a block
 [n, L] of a dense kernel.
@@ -51,21 +51,21 @@ class Softmax(NamedTuple):
     """How a layer weighs keys."""
 
     scaling: float
-    """Of the products of queries and keys."""
+    """Factor on the products of queries and keys."""
     window: int | None = None
-    """A token sees at most so many tokens, itself included; None: all before it."""
+    """A token sees at most this many tokens, itself included; None: all before it."""
     softcap: float | None = None
     """Bound of the scores: softcap · tanh(score / softcap); None: no bound."""
     sinks: Tensor | None = None
-    """[heads], one more score of every query, without a key and a value; None: there is none."""
+    """[heads], one more score of every query, without a key and a value; None: no sinks."""
 
     @property
     def is_plain(self) -> bool:
-        """There are no sinks and no soft cap, so torch's kernels compute it."""
+        """Return whether torch's kernels can compute it: no sinks, no soft cap."""
         return self.softcap is None and self.sinks is None
 
     def weights(self, products: Tensor, bias: Tensor) -> Tensor:
-        """Return weights in place of scaled fp32 products [n, key heads, heads per key head, keys] of a query per row."""
+        """Turn scaled fp32 products [n, key heads, heads per key head, keys] of one query per row into weights, in place."""
         sinks = self.sinks
         sinks = None if sinks is None else sinks.float().view(*products.shape[1:3], 1)
         weigh(cap(products, self.softcap).add_(bias), sinks)
@@ -88,7 +88,7 @@ def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
 
 
 class Attends(Protocol):
-    """Decides which tokens a token sees."""
+    """Computes what passes between tokens: attention and states."""
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Return the attention output `[1, T, heads, head_dim]`, contiguous."""
@@ -144,15 +144,15 @@ class SharedRows:
     """Maps C computed rows to the A rows of whole sequences, and back."""
 
     sources: RowMap
-    """[A], the computed row that each row of a sequence is."""
+    """[A], the computed row that stands for each sequence row."""
     kept: Tensor
-    """[C] int64, one sequence row of each computed row, which its output is taken from."""
+    """[C] int64, the sequence row from which each computed row's output is taken."""
     others: Tensor
     """[A - C] int64, all other sequence rows."""
 
     @classmethod
     def of(cls, sources: Indices, device: torch.device) -> SharedRows:
-        """Plan from the computed row of each sequence row, [A]."""
+        """Plan from `sources` [A], the computed row of each sequence row."""
         _, kept = np.unique(sources, return_index=True)
         others = np.setdiff1d(np.arange(len(sources)), kept)
         return cls(RowMap.of(sources, device), on_device(kept, device), on_device(others, device))
@@ -178,7 +178,7 @@ class PackedLayout:
     max_seqlen: int
     """Length of the longest sequence."""
     shared: SharedRows | None = None
-    """Sequence rows that are the same computed row; None: each is its own."""
+    """The map from computed rows to sequence rows; None: they are the same."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
@@ -217,7 +217,7 @@ class PackedLayout:
         return (output if self.shared is None else self.shared.collect(output))[None]
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """See `Attends.mix`. A common beginning is computed once for each sequence."""
+        """See `Attends.mix`. Each sequence computes a common beginning again."""
         rows = hidden[0] if self.shared is None else self.shared.sources.take(hidden[0])
         output = self.blocks.computed([rows], lambda parts: mixer(parts[0], None))
         return (output if self.shared is None else self.shared.collect(output))[None]
@@ -239,7 +239,7 @@ class PackedLayout:
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
         )
-        assert isinstance(output, Tensor)  # a tuple only where log-sum-exps are asked for
+        assert isinstance(output, Tensor)  # a tuple only if log-sum-exps are requested
         return output
 
 
@@ -268,7 +268,7 @@ class BlockPlan:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> BlockPlan:
-        """Group sequences by length, longest first, with at most an eighth, or 15 rows, of padding each."""
+        """Group sequences by length, longest first; each is padded by at most an eighth, or 15 rows."""
         numbers = np.asarray(lengths, np.int64)
         starts, kinds = numbers.cumsum() - numbers, _rounded_up(numbers)
         blocks, rows, real = [], [np.empty(0, np.int64)], [np.empty(0, np.bool)]
@@ -298,7 +298,7 @@ class BlockPlan:
     def computed(
         self, rows: Sequence[Tensor], function: Callable[[list[Tensor]], Tensor]
     ) -> Tensor:
-        """Return a causal function of blocks [n, L, ...] for rows [T, ...]."""
+        """Apply a causal `function` of blocks [n, L, ...] to rows [T, ...]."""
         if self.gather is not None and self.scatter is not None:
             rows = [select_rows(part, self.gather, self.scatter, None) for part in rows]
         sizes = [count * length for count, length in self.blocks]

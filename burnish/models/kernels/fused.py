@@ -237,7 +237,6 @@ def _inverse_root(value: Tensor, epsilon: float) -> Tensor:
 
 
 def _turned(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `value` [T, heads, d] fp32."""
     half = value.shape[-1] // 2
     result = value * cos
     result[..., :half].addcmul_(value[..., half:], sin[..., :half])

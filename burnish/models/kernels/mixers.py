@@ -1,7 +1,7 @@
 """Layers with state (Gated DeltaNet, arXiv 2412.06464; Mamba, arXiv 2312.00752; short convolutions) over packed sequences.
 
-Their modules in transformers take a batch [n, L, H] of whole sequences. Here they get one from the row of tokens, and
-the keyword `packing` says how, as it does for attention. transformers' own kernels compute the rest.
+Their modules in transformers take whole sequences [n, L, H]. The keyword `packing` makes these from the row of tokens,
+as for attention. transformers' own kernels compute the rest.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 def pack_mixers(model: PreTrainedModel) -> None:
-    """Have layers with state take packed sequences. Parameters and classes keep their names."""
+    """Make layers with state take packed sequences. Parameters and classes keep their names."""
     for parent in list(model.modules()):
         for child in parent.children():
             if cache := _cache_of(child):
                 kind = type(child)
-                # As FSDP2 does: the module stays what it is, so transformers initializes it.
+                # As in FSDP2, the module remains an instance of its class, so that transformers initializes it.
                 child.__class__ = type(kind.__name__, (PackedMixer, kind), {"cache": cache})
                 parent.register_forward_pre_hook(child.take, with_kwargs=True)
 
 
 def _cache_of(module: nn.Module) -> str | None:
-    """Return the keyword for the cache of a layer with a convolution over tokens; None for other modules."""
+    """Return the keyword for the cache of a layer with a convolution over tokens, else None."""
     if not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return None
     taken = inspect.signature(module.forward).parameters
@@ -40,7 +40,7 @@ def _cache_of(module: nn.Module) -> str | None:
 
 
 class PackedMixer(nn.Module):
-    """A layer with state over packed sequences; comes before the layer's own class."""
+    """A layer with state over packed sequences: a base class before the layer's own."""
 
     cache: str
     """The keyword of its cache."""
@@ -49,7 +49,7 @@ class PackedMixer(nn.Module):
 
     @uncompiled
     def take(self, _: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Take the keyword `packing` from the call of the module around it, which may not pass it on."""
+        """Take the keyword `packing` from the parent's call, because the parent may not pass it on."""
         self._packing = options.get("packing")
 
     @uncompiled

@@ -60,7 +60,6 @@ def _backward(  # noqa: PLR0913
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys, values and sinks."""
     upstream = upstream.contiguous()
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
         upstream,

@@ -6,11 +6,11 @@ arXiv 2205.14135, without its loop over keys). Queries that share a key head are
     O = P V,  P = softmax(S),  S = s Q Kᵀ, -∞ where a query does not see a key
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - rowsum(P ∘ dP)),  dQ = s dS K,  dK = s dSᵀ Q
 
-A cap c makes S = c tanh(s Q Kᵀ / c), and dS is multiplied by 1 - (S / c)² (Gemma 2, arXiv 2408.00118). A sink is one more
-score of every query of a head, without a value (arXiv 2309.17453, gpt-oss). If its weight is p, its gradient is -p rowsum(P ∘ dP).
+A cap c makes S = c tanh(s Q Kᵀ / c), and dS is multiplied by 1 - (S / c)² (Gemma 2, arXiv 2408.00118). A sink (see
+`burnish.models.kernels.sink_attention`) of weight p has the gradient -p rowsum(P ∘ dP).
 
-On a CPU in bf16, oneDNN's products are twice as fast as MKL's on AMD. Matrix units (AMX) round factors to bf16; with
-them torch's own kernel, twice as fast, computes the forward pass where it can.
+On a CPU in bf16, products are oneDNN's, twice as fast as MKL's on AMD. Matrix units (AMX) round factors to bf16; with
+them, torch's faster kernel computes the forward pass where it can.
 """
 
 from __future__ import annotations
@@ -209,7 +209,6 @@ def _products(like: Tensor) -> AbstractContextManager[None]:
 
 @contextmanager
 def _onednn_products() -> Iterator[None]:
-    """Let oneDNN compute fp32 products in bf16 where the processor can."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

@@ -38,7 +38,7 @@ class Ulysses:
         return self._all_heads(self.packing.attend(layer, whole, softmax))
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """See `Attends.mix`. Every rank computes all tokens, since a state has no parts, and keeps its own. Collective."""
+        """See `Attends.mix`. Every rank computes all tokens, because a state has no parts, and keeps its own. Collective."""
         deal, rows = self.deal, hidden[0]
         if deal.group is not None:
             gathered = gather_rows(rows, deal.group).view(deal.ranks, deal.rows, -1)

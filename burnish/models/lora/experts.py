@@ -63,7 +63,7 @@ class AdaptedExperts(nn.Module):
 
 
 def _by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, in, r'] and B [E, r', out] from PEFT's A [E r, in] and B [out, r E]; r' is the padded rank."""
+    """Return A [E, in, r'] and B [E, r', out] from PEFT's; r' is the padded rank."""
     rank = len(a) // experts
     narrow = a.view(experts, rank, -1).transpose(1, 2)
     wide = b.view(len(b), rank, experts).permute(2, 1, 0)

@@ -1,7 +1,7 @@
 """Schedule the completions of one call in slots until all have ended.
 
 Waiting completions enter free slots in order. Prompts are read ahead in packed chunks. An accelerator copies tokens to the host
-during its next step, so Python learns of an end one step late.
+during its next step, so Python learns of a completion's end one step late.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from burnish.rollout.running import Running
 
 _PREFILL_TOKENS = 8192
 """Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
-# Copies of the logits that sampling holds, about.
+# Sampling holds about this many copies of the logits.
 _LOGIT_COPIES = 5
 _KERNELS = [
     SDPBackend.FLASH_ATTENTION,
@@ -43,13 +43,13 @@ _KERNELS = [
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
     cache: PromptCache
-    """Their keys, values and states."""
+    """The prompts' keys, values and states."""
     last: Tensor
     """Hidden state after each prompt's last token [prompts, hidden]."""
     experts: Sequence[Experts]
-    """Experts of each prompt's tokens; empty unless asked for."""
+    """Experts of each prompt's tokens; empty unless requested."""
     version: int
-    """Of the weights that read it."""
+    """Version of the weights that read the prompts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +66,11 @@ class SlotSequence(Running):
     """A completion in a slot, or waiting."""
 
     prompt: SlotPrompt
-    """The same for all samples."""
+    """The prompt, shared by its samples."""
     sampled_logprobs: list[float] = field(default_factory=list)
-    """Of its own tokens."""
+    """As in `Drawn`, one per token."""
     logprobs: list[float] = field(default_factory=list)
-    """The same of the whole distribution."""
+    """As in `Drawn`, one per token."""
 
 
 class Decoding:
@@ -100,7 +100,7 @@ class Decoding:
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
     def run(self, version: Callable[[], int], watch: Watch | None = None) -> None:
-        """Decode to the end. `version` is the weights', which `watch` may replace."""
+        """Decode to the end. `version` returns that of the weights, which `watch` may replace."""
         reported, self._version = 0, version
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
@@ -152,7 +152,7 @@ class Decoding:
         self._forget(sequences)
 
     def _forget(self, started: Sequence[SlotSequence]) -> None:
-        """Release chunks whose completions, in order, have all started."""
+        """Release chunks whose completions have all started, in order."""
         coming = self._waiting[0].prompt if self._waiting else None
         for sequence in started:
             if sequence.prompt is not coming:
@@ -260,7 +260,7 @@ def slot_bytes(model: InferenceModel) -> tuple[int, int]:
     hidden = model.forward(token, token, cache, None)
     parts = [part for layer in cache.layers.values() for part in layer]
     states = [part for layer in cache.states.values() for part in layer]
-    is_wide = not has_matrix_units(model.device)  # as fp32
+    is_wide = not has_matrix_units(model.device)  # `SharedCache` holds fp32
     per_token = sum(part.numel() * (4 if is_wide else part.element_size()) for part in parts)
     # A slot's states, and those of a prompt that is read ahead.
     fixed = _LOGIT_COPIES * model.logits(hidden).nbytes + 2 * sum(part.nbytes for part in states)
@@ -293,7 +293,7 @@ class Readback:
         tokens, sampled, logprobs = self._parts
         if not bool(logprobs.isfinite().all()):
             raise not_finite()
-        # Copied: completions keep them to their end, and the copy from the device is in pinned memory.
+        # Copied out of pinned memory, because completions keep them to their end.
         experts = None if self._experts is None else self._experts.numpy().copy()
         return tokens.tolist(), sampled.tolist(), logprobs.tolist(), experts
 

@@ -1,7 +1,7 @@
-"""The model as generation runs it: token ids in, hidden states and logits out.
+"""Run the model for generation: token ids in, hidden states and logits out.
 
 `FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for gate and up: small batches
-spend their time between products. An adapter is never merged: y = W x + b + s B A x.
+spend their time between products. An adapter is not merged: y = W x + b + s B A x.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from burnish.models.scorer import logit_transform
 
 
 class InferenceModel:
-    """A causal language model without gradients, undefined until `load`."""
+    """A causal language model without gradients, uninitialized until `load`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class InferenceModel:
         """Most tokens of a sequence; None without a limit."""
         self.device = device
         self.module = build_on_meta(hf_config)
-        """What transformers has, with packed attention."""
+        """transformers' model, with packed attention."""
         tied = tied_names(self.module).values()
         self._fixed: tuple[Region, ...] = ()
         if lora is None:
@@ -81,7 +81,7 @@ class InferenceModel:
         return self._transform.apply_(linear(hidden, head).float())
 
     def shards(self) -> Iterator[Shard]:
-        """Yield all weights as views; a tied head again as what `logits` reads."""
+        """Yield all weights as views; a tied head twice, also as `logits` reads it."""
         yield from model_shards(self.module, parts=(*self._fixed, *self._changing))
         if self._tied_head is not None:
             head = self.module.get_output_embeddings().weight.detach()
@@ -89,7 +89,7 @@ class InferenceModel:
             yield Shard(spec, whole(spec.shape), head)
 
     def release(self) -> bool:
-        """Free the weights until `load`, unless some come once only; return whether they are free."""
+        """Free the weights until `load`, unless some are published only once; return whether they are free."""
         if self._fixed:
             return False
         held = [parameter.untyped_storage() for parameter in self.module.parameters()]
@@ -118,7 +118,7 @@ class InferenceModel:
         layout: Layout,
         gather: Gather | None,
     ) -> Gather | None:
-        """Fill parts of the model; return the `Gather` of such shards."""
+        """Fill parts of the model; return the `Gather` for the next call."""
         mine = list(model_shards(self.module, parts=parts))
         if layout.world > 1:
             shards = list(shards)
@@ -193,7 +193,7 @@ class ModuleForward:
 class FusedForward:
     """Run pre-norm blocks of grouped attention with rotary positions and a gated MLP.
 
-    Take the model's shards afterwards: some become views.
+    Some parameters become views, so take the model's shards afterwards.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -261,7 +261,7 @@ class FusedLinear:
     """One product for linear layers that read the same rows, with adapters."""
 
     def __init__(self, *layers: Any) -> None:
-        """Make the layers' weights, biases and A views of joined ones."""
+        """Make the layers' weights, biases and A views of joined tensors."""
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         self._bias = None if plain[0].bias is None else _concatenated(plain, "bias")
         self._weight = _concatenated(plain, "weight")

@@ -1,4 +1,4 @@
-"""Keys and values, and states, of prompts and completions, one slot per running completion.
+"""Cache keys, values and states of prompts and completions, one slot per running completion.
 
 A `SlotCache` copies the prompt into each row, which takes the fewest kernels. Layers with state get transformers' own cache for one
 layer, whose tensors are views of the slots, and write the state after a token in place.
@@ -91,7 +91,7 @@ def _cache_of(layer: int, states: States) -> Cache:
     if states:
         held.has_previous_state[0] = True
         held.conv_kernel_size[0] = states[0].shape[-1]
-    # The layer finds its part by its number.
+    # The layer looks up its part by its number.
     return Cache(layers=[held] * (layer + 1))
 
 
@@ -102,7 +102,7 @@ class RowStore:
         self._longest, self._dtype = longest, dtype
         self.layers: dict[int, list[Tensor]] = {}
         self.states: dict[int, States] = {}
-        """Of layers with state, by row."""
+        """States of each layer, by row."""
 
     def reserve(self, prompts: PromptCache | None, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens, in layers like `prompts`'; grow early."""
@@ -179,7 +179,7 @@ class SlotCache(RowStore):
                 mine.index_copy_(0, rows, theirs.index_select(0, source))
 
     def step(self, positions: Tensor, span: int) -> Attends:
-        """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; end all others."""
+        """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; other rows have ended."""
         self.reserve(None, self._slots, span)
         self._positions, self._span, self._biases = positions, _rounded(span), {}
         return self

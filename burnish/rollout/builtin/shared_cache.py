@@ -2,7 +2,7 @@
 
     softmax([Q Kp', Q Ko']) = [Wp, Wo],   output = Wp Vp + Wo Vo
 
-They read the prompt's Kp and Vp in one product.
+Completions of one prompt read its Kp and Vp in one product.
 """
 
 from __future__ import annotations
