@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkpoints_for_tests import committed
 from nights import by_day
-from training_files import At, burnish, done, metrics, rollouts, weights, write_rows
+from training_files import FRESH, At, burnish, done, metrics, rollouts, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
@@ -29,15 +29,28 @@ from burnish.train.evaluate import _next_directory
 from burnish.train.run import Run
 from burnish.view.answers import Answers, Query
 
+STATE = {
+    **FRESH,
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""A model with a layer that has state."""
 
-def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work):
-    sft = done(work, "sft", "sft.yaml", "name=learns", "steps=25")
+
+@pytest.mark.parametrize("fresh", [FRESH, STATE], ids=["attention", "state"])
+def test_sft_learns_and_its_model_is_a_plain_one_that_answers_alike(work, fresh):
+    made, kind = f"model.fresh={json.dumps(fresh)}", fresh["model_type"]
+    sft = done(work, "sft", "sft.yaml", f"name=learns_{kind}", "steps=25", made)
     rows = metrics(sft)
     assert [row["step"] for row in rows] == list(range(26))
     assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"]
     assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
     rl = done(
-        work, "rl", "rl.yaml", "name=answers", "steps=1", "optim.lr=0", "rollout.top_k=1", "rollout.n=2",
+        work, "rl", "rl.yaml", f"name=answers_{kind}", "steps=1", "optim.lr=0", "rollout.top_k=1", "rollout.n=2",
         "model.fresh=null", f"model.path={committed(sft / 'checkpoints')[-1].path / 'model'}", "evaluation.every=0",
     )  # fmt: skip
     path = committed(rl / "checkpoints")[-1].path / "model"
@@ -67,6 +80,16 @@ def test_what_a_run_leaves_behind(work):
         }
         assert names == wanted | ({"rollouts", "traces"} if kind == "rl" else set())
         assert list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.nightly
+def test_layers_with_state_learn_the_same_on_another_layout_that_resumes(work):
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(STATE)}"]
+    whole = done(work, *argv, "name=whole", "steps=4")
+    done(work, *argv, "name=parts", "steps=2")
+    parts = done(work, *argv, "name=parts", "steps=4", "engine.sequence_parallel=2", world=2)
+    losses = [[row["train/loss"] for row in metrics(run) if row["step"]] for run in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.nightly
