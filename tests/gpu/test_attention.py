@@ -75,9 +75,9 @@ def test_a_gpu_takes_the_kernel() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 1, 9, 500])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), (True, None), (True, 2.0)])
 def test_half_precision_equals_blocks_in_fp32(
-    window: int | None, kv_heads: int, sinks: bool, device: torch.device
+    window: int | None, kv_heads: int, sinks: bool, softcap: float | None, device: torch.device
 ) -> None:
     layout = PackedLayout.of([5, 64, 1, 130, 64], device)
     results = []
@@ -92,7 +92,7 @@ def test_half_precision_equals_blocks_in_fp32(
         ]
         if sinks:
             parts.append(torch.randn(4, generator=draws).to(device, dtype).requires_grad_())
-        output = layout.attend(0, parts[:3], Softmax(0.2, window, None, *parts[3:]))
+        output = layout.attend(0, parts[:3], Softmax(0.2, window, softcap, *parts[3:]))
         upstream = torch.randn(output.shape, generator=draws).bfloat16().to(device, dtype)
         (output * upstream).sum().backward()
         results.append([output, *(part.grad for part in parts)])

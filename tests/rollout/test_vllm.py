@@ -111,8 +111,19 @@ SAMPLINGS = [
         ("qwen3_moe", {"moe_intermediate_size": 32}),
         ("qwen2", {}),
         ("llama", {}),
+        ("gemma2", {}),
+        ("granite_swa", {}),
     ],
-    ids=["tied", "untied", "mixture whose experts vLLM pads", "mixture", "biases", "llama"],
+    ids=[
+        "tied",
+        "untied",
+        "mixture whose experts vLLM pads",
+        "mixture",
+        "biases",
+        "llama",
+        "soft caps",
+        "sinks",
+    ],
 )
 def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
     engines: dict[Any, VllmGenerator], family: str, changes: dict[str, Any]
@@ -123,12 +134,24 @@ def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
         ours, oracle = vllm(engines, model, version=version), builtin(model, slots=16)
         for sampling in SAMPLINGS:
             found = ours.generate(requests, sampling)
-            assert_same(found, oracle.generate(requests, sampling))
+            assert_same(found, oracle.generate(requests, sampling), atol=2e-5)
             assert {c.weights_version for c in chain(*found)} == {version}
         request, group = requests[2], ours.generate(requests, SAMPLINGS[0])[2]
         for each in group:
             want = logits_by_hand(model, request, each).log_softmax(-1)
             np.testing.assert_allclose(each.logprobs, chosen(want, each), atol=1e-5)
+
+
+def test_gpt_oss_whose_new_weights_vllm_loses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the start; and if that did not know it, when vLLM says that it has them."""
+    model = made("gpt_oss", intermediate_size=64)
+    with pytest.raises(IncompatibleError, match="gpt-oss"):
+        started(model)
+    monkeypatch.setattr("burnish.rollout.vllm.vllm_generator._require_class", lambda *_: None)
+    ours = started(model)
+    with pytest.raises(IncompatibleError, match=r"sinks|w13|w2"):
+        ours.load_weights(Publication(model_shards(model)), 1)
+    ours.close()
 
 
 def letters(ids: Sequence[int]) -> str:

@@ -366,6 +366,13 @@ def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None
 
 
 def _require_class(config: PretrainedConfig, version: str, known: Iterable[str]) -> None:
+    if "GptOssForCausalLM" in config.architectures:  # see `burnish.rollout.vllm.weights`
+        raise IncompatibleError(
+            f"vLLM {version} does not take new weights of gpt-oss",
+            have="a loader that copies them into placeholders",
+            want="a model whose weights vLLM reloads",
+            do="set rollout.engine=builtin",
+        )
     if not set(config.architectures).intersection(known):
         raise IncompatibleError(
             f"vLLM {version} has no model of type {config.model_type}",
