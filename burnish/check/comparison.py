@@ -295,7 +295,7 @@ def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) ->
 
 
 def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
-    """Return one sequence's log-probs and entropies [T], or values; 0 where it is not trained on."""
+    """Return a sequence's log-probs and entropies [T], or values; 0 for untrained tokens."""
     ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
     zero = torch.zeros(1)
     # A sequence classifier's own forward pass returns only the last token's value.
@@ -327,7 +327,7 @@ def packed_model(
 
 
 def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
-    """Run packed micro-batches of at most `budget` tokens here, forward and backward."""
+    """Run packed micro-batches of at most `budget` tokens, forward and backward."""
     model, parts = packed_model(given, device)
     keep_activations(model, given.engine)
     scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)

@@ -82,7 +82,7 @@ def _collectives(layout: Layout, device: torch.device) -> Iterator[Finding]:
 
 
 def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Finding:
-    """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all of them."""
+    """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all."""
     sent, received = (torch.zeros(_bytes(device) // 4, device=device) for _ in range(2))
     mine: list[float] = []
     distance = 1

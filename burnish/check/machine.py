@@ -1,6 +1,6 @@
-"""Find out what a machine has and lacks for training, and what to do about it.
+"""Find out what a machine has and lacks for training.
 
-Checks take seconds. Each place where runs will write gets a file of at most 64 MiB, which is removed.
+Checks take seconds. They write and remove a file of at most 64 MiB in each place where runs will write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NODES = {"cuda": "/dev/nvidia0", "cuda (ROCm)": "/dev/kfd", "npu": "/dev/davinc
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The state of a part of a machine, and the wanted state."""
+    """The state of a part of a machine."""
 
     part: str
     found: str
@@ -163,7 +163,7 @@ def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:
 
 
 def _numa_node(device: torch.device) -> int | None:
-    """Return a CUDA device's NUMA node, if the system knows it."""
+    """Return a CUDA device's NUMA node, if known."""
     if device.type != "cuda":
         return None
     about = torch.cuda.get_device_properties(device)

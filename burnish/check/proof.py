@@ -99,7 +99,7 @@ def prove(
 ) -> None:
     """Prove a small model on this rank, with the activation checkpointing of `engine`.
 
-    Raises `IncompatibleError`, naming the first module that differs, for a model that Burnish would compute wrongly.
+    Raises `IncompatibleError`, naming the first module that differs.
     """
     kind, layout = hf_config.get_text_config().model_type, layout or Layout()
     kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
@@ -350,7 +350,7 @@ def _refusal(given: Material, wrong: Difference, module: str, how: str) -> Incom
 
 
 def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Modules]:
-    """Return modules' outputs for a prompt and its greedy completion: token by token, and in one pass."""
+    """Return modules' outputs for a greedy completion: token by token, and in one pass."""
     model, (generator, module) = eager_model(given), _generator(given, device)
     with recording(module) as calls:
         ((completion,),) = generator.generate([Request(0, prompt)], Sampling(_NEW, temperature=0.0))
@@ -377,7 +377,7 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
 
 
 def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
-    """Return the file of a proof, the same for each copy of a model."""
+    """Return a proof's file, the same for each copy of a model."""
     fields = {n: v for n, v in hf_config.to_dict().items() if n != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
     versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
@@ -392,7 +392,7 @@ def _keep(place: Path, layout: Layout) -> None:
 
 
 def _model_code(hf_config: PretrainedConfig) -> str:
-    """Return a hash of a model's own Python files; "" without any."""
+    """Hash a model's own Python files; return "" without any."""
     module = sys.modules[type(hf_config).__module__]
     if not module.__name__.startswith("transformers_modules."):
         return ""

@@ -1,4 +1,4 @@
-"""Shrink a model's configuration: the same kind of model, with small widths and few layers.
+"""Shrink a model's configuration to small widths and few layers.
 
 All that can make computations differ is kept: family, flags, scales, tied embeddings, biases, query heads per key head, and a
 layer of every kind, with its window and experts.
@@ -177,9 +177,7 @@ def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
         if re.search(r"(key_value|kv)_heads$", name) and _is_size(value):
             setattr(text, name, key_heads * sharing if value == heads else min(value, key_heads))
         elif value == hidden and _is_size(value) and "vocab" not in name:
-            setattr(
-                text, name, key_heads * sharing * HEAD_DIM
-            )  # some families have the hidden size twice
+            setattr(text, name, key_heads * sharing * HEAD_DIM)  # the hidden size once more
     text.hidden_size = key_heads * sharing * HEAD_DIM
     wide = vars(text).get("head_dim") or hidden // heads
     if vars(text).get("head_dim"):

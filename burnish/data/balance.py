@@ -49,7 +49,7 @@ class Shares:
     takes than if nobody waited. 1 is perfect; with one round it is max / mean over ranks."""
 
     def microbatches(self, rank: int) -> list[Integers]:
-        """Return the indices of the sequences, ascending, of each of a rank's micro-batches."""
+        """Return the ascending sequence indices of each of a rank's micro-batches."""
         mine = np.flatnonzero(self.ranks == rank)
         return [mine[self.places[mine] == number] for number in range(self.rounds)]
 
@@ -89,7 +89,7 @@ def share_out(
 
 
 def share_evenly(costs: Costs, ranks: int) -> Integers:
-    """Assign things to ranks of equal total cost; return the rank of each."""
+    """Return the rank of each thing, for equal total costs."""
     return share_out(np.ones_like(costs, np.int64), costs, ranks, max(len(costs), 1)).ranks
 
 
@@ -160,7 +160,7 @@ def _packed(sizes: Integers, limit: int) -> Integers:
 
 
 def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
-    """Give each empty bin a costly item of another bin."""
+    """Move a costly item into each empty bin."""
     _, first = np.unique(bins, return_index=True)
     others = np.setdiff1d(np.arange(len(bins)), first)
     moved = others[np.argsort(-costs[others], kind="stable")][: count - len(first)]
@@ -169,7 +169,7 @@ def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
 
 
 def _dealt(bins: Integers, loads: Integers, ranks: int) -> Shares:
-    """Group bins of similar cost into rounds; the rank with least cost so far gets the costliest."""
+    """Group bins of similar cost into rounds; the cheapest rank so far gets the costliest bin."""
     rounds = _order(loads.max() - loads).reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
     for each in rounds:
@@ -237,7 +237,7 @@ class _Division:
         self._enough = max(mean + mean // _CLOSE_ENOUGH, int(costs.max(initial=0)))
 
     def level(self) -> None:
-        """Exchange items until that does not help the costliest bins, or limits are reached."""
+        """Exchange items until that helps no more, or limits are reached."""
         if (self.loads <= self._enough).all():
             return
         held = self._held()
@@ -260,7 +260,7 @@ class _Division:
         return np.append(held, len(held))[found]
 
     def _exchange(self, held: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
-        """Exchange items of costly and idle bins. Return the number of pairs compared, and whether any exchanged."""
+        """Exchange items of costly and idle bins. Return the number of pairs, and whether any exchanged."""
         loads, ranked = self.loads, _order(self.loads)
         count = min(-(-self._count // (partners + 1)), self._count // 2)
         count = min(int(np.count_nonzero(loads > self._enough)), count)
@@ -285,7 +285,7 @@ class _Division:
     def _best(
         self, held: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
     ) -> tuple[Integers, Integers, Integers]:
-        """Return [P] for each pair the places of the two items whose exchange moves nearest to `wanted`, and the error."""
+        """Return [P] the places of each pair's two items whose exchange moves nearest to `wanted`, and the error."""
         width, bits = len(held), len(held).bit_length()
         # `found` holds an error and, in its last bits, a place: one minimum finds both.
         # The longer axis must be contiguous, which is many times as fast.

@@ -124,7 +124,7 @@ class ChatEncoder:
 
     @property
     def warnings(self) -> tuple[str, str]:
-        """Two warnings, "" if not due: of text that the template leaves out, and of turns that it does not end."""
+        """Two warnings or "": of text that the template drops, of turns that it does not end."""
         return self._unwritten, self._unended
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
@@ -193,7 +193,7 @@ class ChatEncoder:
         return encoded
 
     def _continued(self, text: str) -> list[int]:
-        """Tokenize a text that continues another, without the space that some tokenizers prepend."""
+        """Tokenize a continuation, without the space that some tokenizers prepend."""
         before, both = self.ids([_ANCHOR, _ANCHOR + text], special=False)
         if self._prepends and both[: len(before)] == before:
             return both[len(before) :]
@@ -323,7 +323,7 @@ class ChatEncoder:
     ) -> int:
         """Return the index after a turn's end-of-turn token.
 
-        If a template rewrites past turns, the turn ends with the last such token before the next message's content.
+        If a template rewrites past turns, this is the last such token before the next content.
         """
         if turn + 1 < len(row.messages) and not whole[0].startswith(after[0]):
             header = self._up_to_content(row, turn + 1)
@@ -432,7 +432,7 @@ def _common(*texts: str) -> str:
 def _boundary(
     prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str, do: str
 ) -> int:
-    """Return the index in `whole` where the prefix ends, before a token that joins its end with later text."""
+    """Return the index in `whole` where the prefix ends, before a token that spans its end."""
     shared = shared_beginning(prefix[1], whole[1])
     if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
         return shared

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 def read_model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the configuration of the directory `config.path`, or of the new model `config.fresh`.
 
-    Raises `MissingError` for a missing directory or file, and `UsageError` for a wrong configuration.
+    Raises `MissingError` for a missing file, and `UsageError` for a wrong configuration.
     """
     if config.fresh is not None:
         return _fresh_config(config.fresh)

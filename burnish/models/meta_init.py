@@ -125,7 +125,7 @@ def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[st
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return transformers' own model in fp32, with a value head or an output layer, on torch's default device.
+    """Return transformers' model in fp32, with a value head or an output layer, on torch's default device.
 
     Raises `IncompatibleError` if it reads more than text, and `UsageError` if transformers cannot build it.
     """
@@ -154,7 +154,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
-    """Allocate uninitialized weights and computed buffers of a meta model (or a sharded one around it); keep ties."""
+    """Allocate weights of a meta model (or a sharded one around it), compute its buffers, and keep ties."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -169,7 +169,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, on the CPU, so that they are the same on all devices.
+    """Compute the buffers that no checkpoint holds, on the CPU for all devices alike.
 
     Raises as `initialized` does.
     """

@@ -37,7 +37,7 @@ def on_device(values: Indices, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
-    """The C of T packed tokens that are computed, and which of them stands for each token."""
+    """The C computed tokens of T packed ones, and which stands for each token."""
 
     computed: Indices
     """[C], the packed tokens that are computed, ascending."""
@@ -48,14 +48,12 @@ class PrefixTree:
 
     @classmethod
     def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        """Build the tree of sequences end to end in `token_ids` [T]. If it saves little, all tokens are computed."""
+        """Build the tree of packed `token_ids` [T]. If it saves little, all tokens are computed."""
         ends = np.cumsum(lengths)
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        same = np.arange(
-            len(token_ids)
-        )  # for each token, the first with the same prefix in sorted order
+        same = np.arange(len(token_ids))  # for each token, the first with the same prefix
         leaves = set(order)
         for earlier, later in pairwise(order):
             common = _common(sequences[earlier], sequences[later])

@@ -179,12 +179,12 @@ class _Router:
 
 
 def index_dtype(experts: int) -> torch.dtype:
-    """Return an integer dtype for the numbers of this many experts."""
+    """Return an integer dtype for numbers of experts."""
     return torch.uint8 if experts <= 256 else torch.int16
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return `values`; the backward pass differentiates the scalar `loss` as a summand of the total loss."""
+    """Return `values`; the backward pass treats the scalar `loss` as a summand of the total loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

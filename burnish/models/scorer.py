@@ -67,7 +67,7 @@ class Scorer(nn.Module):
             raise IncompatibleError(
                 "a sequence is too long to be packed with others",
                 have=f"{longest} tokens",
-                want=f"at most {self._position_limit}: beyond, rope_type longrope and dynamic change the positions of all sequences beside it",
+                want=f"at most {self._position_limit}: a longer one changes rotary positions of the others (rope_type longrope, dynamic)",
                 do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
             )
         if routing is not None:
@@ -182,14 +182,14 @@ class ScoringPlan:
 
 
 def attention_of_part(packing: Attends, deal: Deal) -> Attends:
-    """Return attention for this rank's tokens from `packing`, for all tokens."""
+    """Return attention for this rank's tokens from that for all."""
     if deal.group is None and deal.rows == deal.count:
         return packing
     return import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Return the indices [M] int64, on the host, of all tokens in `loss_mask` [T] that are not a sequence's first."""
+    """Return the indices [M] int64, on the host, of tokens in `loss_mask` [T] or all, without each sequence's first."""
     starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
     wanted[starts[starts < total]] = False

@@ -118,7 +118,7 @@ class FusedAttention(nn.Module):
 def rotate_both(
     heads: Pair, norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None], positions: Pair
 ) -> Pair:
-    """Norm queries [T, heads, d] and keys [T, key heads, d] if there are norms; rotate them by cosines and sines [1, T, d]."""
+    """Norm queries [T, heads, d] and keys [T, key heads, d] if norms are given; rotate them by cosines and sines [1, T, d]."""
     rotation = rotation_of(*positions)
     query, key = (
         norm_rotate(part, norm.weight, norm.variance_epsilon, rotation)

@@ -49,7 +49,7 @@ class PackedMixer(nn.Module):
 
     @uncompiled
     def take(self, _: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Take the keyword `packing` from the parent's call, because the parent may not pass it on."""
+        """Take `packing` from the parent's call, because the parent may not pass it on."""
         self._packing = options.get("packing")
 
     @uncompiled

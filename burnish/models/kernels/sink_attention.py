@@ -81,7 +81,7 @@ def _backward(  # noqa: PLR0913
 
 
 def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a dummy random state, which is not used without dropout."""
+    """Return a random state that is not used."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 

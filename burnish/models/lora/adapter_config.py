@@ -28,10 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def plain_names(model: Any) -> dict[str, tuple[str, str]]:
-    """Map each parameter to its name without PEFT, and "".
-
-    A factor maps to the name of the weight that it changes, and "A" or "B".
-    """
+    """Map each parameter to its name without PEFT and "", each factor to its weight's name and "A" or "B"."""
     weights = {
         name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
         for name, module in model.named_modules()

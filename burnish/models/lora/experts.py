@@ -1,8 +1,8 @@
 """Compute low-rank adapters of fused experts, with PEFT's parameters, by grouped products.
 
 transformers keeps a layer's experts as one parameter [E, out, in]. PEFT gives it A [E r, in], expert after expert, and B [out, r E],
-in which experts alternate. PEFT computes all of W + s B A in every forward pass. That takes the experts' memory twice and replaces
-the tensor that FSDP2 gathers. Here tokens go through A and B instead.
+in which experts alternate. PEFT computes W + s B A in every forward pass. That doubles the experts' memory and replaces the tensor
+that FSDP2 gathers. Here tokens go through A and B instead.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class InferenceModel:
         return self._transform.apply_(linear(hidden, head).float())
 
     def shards(self) -> Iterator[Shard]:
-        """Yield all weights as views; a tied head twice, also as `logits` reads it."""
+        """Yield all weights as views; a tied head also as `logits` reads it."""
         yield from model_shards(self.module, parts=(*self._fixed, *self._changing))
         if self._tied_head is not None:
             head = self.module.get_output_embeddings().weight.detach()
@@ -277,7 +277,7 @@ class FusedLinear:
         self._reordered: Tensor | None = None
 
     def refresh(self) -> None:
-        """Reorder changed weights for a CPU's bf16 units, which each product would do otherwise."""
+        """Reorder weights for a CPU's bf16 units, which each product would do otherwise."""
         weight = self._weight
         if weight.is_cpu and weight.dtype == torch.bfloat16 and has_bf16_products(weight.device):
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)

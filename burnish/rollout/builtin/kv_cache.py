@@ -79,7 +79,7 @@ class PromptCache:
 
 
 def _cache_of(layer: int, states: States) -> Cache:
-    """Return a cache for one call of a layer, which continues from any `states` and changes them in place."""
+    """Return a cache for one call of a layer, which continues from `states`, if any, in place."""
     held = LinearAttentionLayer()
     for kept, known, state in zip(
         (held.conv_states, held.recurrent_states),
@@ -220,7 +220,7 @@ def _attend_one(
     """Attend with a token per row, [n, heads, head_dim] → [n, kv_heads, heads per key head, width of values].
 
     CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads, so heads
-    that share keys become queries. No kernel takes sinks and soft caps; these are computed in fp32.
+    that share keys become queries. Sinks and soft caps are computed in fp32.
     """
     grouped, scaling = query.view(len(query), keys.shape[1], -1, query.shape[-1]), softmax.scaling
     if not softmax.is_plain:
