@@ -270,7 +270,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def eager_model(given: Material) -> PreTrainedModel:
-    """Return transformers' eager model on the CPU, with the random weights."""
+    """Return transformers' eager model on the CPU, with random weights."""
     config = copy.deepcopy(given.hf_config)
     config._attn_implementation = config._experts_implementation = "eager"
     model = plain_model(config).eval()
@@ -316,7 +316,7 @@ def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float)
 def packed_model(
     given: Material, device: torch.device
 ) -> tuple[PreTrainedModel, tuple[Region, ...]]:
-    """Return Burnish's model with the random weights, and its trained tensors."""
+    """Return Burnish's model with random weights, and its trained tensors."""
     model = build_on_meta(given.hf_config)
     adapter = None if given.lora is None else Adapter(model, given.lora)
     fixed = () if adapter is None else adapter.base

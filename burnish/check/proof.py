@@ -206,7 +206,7 @@ def _material(
 
 
 def _examples(hf_config: PretrainedConfig) -> list[Example]:
-    """Return samples of one prompt, of which one begins another, and unrelated sequences."""
+    """Return samples of one prompt, one beginning another, and unrelated sequences."""
     rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
     most = min(_positions(hf_config), LONGEST)
 

@@ -107,7 +107,7 @@ def inverse(order: Integers) -> Integers:
 
 
 def _whole(costs: Costs) -> Costs:
-    """Round costs to integers ≥ 1, whose sums are exact in any order."""
+    """Round costs to integers ≥ 1, whose sums are exact."""
     if not (costs.min(initial=1.0) > 0 and costs.max(initial=1.0) < np.inf):  # also for NaN
         bad = int(np.flatnonzero(~(np.isfinite(costs) & (costs > 0)))[0])
         raise UsageError("a cost is not a positive number", have=f"{costs[bad]} for sequence {bad}")

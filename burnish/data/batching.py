@@ -1,7 +1,6 @@
 """Pack examples into this rank's micro-batches.
 
-All ranks compute the same assignment from outlines. Token and sequence counts are global, so the
-assignment does not change a loss.
+All ranks compute the same assignment. Token and sequence counts are global, so it does not change a loss.
 """
 
 from __future__ import annotations

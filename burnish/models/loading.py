@@ -1,4 +1,4 @@
-"""Read a model's configuration and weights, draw fresh weights, and write a model directory's other files.
+"""Read a model's configuration and weights, draw fresh weights, and write other files.
 
 `read_model_config` → `build_on_meta` → (sharding) → `materialize` → `Source.fill(model_shards(model))`.
 """

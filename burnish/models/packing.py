@@ -1,8 +1,7 @@
 """Compute common beginnings of packed sequences once, and take rows of tensors.
 
-A hidden state depends only on the tokens up to it. So packed sequences form a tree of prefixes
-(a trie), and each node is one row. Only attention goes through every sequence. Micro-batches
-share no prefixes.
+A hidden state depends only on the tokens up to it. So a micro-batch's sequences form a tree of
+prefixes (a trie), and each node is one row. Only attention goes through every sequence.
 
 On accelerators, the backward pass of torch's `index_select` adds up a row's gradients in any order.
 `RowMap` adds to a row at most once per round, in fp32, so the sum is always the same.

@@ -27,7 +27,7 @@ from burnish.records import TokenOutputs
 
 
 class Scorer(nn.Module):
-    """A language model, or one with a value head, that scores packed sequences."""
+    """A model with a language or value head, which scores packed sequences."""
 
     def __init__(self, model: PreTrainedModel, chunk: int = 2048) -> None:
         """`chunk`: tokens whose logits exist at one time."""
@@ -98,7 +98,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoringPlan:
-    """One forward pass over packed sequences on this rank, with tensors on the model's device.
+    """A forward pass over packed sequences on this rank, with tensors on the model's device.
 
     Of T packed tokens this rank computes C (`burnish.models.packing`) and scores N predictions.
     """

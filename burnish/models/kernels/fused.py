@@ -28,7 +28,7 @@ _CPU_BLOCK_ELEMENTS = 1 << 18
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Replace norms and attention of Llama-shaped families; parameters keep their names and identities."""
+    """Replace norms and attention of Llama-shaped families; parameters and their names stay the same."""
     if not family_of(model.config.model_type).has_llama_layers or not is_of_transformers(model):
         return
     replace_layers(model, "RMSNorm", partial(FusedRMSNorm, norm=rms_norm))

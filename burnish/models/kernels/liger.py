@@ -66,7 +66,7 @@ def liger_kernels() -> Kernels:
 
 
 def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
-    """Replace layers of known families; parameters keep their names and identities."""
+    """Replace layers of known families; parameters stay the same."""
     if not is_of_transformers(model):
         return
     config = model.config.get_text_config()

@@ -29,7 +29,7 @@ def sink_attention(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor]:
     """Return O' and L' [heads, T] of bf16 or fp16 rows [T, heads or key heads, d]; each token sees `window` tokens.
 
-    `sinks` is [heads]. It is an operator, so that selective checkpointing keeps only its results.
+    `sinks` is [heads]. As an operator, it lets selective checkpointing keep only its results.
     """
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,

@@ -2,8 +2,7 @@
 
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
-(rsLoRA, arXiv 2312.03732: s = alpha / √rank). W is frozen, A and B are trained. There is no dropout: outputs must depend on the
-tokens alone.
+(rsLoRA, arXiv 2312.03732: s = alpha / √rank). There is no dropout: outputs must depend on the tokens alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run the model for generation: token ids in, hidden states and logits out.
 
 `FusedForward` runs Llama-shaped families with one product for queries, keys and values, and one for gate and up: small batches
-spend their time between products. An adapter is not merged: y = W x + b + s B A x.
+spend their time between products. An adapter is not merged.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class FusedLinear:
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return [n, sum of out] for `rows` [n, in], in new memory."""
+        """Return [n, sum of out], in new memory, W x + b + s B A x for `rows` [n, in]."""
         if self._reordered is None:
             result: Tensor = linear(rows, self._weight, self._bias)
         else:

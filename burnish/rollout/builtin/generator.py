@@ -28,7 +28,7 @@ _SHARE_OF_FREE_MEMORY = 0.8
 
 
 class BuiltinGenerator(LocalGenerator[SlotSequence]):
-    """Decode at most `slots` completions at once; "auto" is as many as memory holds."""
+    """Decode at most `slots` completions at once; "auto": as memory allows."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Cache keys, values and states of prompts and completions, one slot per running completion.
 
-A `SlotCache` copies the prompt into each row, which takes the fewest kernels. Layers with state get transformers' own cache for one
-layer, whose tensors are views of the slots, and write the state after a token in place.
+A `SlotCache` copies the prompt into each row, which takes the fewest kernels. Layers with state get transformers' own cache, whose
+tensors are views of the slots.
 """
 
 from __future__ import annotations
