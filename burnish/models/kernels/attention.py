@@ -82,9 +82,11 @@ def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
     if sinks is None:
         torch.softmax(scores, -1, out=scores)
         return None
-    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)
-    scores.sub_(total).exp_()
-    return (sinks - total).exp_()
+    top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    of_sinks, of_keys = (sinks - top).exp_(), scores.sub_(top).exp_()
+    total = of_keys.sum(-1, keepdim=True).add_(of_sinks)
+    of_keys.div_(total)
+    return of_sinks.div_(total)
 
 
 class Attends(Protocol):

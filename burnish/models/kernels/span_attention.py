@@ -105,12 +105,15 @@ def _backward(  # noqa: PLR0913
                 weights, of_sinks = span.weights(scores, sinks, part)
                 value_gradient[part, span.seen].baddbmm_(weights.transpose(1, 2), given[part])
                 scores = torch.bmm(given[part], seen_values.transpose(1, 2))
-                if sink_gradient is not None and of_sinks is not None:
-                    along = (weights * scores).sum(-1).view(of_sinks.shape)
-                    sink_gradient[part] -= (along * of_sinks).sum(-2, keepdim=True)
-                torch.ops.aten._softmax_backward_data.out(
-                    scores, weights, -1, weights.dtype, grad_input=scores
-                )
+                if sink_gradient is None or of_sinks is None:
+                    torch.ops.aten._softmax_backward_data.out(
+                        scores, weights, -1, weights.dtype, grad_input=scores
+                    )
+                else:
+                    along = (weights * scores).sum(-1, keepdim=True)
+                    scores.sub_(along).mul_(weights)
+                    of_sinks.mul_(along.view(of_sinks.shape))
+                    sink_gradient[part] -= of_sinks.sum(-2, keepdim=True)
                 if slope is not None:
                     scores.mul_(slope)
                 torch.bmm(scores, seen, out=row_gradient[part])
