@@ -8,8 +8,10 @@ import importlib.util
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import wraps
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -17,12 +19,14 @@ from typing import Any
 
 import xxhash
 
-from burnish.errors import UsageError, refusing
+from burnish.errors import BurnishError, UsageError, refusing
 
 Registry = Mapping[str, "Callable[..., Any] | str"]
 """Built-ins by name: the function itself, or `module:name` if it is imported on first use."""
 
 _NONE: Registry = MappingProxyType({})
+LONGEST = 500
+"""Most characters of an error's text, which rollouts and the terminal repeat per completion."""
 
 
 def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callable[..., Any]:
@@ -47,6 +51,31 @@ def load_function(name: str, setting: str, builtins: Registry = _NONE) -> Callab
             do=did_you_mean(attribute, known) or f"correct {setting}",
         )
     return function
+
+
+def guarded(function: Callable[..., Any], name: str, setting: str, want: str) -> Callable[..., Any]:
+    """Have a user's function raise `UsageError` for its own errors. A `RuntimeError` may be a peer's, or lack of memory."""
+
+    @wraps(function)
+    def called(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (BurnishError, RuntimeError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            have, do = failure(error), "correct the function"
+            raise UsageError(f"{setting}: {name} failed", have=have, want=want, do=do) from error
+
+    return called
+
+
+def failure(error: BaseException) -> str:
+    """Return type, text and place of an error in a user's function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    # `str(error)` may raise; `format_exception_only` handles that.
+    text = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
+    return f"{type(error).__name__}: {text[:LONGEST]}{place}"
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -123,6 +152,9 @@ def _import_file(name: str, setting: str) -> ModuleType:
             do=did_you_mean(path.name, [file.name for file in path.parent.glob("*.py")])
             or f"correct {setting}",
         )
+    folder = str(path.parent.absolute())
+    if folder not in sys.path:
+        sys.path.append(folder)  # for modules beside it; installed ones come first
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
     with _importing(name, setting):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_functions_of_modules_files_and_built_in_ones(here: Path) -> None:
         assert load_function(name, SETTING, BUILTINS) is getattr(builtin, name)
     assert load_function("len", SETTING, {"len": len}) is len
     assert load_function("pathlib:Path", SETTING) is Path
+
+
+def test_a_file_may_import_another_beside_it(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any working directory. What is installed comes first."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (here / "beside_mine_of_test.py").write_text("def twice(x):\n    return 2 * x\n")
+    (here / "json.py").write_text("1 / 0")
+    (here / "with_other.py").write_text("import json\nfrom beside_mine_of_test import twice\n")
+    assert load_function(f"{here}/with_other.py:twice", SETTING)(2) == 4
 
 
 @pytest.mark.parametrize(

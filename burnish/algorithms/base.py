@@ -7,7 +7,8 @@ trained policy π's log-probs. `MicroBatch.old_logprobs` are those of π_old; No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, get_args
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from burnish.config.schema import AdvantageName, AlgorithmConfig, PolicyLossName
 from burnish.errors import BurnishError, UsageError
-from burnish.functions import Registry, load_function
+from burnish.functions import Registry, failure, guarded, load_function
 from burnish.records import Floats, MicroBatch
 
 BY_TOKEN = ("gae", "reinforce_plus_plus")
@@ -103,27 +104,42 @@ def load_advantage(name: str) -> Advantage:
 
     Raises `UsageError` if it does not exist, or a user's function fails on made-up rollouts.
     """
-    function = load_function(name, "algorithm.advantage", ADVANTAGES)
-    if name not in ADVANTAGES:
-        rewards, groups, lengths = [1.0, 0.0, 0.5, 0.25], [0, 0, 1, 1], [2, 3, 1, 2]
-        made_up = ScoredRollouts(
-            np.array(rewards),
-            np.array(groups),
-            np.array(lengths),
-            parts={"made_up": np.array(rewards)},
-            weights={"made_up": 1.0},
-            greedy_rewards=np.full(4, 0.5),
-        )
-        try:
-            advantages(function, made_up)
-        except Exception as error:
-            raise UsageError(
-                f"algorithm.advantage: {name} failed on 4 made-up rollouts",
-                have=getattr(error, "problem", f"{type(error).__name__}: {error}"),
-                want="advantages of ScoredRollouts: [N] numbers, or N arrays with one per token",
-                do="correct the function",
-            ) from error
+    setting = "algorithm.advantage"
+    function = load_function(name, setting, ADVANTAGES)
+    if name in ADVANTAGES:
+        return function
+    want = "advantages of ScoredRollouts: [N] numbers, or N arrays with one per token"
+    function = guarded(function, name, setting, want)
+    rewards, groups, lengths = [1.0, 0.0, 0.5, 0.25], [0, 0, 1, 1], [2, 3, 1, 2]
+    made_up = ScoredRollouts(
+        fixed(np.array(rewards)),
+        fixed(np.array(groups)),
+        fixed(np.array(lengths)),
+        parts={"made_up": np.array(rewards)},
+        weights={"made_up": 1.0},
+        greedy_rewards=np.full(4, 0.5),
+    )
+    with _trying(f"{setting}: {name} failed on 4 made-up rollouts", want):
+        advantages(function, made_up)
     return function
+
+
+def fixed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """View an array without write access, so that no function changes others' rollouts."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@contextmanager
+def _trying(problem: str, want: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        have = getattr(error, "have", failure(error))
+        if type(error) is BurnishError:  # of what the function returned
+            have = f"{error.problem}: {have}"
+        raise UsageError(problem, have=have, want=want, do="correct the function") from error
 
 
 def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Floats]:
@@ -135,6 +151,8 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
     if not len(lengths):
         return np.zeros(0, np.float32)
     found: Any = function(scored)
+    if not hasattr(found, "__len__"):
+        raise _misshapen(type(found).__name__, len(lengths))
     is_plain = isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype != object
     shapes = [] if is_plain else [np.shape(each) for each in found]
     if len(found) == len(lengths) and not any(shapes):
@@ -143,12 +161,8 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
     elif shapes == [(length,) for length in lengths.tolist()]:
         result = checked = [np.asarray(each, dtype=np.float32) for each in found]
     else:
-        raise BurnishError(
-            "the advantage function returned wrong shapes",
-            have=f"{len(found)} entries, the first of shape {shapes[0] if shapes else ()}",
-            want=f"{len(lengths)} numbers, or {len(lengths)} arrays of as many numbers as tokens",
-            do="correct the function of algorithm.advantage",
-        )
+        first = shapes[0] if shapes else ()
+        raise _misshapen(f"{len(found)} entries, the first of shape {first}", len(lengths))
     if not all(np.isfinite(each).all() for each in checked):
         raise BurnishError(
             "the advantage function returned numbers that are not finite",
@@ -157,6 +171,15 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
             do="correct the function of algorithm.advantage",
         )
     return result
+
+
+def _misshapen(have: str, count: int) -> BurnishError:
+    return BurnishError(
+        "the advantage function returned wrong shapes",
+        have=have,
+        want=f"{count} numbers, or {count} arrays of as many numbers as tokens",
+        do="correct the function of algorithm.advantage",
+    )
 
 
 def check_finite(totals: Array) -> None:
@@ -194,31 +217,27 @@ def selects_tokens(config: AlgorithmConfig) -> bool:
 
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
     """Return the loss that `algorithm.policy_loss` names. Raises `UsageError` as `load_advantage` does."""
-    name = config.policy_loss
-    function: PolicyLoss = load_function(name, "algorithm.policy_loss", POLICY_LOSSES)
+    name, setting = config.policy_loss, "algorithm.policy_loss"
+    function: PolicyLoss = load_function(name, setting, POLICY_LOSSES)
+    want = "finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)"
+    if name not in POLICY_LOSSES:
+        function = guarded(function, name, setting, want)
 
     def token_losses(logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
         found = function(logprobs, micro, config)
-        found = TokenLosses(found) if isinstance(found, Tensor) else found
-        if found.loss.shape != logprobs.shape:
+        losses = found.loss if isinstance(found, TokenLosses) else found
+        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
             raise BurnishError(
                 "the policy loss returned a wrong shape",
-                have=f"{list(found.loss.shape)}",
+                have=f"{[*losses.shape] if isinstance(losses, Tensor) else type(losses).__name__}",
                 want=f"one loss per token, {list(logprobs.shape)}",
                 do="correct the function of algorithm.policy_loss",
             )
-        return found
+        return found if isinstance(found, TokenLosses) else TokenLosses(losses)
 
     if name not in POLICY_LOSSES:
-        try:
+        with _trying(f"{setting}: {name} failed on a made-up micro-batch", want):
             _try(token_losses)
-        except Exception as error:
-            raise UsageError(
-                f"algorithm.policy_loss: {name} failed on a made-up micro-batch",
-                have=getattr(error, "problem", f"{type(error).__name__}: {error}"),
-                want="finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)",
-                do="correct the function",
-            ) from error
     return token_losses
 
 

@@ -16,19 +16,15 @@ import math
 import re
 import signal
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.errors import UsageError, refusing
-from burnish.functions import did_you_mean
+from burnish.functions import LONGEST, did_you_mean, failure
 
 if TYPE_CHECKING:  # importing it loads torch, which workers do not need
     from burnish.records import Rollout
-
-_LONGEST = 500
-"""Most characters of an error's text, which rollouts and the terminal repeat per completion."""
 
 Style = Literal["trl", "verl"]
 """Whose signature a function has."""
@@ -177,7 +173,7 @@ def call(
             result = runner.run(_finish(result))
         answers = _answers(result, style, count)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        answers = [Answer(None, _text(error))] * count
+        answers = [Answer(None, failure(error))] * count
     return timed(answers, began)
 
 
@@ -189,7 +185,7 @@ async def call_async(
     try:
         answers = _answers(await function(**arguments), style, count)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
-        answers = [Answer(None, _text(error))] * count
+        answers = [Answer(None, failure(error))] * count
     return timed(answers, began)
 
 
@@ -206,7 +202,7 @@ async def _finish(result: Awaitable[Any]) -> Any:
 def _answers(result: Any, style: Style, count: int) -> list[Answer]:
     if style == "verl" and isinstance(result, Mapping):
         if "score" not in result:
-            names = str(sorted(map(str, result)))[:_LONGEST]
+            names = str(sorted(map(str, result)))[:LONGEST]
             return [Answer(None, f"returned a mapping without 'score': {names}")]
         answer = _number(result["score"])
         others = {str(name): _number(value).value for name, value in result.items()}
@@ -235,11 +231,3 @@ def _number(value: Any) -> Answer:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _text(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    # `str(error)` may raise; `format_exception_only` handles that.
-    text = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
-    return f"{type(error).__name__}: {text[:_LONGEST]}{place}"

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from burnish.algorithms.base import (
     BY_TOKEN,
+    Advantage,
     ScoredRollouts,
     advantages,
     check_finite,
+    fixed,
     load_advantage,
     selects_tokens,
 )
@@ -67,6 +69,8 @@ class PolicyUpdate:
     costs: ModelFlops
     """FLOPs of sequences in an update, by which batches are balanced."""
     config: RunConfig
+    advantage: Advantage | None = None
+    """What `algorithm.advantage` names; None loads it at each step."""
 
     def minibatches(self, groups: Groups) -> list[Batch]:
         """Divide the groups evenly into the step's mini-batches. Collective.
@@ -135,15 +139,17 @@ class PolicyUpdate:
             return found
 
         scored = ScoredRollouts(
-            rewards,
-            table.groups,
-            table.lengths,
+            fixed(rewards),
+            fixed(table.groups),
+            fixed(table.lengths),
             None if penalties is None else of_all,
             parts={name: table.part(name)[0] for name in self.config.reward.part_names},
             weights=_part_weights(self.config.reward),
             greedy_rewards=None if np.isnan(table.greedy_rewards).any() else table.greedy_rewards,
         )
-        found = advantages(load_advantage(self.config.algorithm.advantage), scored)
+        found = advantages(
+            self.advantage or load_advantage(self.config.algorithm.advantage), scored
+        )
         if isinstance(found, np.ndarray):
             return found, None
         return np.array([each.mean() if len(each) else 0 for each in found], np.float32), found

@@ -14,6 +14,7 @@ from importlib import import_module
 
 import torch
 
+from burnish.algorithms.base import BY_TOKEN, load_advantage
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
@@ -53,6 +54,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
         session = stack.enter_context(open_run(config, "rl", layout, device))
         pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
         spans, progress = session.spans, session.progress
+        kind = config.algorithm.advantage
+        advantage = None if kind in BY_TOKEN else load_advantage(kind)
+        loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
         with progress.phase("setup", 4) as bar:
             cards = import_module("burnish.train.model_card")
             card = cards.model_card("rl", config.model, config.data, config.model_dump())
@@ -69,6 +73,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             formula = config.algorithm, local.reward.functions
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, *formula)
             run, update, judge, engines = _models(foundation, session, inputs, total)
+            update = replace(update, advantage=advantage)
             loader.state = run.position.cursor
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
@@ -83,7 +88,6 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
             queue.restore(run.pending, run.partial)
             queue.publish(update.engine.published(), version)
-            loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
             kl = config.algorithm.kl
             kl_coef = kl.coef if run.position.kl_coef is None else run.position.kl_coef
             validate: Validation | None = None

@@ -304,6 +304,16 @@ def wrong(rollouts):
 
 def infinite(rollouts):
     return rollouts.rewards / 0.0
+
+def single(rollouts):
+    return 1.0
+
+def changing(rollouts):
+    rollouts.rewards[:] = 0.0
+    return rollouts.rewards
+
+def later(rollouts):
+    return rollouts.rewards if "made_up" in rollouts.parts else rollouts.nothing
 """
 
 
@@ -328,10 +338,15 @@ def test_one_number_for_all_tokens_of_a_rollout_takes_no_memory() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-@pytest.mark.parametrize("name", ["short", "wrong", "infinite", "absent"])
+@pytest.mark.parametrize("name", ["short", "wrong", "infinite", "single", "changing", "absent"])
 def test_a_function_that_cannot_be_used_is_refused_when_it_is_loaded(own: str, name: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"algorithm\.advantage"):
         load_advantage(f"{own}:{name}")
+
+
+def test_a_function_that_fails_later_is_named_with_the_line(own: str) -> None:
+    with pytest.raises(UsageError, match=r"(?s)algorithm\.advantage.*own\.py:\d+"):
+        advantages(f"{own}:later", [1.0, 2.0], [0, 0], [1, 2])
 
 
 def test_the_registry_is_what_the_setting_takes() -> None:

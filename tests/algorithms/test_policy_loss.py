@@ -289,6 +289,12 @@ def infinite(logprobs, micro_batch, algorithm):
 
 def wrong(logprobs):
     return logprobs
+
+def array(logprobs, micro_batch, algorithm):
+    return logprobs.detach().numpy()
+
+def later(logprobs, micro_batch, algorithm):
+    return logprobs if len(logprobs) == 5 else logprobs.nothing
 """
 
 
@@ -298,6 +304,9 @@ def test_a_function_in_a_file(tmp_path, make_case) -> None:
     config = AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:reinforce")
     found = load_policy_loss(config)(case.outputs.logprobs, case.micro)
     torch.testing.assert_close(found.loss, -case.outputs.logprobs * case.micro.advantages)
-    for name in ("short", "constant", "infinite", "wrong", "absent"):
+    config = AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:later")
+    with pytest.raises(UsageError, match=r"(?s)algorithm\.policy_loss.*own\.py:\d+"):
+        load_policy_loss(config)(torch.zeros(4), case.micro)
+    for name in ("short", "constant", "infinite", "wrong", "array", "absent"):
         with pytest.raises(UsageError):
             load_policy_loss(AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:{name}"))

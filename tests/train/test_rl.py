@@ -333,3 +333,23 @@ def test_a_stop_token_of_the_configuration_ends_completions(
     rollout = {**RL["rollout"], "stop_token_ids": [3, len(whole)]}
     with pytest.raises(UsageError, match=f"have: {len(whole)}\n.* {len(whole)}"):
         lay_foundation(RunConfig.model_validate({**RL, "rollout": rollout}))
+
+
+def test_an_advantage_of_one_s_own_is_imported_once_and_before_the_model_is_loaded(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it may keep a state, and a change of its file changes no running formula."""
+    monkeypatch.chdir(work)
+    log, own = tmp_path / "log", tmp_path / "own.py"
+    own.write_text(
+        f"def tell(said):\n    with open({str(log)!r}, 'a') as file:\n        file.write(said)\n\n"
+        "tell('import ')\n\ndef counted(rollouts):\n    tell('call ')\n    return rollouts.rewards\n"
+    )
+    algorithm = {"advantage": f"{own}:counted"}
+    settings = {**RL, "name": "counted", "steps": 2, "algorithm": algorithm}
+    run_command("rl", RunConfig.model_validate(settings))
+    assert log.read_text() == "import call call call "  # the first one is on made-up rollouts
+    own.write_text("def counted(rollouts):\n    return rollouts.nothing\n")
+    monkeypatch.setattr("burnish.train.rl.lay_foundation", None)
+    with pytest.raises(UsageError, match=r"algorithm\.advantage"):
+        run_command("rl", RunConfig.model_validate({**settings, "name": "refused"}))
