@@ -93,6 +93,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 def header_size(path: PurePath, prefix: bytes | bytearray, file_size: int) -> int:
     """Return the bytes before the first tensor, from a file's first 8 or more. Raises `CorruptError`."""
+    if prefix[:8] == b"version ":
+        raise CorruptError(
+            f"{path} is only a pointer of Git LFS",
+            have=f"{file_size} bytes of text",
+            want="the file itself",
+            do="run `git lfs pull` there, or get the file again",
+        )
     size = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or size > file_size:
         raise _corrupt(path, "is truncated", f"{file_size} bytes", f"{size} or more")

@@ -40,8 +40,9 @@ from burnish.models.meta_init import (
 from burnish.models.names import regions, tensor_specs, tied_names
 from burnish.records.seeds import derive_seed
 
-# Dtypes of weights and buffers. All others are quantized.
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+# Dtypes of weights, and those of buffers beside them. All others are quantized.
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_DTYPES = _FLOATS | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 _MXFP4 = "burnish.models.mxfp4"
 
@@ -240,11 +241,13 @@ class SafetensorsSource:
                 want=spec.shape,
                 do="use the config.json that belongs to these weights",
             )
-        if entry.dtype not in _DTYPES:
+        is_weight = packed is None and spec.dtype.is_floating_point
+        known = _FLOATS if is_weight else _DTYPES
+        if entry.dtype not in known:
             raise IncompatibleError(
                 f"tensor {entry.name} in {path} has a dtype that Burnish does not train from",
                 have=entry.dtype,
-                want=", ".join(sorted(_DTYPES)),
+                want=", ".join(sorted(known)),
                 do="dequantize the model first",
             )
         return spec

@@ -38,6 +38,8 @@ def test_nulls_that_arrow_adds_are_taken_out_of_messages():
         ([], "row 3"),
         ([{"from": "stranger", "value": "x"}], "(?s)message 0 of row 3.*stranger"),
         ([{"role": 5, "content": "x"}], "(?s)message 0 of row 3.*5"),
+        ([{"role": "User", "content": "x"}], "(?s)message 0 of row 3.*role user"),
+        ([{"role": "gpt", "content": "x"}], "(?s)message 0 of row 3.*role assistant"),
         ([{"role": "user", "content": 5}], "(?s)message 0 of row 3.*5"),
         ([{"role": "user", "content": "x"}, {"role": None, "content": "x"}], "message 1 of row 3"),
         ([{"role": "user", "content": None}], "message 0 of row 3"),

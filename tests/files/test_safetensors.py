@@ -156,6 +156,13 @@ def test_a_header_longer_than_the_file(tmp_path, content):
         read_header(path)
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 988097824\n"
+    (tmp_path / "x.safetensors").write_text(text)
+    with pytest.raises(CorruptError, match="git lfs pull"):
+        read_header(tmp_path / "x.safetensors")
+
+
 def test_a_huge_header_is_not_read(tmp_path):
     path = tmp_path / "huge.safetensors"
     with path.open("wb") as file:

@@ -207,11 +207,17 @@ class TestBadDirectories:
         with pytest.raises(MissingError, match=r"lm_head\.weight"):
             loaded(tmp_path, tiny_config("qwen3", tie_word_embeddings=False))
 
-    def test_quantized_weights(self, tmp_path):
-        save_file({"x": torch.zeros(2, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    @pytest.mark.parametrize(
+        ("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")]
+    )
+    def test_quantized_weights(self, tmp_path, dtype, name):
+        save_file({"x": torch.zeros(2, dtype=dtype)}, tmp_path / "model.safetensors")
+        source = SafetensorsSource(tmp_path)
         with pytest.raises(IncompatibleError) as caught:
-            SafetensorsSource(tmp_path).check([TensorSpec("x", (2,), torch.float32)])
-        assert caught.value.have == "F8_E4M3"
+            source.check([TensorSpec("x", (2,), torch.float32)])
+        assert caught.value.have == name
+        if dtype == torch.int8:  # a buffer
+            source.check([TensorSpec("x", (2,), torch.int64)])
 
     def test_extra_tensors_are_noticed(self, tmp_path, caplog):
         save_tiny(tmp_path, "llama", num_hidden_layers=3)
