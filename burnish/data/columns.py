@@ -178,10 +178,9 @@ def _message(turn: Any, name: str, exact: bool) -> Message:
         turn = {**others, "role": _ROLES[turn["from"]], "content": turn.get("value")}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise _not_messages(name, turn)
-    role = turn["role"]
-    if (meant := _ROLES.get(role.strip().lower(), role)) != role and role not in _ROLES.values():
-        if role != "observation":  # which some templates have
-            raise _not_messages(name, turn, want=f"the role {meant}")
+    meant = _ROLES.get(turn["role"].strip().lower())
+    if meant and turn["role"] not in (*_ROLES.values(), "observation"):
+        raise _not_messages(name, turn, want=f"the role {meant}")
     message: Message = _cleaned(turn, "arguments" if exact else "")
     if message.keys() == {"role"} or not isinstance(message.setdefault("content", ""), str | list):
         raise _not_messages(name, turn)
