@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 50_110
+MOST_LINES = 50_130
 MOST_LINES_OF_THE_CLOSURE = 22_810
 MOST_WORDS_OF_DOCSTRINGS = 40_520
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 15
