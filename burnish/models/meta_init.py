@@ -203,12 +203,11 @@ def initialized(
     Draws come from torch's global generator. Raises `IncompatibleError` if one is left unset.
     """
 
-    names = next(n for n, each in owner.named_modules() if each is module).split(".")
-    for depth in range(len(names), -1, -1):  # a module around it may initialize it
-        around = _undefined(owner.get_submodule(".".join(names[:depth])), module, keys)
+    for holder, inner in _around(owner, module):
+        around = _undefined(holder, module, keys)
         with guard_torch_init_functions():
             owner._init_weights(around)
-        made = around.get_submodule(".".join(names[depth:]))
+        made = around.get_submodule(inner)
         found = {key: getattr(made, key).detach() for key in keys}
         missing = [k for k, v in found.items() if v.is_floating_point() and bool(v.isnan().any())]
         if not missing:
@@ -218,6 +217,14 @@ def initialized(
         want="a model whose _init_weights fills it",
         do="train a model of another family, or correct the model's own code; for a parameter, set model.path to a directory with weights",
     )
+
+
+def _around(owner: PreTrainedModel, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield `module` and those around it, which may initialize it, each with its name inside."""
+    yield module, ""
+    names = next(n for n, each in owner.named_modules() if each is module).split(".")
+    for depth in range(len(names) - 1, -1, -1):
+        yield owner.get_submodule(".".join(names[:depth])), ".".join(names[depth:])
 
 
 def _undefined(around: nn.Module, module: nn.Module, keys: Collection[str]) -> nn.Module:
