@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     GenerationConfig,
     PretrainedConfig,
@@ -45,6 +46,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DTYPES = _FLOATS | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 _MXFP4 = "burnish.models.mxfp4"
+_WITHIN = "model.language_model."
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +80,17 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
         has_value_head(found)  # raises for architectures that are no names
     if has_own_code(found):
         code_files(directory)  # refused now, not when a checkpoint is written
-    return found
+    return _language_model(found)
+
+
+def _language_model(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the text configuration if transformers' causal language model takes only that, as for Qwen3.5."""
+    text = config.get_text_config()
+    kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is config or getattr(kind, "config_class", None) is not type(text):
+        return config
+    text.name_or_path = config.name_or_path
+    return text
 
 
 def weights_source(
@@ -185,15 +197,21 @@ class SafetensorsSource:
     ) -> None:
         """Also accept tensors under the names in `tied` (`tied_names(model)`)."""
         self.directory = Path(directory)
-        self._tied = dict(tied or {})
         self._reader = DirectoryReader(self.directory)
+        # A model that also reads images has its language model below this name.
+        within = [name for name in self._reader.tensors if name.startswith(_WITHIN)]
+        kept = {name: name.replace(_WITHIN, "model.", 1) for name in within} | dict(tied or {})
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in kept.items():
+            self._aliases.setdefault(name, []).append(alias)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
         """Compare with all tensors of a model; return the names of unused ones. Raises as `fill` does."""
         wanted = {spec.name for spec in map(self._checked, specs)}
         held = self._reader.tensors
         used = wanted | {f"{n}{s}" for n in wanted - held.keys() for s in ("_blocks", "_scales")}
-        extra = [n for n in held if n not in used and self._tied.get(n) not in wanted]
+        used.update(alias for name in wanted for alias in self._aliases.get(name, ()))
+        extra = [name for name in held if name not in used]
         if extra:
             unused = "%s holds %d tensors that the model has no use for: %s"
             _log.warning(unused, self.directory, len(extra), few(extra))
@@ -218,7 +236,7 @@ class SafetensorsSource:
         return import_module(_MXFP4).plain_shape(held, name)
 
     def _find(self, name: str) -> str:
-        names = [name, *(alias for alias, kept in self._tied.items() if kept == name)]
+        names = [name, *self._aliases.get(name, ())]
         if found := next((each for each in names if each in self._reader.tensors), None):
             return found
         raise MissingError(

@@ -9,12 +9,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, WITH_STATE, save_tiny, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mxfp4Config,
+)
 
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
+from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError
-from burnish.models.loading import FreshSource, SafetensorsSource
+from burnish.models.loading import FreshSource, SafetensorsSource, read_model_config
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, tensor_specs, tied_names
 
@@ -43,6 +49,31 @@ def test_loads_what_from_pretrained_loads_bit_for_bit(tmp_path, family):
     for name, buffer in theirs.named_buffers():
         assert torch.equal(buffers.pop(name), buffer), name
     assert not buffers
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_language_model_is_taken_out_of_one_that_reads_images(tmp_path, kind, is_tied, caplog):
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}  # fmt: skip
+    text = tiny_config(f"{kind}_text", tie_word_embeddings=is_tied).to_dict()
+    both = AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=is_tied
+    )
+    model = AutoModelForImageTextToText.from_config(both)
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(3, 20)[None]
+    with caplog.at_level(logging.WARNING):
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.allclose(theirs(ids).logits, model(input_ids=ids).logits, atol=1e-5)
+        config = read_model_config(ModelConfig(path=str(tmp_path)))
+        ours = loaded(tmp_path, config).state_dict()
+    assert config.model_type == f"{kind}_text"
+    state = theirs.state_dict()
+    assert state.keys() == ours.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in state.items())
+    unused = [each for each in caplog.records if each.name == "burnish.models.loading"]
+    assert len(unused) == 1
+    assert all(name.startswith("model.visual.") for name in unused[0].args[2].split(", ")[:3])
 
 
 def test_a_model_in_several_files(tmp_path):
