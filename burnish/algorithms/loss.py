@@ -1,7 +1,6 @@
 """The loss functions that engines run on micro-batches.
 
-Each is pure and never waits for the device. Losses and statistics add up over micro-batches and
-ranks.
+Each is pure and never waits for the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Select tokens of high covariance or high entropy, to treat them apart.
 
-All ranks' tokens of a mini-batch are compared. Its division does not change the choice.
+All ranks' tokens of a mini-batch are compared.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Gather:
     ) -> None:
         """Plan from this rank's pieces. Collective; `want` is the same on all ranks.
 
-        Raises `MissingError` for elements without a holder, `IncompatibleError` for another shape.
+        Raises as `burnish.boxes.plan.plan` does.
         """
         have = list(have)
         self._have, self._layout = pieces_of(have), layout

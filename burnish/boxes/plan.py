@@ -60,7 +60,6 @@ class Moves(Columns):
         return len(self.source)
 
     def __iter__(self) -> Iterator[Move]:
-        """Yield each move as an object."""
         columns = (self.source, self.have, self.target, self.want, self.dtype)
         for row, (source, have, target, want, dtype) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)

@@ -163,7 +163,6 @@ def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:
 
 
 def _numa_node(device: torch.device) -> int | None:
-    """Return a CUDA device's NUMA node, if known."""
     if device.type != "cuda":
         return None
     about = torch.cuda.get_device_properties(device)

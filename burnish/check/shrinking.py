@@ -63,7 +63,6 @@ def shrunk(
     """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
 
     It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
-    `vocabulary` replaces the vocabulary's size.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()

@@ -210,10 +210,7 @@ class CheckpointSource:
         return found
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Fill each shard's tensor in place, converted to its dtype. Collective, errors included.
-
-        Raises `MissingError`, `IncompatibleError` for another shape, `CorruptError` for a damaged block.
-        """
+        """See `ShardSource.fill`. Collective, errors included. Also raises `CorruptError` for a damaged block."""
         shards = list(shards)
         with agree(self._layout):
             keyed = [(self._checked(shard), shard) for shard in shards]

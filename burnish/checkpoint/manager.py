@@ -230,7 +230,7 @@ class Checkpoints:
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step, remove those that retention drops, and return its directory or this rank's part.
 
-        An error is raised on all ranks and leaves earlier steps unchanged. Failed removals are logged.
+        An error is raised on all ranks and leaves earlier steps unchanged.
         """
         saved = self._saver.save(step, contents)
         if saved.warning is not None:
@@ -327,10 +327,7 @@ def _log_failed_removals(error: BurnishError | None) -> None:
 def _find_disks(
     lease: Path, held: Token | None, take: Callable[[], Token], layout: Layout, *, may_differ: bool
 ) -> Disks:
-    """Find the disks on which `lease` lies. Collective. Raises `UsageError` for several unless they `may_differ`.
-
-    A rank that does not see rank 0's lease takes one, or finds another rank's.
-    """
+    """Find the disks on which `lease` lies. Collective. Raises `UsageError` for several unless they `may_differ`."""
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
     sees_main = main is None or _number(lease, {main.number}, pauses) is not None

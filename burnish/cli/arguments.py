@@ -364,7 +364,6 @@ _OPTIONS = {
 
 class _Parser(ArgumentParser):
     def format_help(self) -> str:
-        """Return `HELP`, which shows whole commands."""
         return HELP
 
 

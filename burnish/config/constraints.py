@@ -1,6 +1,6 @@
 """Check settings against each other before anything heavy is loaded.
 
-Bounds of single settings are in the schema. `burnish.train.preflight` checks that files exist.
+`burnish.train.preflight` checks that files exist.
 """
 
 from __future__ import annotations

@@ -184,7 +184,6 @@ class _Draft:
                 return
 
     def _note_no_mapping(self, above: str, found: Any, name: str, value: Any) -> None:
-        """Note that the value above `name` is not a mapping."""
         key = known_keys().get(above)
         if key is not None and "a mapping" in key.values:
             fault = "has a value that does not fit"

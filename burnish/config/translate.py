@@ -200,7 +200,6 @@ def _of_several(names: Names) -> Names:
 
 
 def _batch(names: Names) -> Names:
-    """Translate verl's mini-batches, and TRL's batch sizes."""
     whole = next(
         (value for name, value in names.items() if name.endswith("train_batch_size")), None
     )

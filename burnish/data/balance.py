@@ -122,7 +122,7 @@ def _summed(values: Integers | Costs, group: Integers, count: int = 0) -> Intege
 
 
 def _order(values: Integers) -> Integers:
-    """Order numbers ≥ 0 stably; of many, only the highest 16 bits, which numpy sorts by radix."""
+    """Order numbers ≥ 0 stably; of many, only the highest 16 bits."""
     if len(values) >= _MANY:
         values = (values >> max(int(values.max()).bit_length() - 16, 0)).astype(np.uint16)
     return np.argsort(values, kind="stable")

@@ -1,6 +1,6 @@
 """Pack examples into this rank's micro-batches.
 
-All ranks compute the same assignment. Token and sequence counts are global, so it does not change a loss.
+All ranks compute the same assignment.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def make_batch(
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's.
 
     Every rank gets equally many micro-batches: as few as the budget allows, of about equal cost by
-    `flops`. Neighbours with the same prompt stay together if the ranks stay balanced, because an
-    engine may compute their prompt once. A micro-batch without examples gets two untrained tokens.
-    Tensors are on the CPU.
+    `flops`. Neighbours with the same prompt stay together if the ranks stay balanced. A micro-batch
+    without examples gets two untrained tokens. Tensors are on the CPU.
 
     With `outlines` of all N examples, `examples` may hold some, by number. Then the `owners` [N] (-1: all
     ranks) send each example to the ranks that train on it. Collective then.

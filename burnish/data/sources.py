@@ -345,7 +345,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
-    """Yield rows of texts."""
     want = "a name for each column, and quotes around values with commas or ends of lines"
     with refusing(f"{file} cannot be read as CSV", want=want, do="correct it"):
         parse = pa.csv.ParseOptions(newlines_in_values=True)

@@ -1,7 +1,4 @@
-"""Load tokenizers; repair a missing pad token, or an end-of-sequence token that chat turns never use.
-
-Gemma's `<eos>` beside `<end_of_turn>` is one.
-"""
+"""Load tokenizers; repair a missing pad token, or an end-of-sequence token that chat turns never use."""
 
 from __future__ import annotations
 

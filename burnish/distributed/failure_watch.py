@@ -1,8 +1,7 @@
 """Stop all ranks within seconds when one fails or dies, and name it.
 
-A collective whose peer is gone fails with an error about sockets (gloo) or hangs (NCCL). So every rank
-holds one TCP connection to a relay thread in rank 0. A failing rank reports its error before it leaves.
-The kernel closes a killed rank's connection; TCP keep-alive closes a lost machine's.
+A collective whose peer is gone fails with an error about sockets (gloo) or hangs (NCCL). So every rank holds one TCP connection to
+a relay thread in rank 0. The kernel closes a killed rank's connection; TCP keep-alive closes a lost machine's.
 
 Messages are JSON objects, one per line. A rank introduces itself with a token from the store; the relay
 replies with an empty line. A rank that stands still sends `{"alarm": SECONDS}`. The relay may send

@@ -27,7 +27,7 @@ _LEAST = 4 << 20
 
 
 class Arena:
-    """An allocator of host memory beside one device, pinned for CUDA.
+    """An allocator of host memory beside one device.
 
     It grows by at least a quarter and merges free regions, so equal needs in every step soon take one region.
     """

@@ -1,8 +1,8 @@
 """Report on all ranks why a run stands still, then end it (`distributed.stall_seconds`).
 
-In each rank a thread watches the main thread. The rank moves if its stack differs from those
-seen lately, if a phase begins or ends, or if a progress bar advances.
-A rank that stands still alarms rank 0's relay. The relay asks every rank and judges the answers.
+In each rank a thread watches the main thread. The rank moves if its stack differs from those seen
+lately, if a phase begins or ends, or if a progress bar advances. A rank that stands still alarms
+rank 0's relay, which asks every rank.
 """
 
 from __future__ import annotations

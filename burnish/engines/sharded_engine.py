@@ -111,7 +111,6 @@ class ShardedEngine(ABC):
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool
     ) -> Any:
-        """Return instructions to the routers; None if there are none."""
         if micro.experts is None and factors is None and not record:
             return None
         module, (part, copies) = import_module(_ROUTING), self._part(plan)

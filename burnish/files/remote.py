@@ -1,4 +1,4 @@
-"""Files behind a URL: list, read in ranges, write whole, remove; with retries.
+"""Files behind a URL: list, read in ranges, write whole, remove.
 
 `Remote` retries errors that may pass. Every call ends in bounded time. Errors never name a credential. Threads may share a
 `Remote`. It can be pickled, but not used in a process forked after its first use.

@@ -140,7 +140,6 @@ class RayAttempt:
     """An `Attempt` on bundles. This process prints rank 0's lines."""
 
     def __init__(self, group: PlacementGroup, actors: Sequence[Any], servers: RayServers) -> None:
-        """Take the actors of ranks that have started."""
         self._group, self._servers = group, servers
         self._ranks = [_Placed(actor) for actor in actors]
         self._ended: dict[int, int] = {}
@@ -215,7 +214,6 @@ class RayLauncher:
         self._servers = RayServers(["serve", *argv[1:]], servers, self._amounts(devices))
 
     def _amounts(self, devices: int) -> dict[str, Any]:
-        """Return the resources of an actor with this many devices."""
         amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices * (self._kind == "GPU")}
         if self._kind not in (None, "GPU"):
             amounts["resources"] = {self._kind: devices}

@@ -1,7 +1,7 @@
 """Find the tensors of a Hugging Face checkpoint in Megatron's parameters on a rank.
 
 Megatron keeps q, k and v of a query group together, stacks gate above up, pads the vocabulary, and cuts
-the result over tensor ranks. No checkpoint tensor has the padding.
+the result over tensor ranks.
 """
 
 from __future__ import annotations

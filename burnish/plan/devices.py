@@ -85,7 +85,6 @@ class Devices:
         return self.memory * (1.0 if self.cpu else _USABLE)
 
     def __str__(self) -> str:
-        """Return text such as `64 × H100 with 80 GiB`."""
         return f"{self.count} × {self.name} with {self.memory / GIB:.4g} GiB"
 
 

@@ -1,7 +1,6 @@
 """Packed micro-batches, and an engine's outputs for them.
 
-A `Batch` knows its global number of loss tokens and sequences. Losses are sums, divided once, so they do not depend on how the
-batch is cut.
+Losses are sums, divided once by global counts, so they do not depend on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class Batch:
 
     @property
     def is_filler(self) -> list[bool]:
-        """Return, per micro-batch, whether it is filler, which adds nothing to the step."""
+        """Return, per micro-batch, whether it is filler."""
         return [numbers == (-1,) for numbers in self.examples]
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:

@@ -327,7 +327,6 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
         return Rollout(prompt, row["sample"], made, "", **known)
 
     def __len__(self) -> int:
-        """Count the groups."""
         return len(self.prompts)
 
     @overload
@@ -335,7 +334,6 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     @overload
     def __getitem__(self, index: slice) -> list[Sequence[Rollout]]: ...
     def __getitem__(self, index: int | slice) -> list[Any]:
-        """Return the rollouts of a group."""
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         number = range(len(self))[index]

@@ -1,6 +1,6 @@
 """Prompts, completions, rollouts and examples: the data of a step before packing.
 
-SFT and RL meet in `Example`. Token arrays are 1-D numpy arrays on the host.
+Token arrays are 1-D numpy arrays on the host.
 """
 
 from __future__ import annotations

@@ -188,11 +188,11 @@ class Workers:
         self.signatures = self._idle[0].signatures
 
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
-        """Return the answers to the calls, in order. One thread waits for each worker.
+        """Return the answers to the calls, in order.
 
-        A missed deadline or a worker's death is an error for the call. A function is given up after `BORNE_TIMEOUTS` lost
-        calls in a row, plus one per worker. One worker makes an async function's calls, `concurrency` at a time. If one
-        blocks the event loop, all running ones are killed. If `check` raises, all workers are killed.
+        A missed deadline or a worker's death is an error for the call. A function is given up as `BORNE_TIMEOUTS` says. One worker makes an
+        async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed. If `check` raises, all
+        workers are killed.
         """
         todo = _Todo(calls, self.signatures, self._config, self._moved)
         count = min(self._config.workers, len(todo.waiting))

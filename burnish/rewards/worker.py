@@ -1,7 +1,6 @@
 """The process that runs the user's reward functions: `python -m burnish.rewards.worker FD PARENT STACK`.
 
-It imports nothing heavy. It gets calls over the connection FD: those of async functions in bundles, others alone. It
-cancels late async calls; for any other late call the parent kills the worker.
+It imports nothing heavy. It gets calls over the connection FD: those of async functions in bundles, others alone.
 """
 
 from __future__ import annotations

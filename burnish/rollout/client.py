@@ -213,7 +213,7 @@ class ServedGenerator:
     ) -> None:
         """`servers`, the same on all ranks, get tensors of `specs` at each load and `fixed` ones once. Collective.
 
-        With `in_flight` they load weights while they generate. At each load, each rank calls `make_room`, and `revive` if a server is lost.
+        At each load, each rank calls `make_room`, and `revive` if a server is lost.
         """
         self._revive, self._end, self._in_flight = revive, end, in_flight
         self._make_room = make_room
@@ -430,7 +430,7 @@ class ServedGenerator:
 
 
 def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> list[list[int]]:
-    """Divide requests into a share per server, or with `in_flight` into ever smaller ones."""
+    """Divide requests as `generate` says."""
     if in_flight:
         left, shares = deque(range(len(requests))), list[list[int]]()
         while left:

@@ -72,7 +72,6 @@ class Running:
 
 
 def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
-    """Start a request's completions."""
     samples = range(request.first_sample, request.first_sample + request.samples)
     keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
     begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()

@@ -88,11 +88,9 @@ class _Service(Tracker):
         self._run: Any = None  # the service's own object
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a step's numbers."""
         self._run.log(dict(values), step=step)
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table of samples."""
         if table := sample_table(rows):
             data = [list(row.values()) for row in table]
             self._log_table(step, f"rollouts/{kind}", list(table[0]), data)
@@ -102,7 +100,6 @@ class _Service(Tracker):
         """Log rows of samples under a name."""
 
     def end(self, state: State) -> None:
-        """Note how the run ended."""
         self._state = state
 
 
@@ -121,7 +118,7 @@ class _WithArtifacts(_Service):
         self._run.log({name: self._module.Table(columns=columns, data=data)}, step=step)
 
     def log_file(self, path: str, kind: FileKind) -> None:
-        """Log an artifact: the report, or a reference to a checkpoint, whose metadata say where it is."""
+        """Log an artifact; a checkpoint's metadata say where it is."""
         artifact = self._module.Artifact(f"{kind}-{self._id}", type=kind, metadata={"place": path})
         if kind == "report":
             artifact.add_file(path)

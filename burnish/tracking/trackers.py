@@ -60,9 +60,9 @@ FileKind = Literal["report", "checkpoint"]
 class Tracker(Protocol):
     """Takes the numbers of each step. Methods that a subclass omits do nothing.
 
-    Burnish makes a tracker with the run's directory. If the constructor takes `resume_step`, it gets the last step to keep (None: a
-    new run), and `log` then gets every later step again. Otherwise `log` gets each step once in the life of the run. Three more
-    methods are optional, all without a result:
+    Burnish makes a tracker with the run's directory. If the constructor takes `resume_step`, it gets the last step to keep (None: a new
+    run), and `log` then gets every later step again. Otherwise `log` gets each step once in the life of the run. Optional methods, without
+    a result:
 
     - `log_rollouts(step, kind, rows)`: samples of a "step" or a "validation", as in the rollout files, before the step's numbers
     - `log_file(path, kind)`: the "report" at the end, or a reference to the "checkpoint" of a committed step

@@ -1,4 +1,4 @@
-"""Turn prompts into scored rollouts. Every rank generates and scores its share.
+"""Turn prompts into scored rollouts.
 
 `rollout.ahead` alone decides which weights draw a step's batch, never timing.
 """

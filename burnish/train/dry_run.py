@@ -1,7 +1,7 @@
 """Set up a run without weights, on the first rows of its data, in this process alone.
 
-A dry run raises the errors that the run would raise. It does not find errors in later rows, or errors that only several processes
-find. It skips unstreamed data, critics, reward models and weight headers behind URLs and ids of the hub.
+A dry run does not find errors in later rows, or errors that only several processes find. It skips unstreamed data, critics, reward models
+and weight headers behind URLs and ids of the hub.
 """
 
 from __future__ import annotations

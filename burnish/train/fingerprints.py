@@ -62,8 +62,7 @@ class Inputs:
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
         """Return the changed inputs that are allowed to change, worded for a warning.
 
-        Raises `IncompatibleError` if vocabulary, formula or number of samples changed: the position counts samples, and weights
-        belong to token ids.
+        Raises `IncompatibleError` if vocabulary, formula or number of samples changed.
         """
         names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
         if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:

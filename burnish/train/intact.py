@@ -32,7 +32,7 @@ class Intact:
         self._seen: set[str] = set()
 
     def require(self, *places: str | None) -> None:
-        """Verify each model that lies in a committed step; skip any other place. Collective.
+        """Verify each model that lies in a committed step. Collective.
 
         A machine's processes divide the files. Raises `CorruptError` naming file and tensors if a hash differs or the step
         is unhealthy, and `BurnishError` if machines hold different steps.

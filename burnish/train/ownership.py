@@ -142,8 +142,7 @@ def open_run(
 def _claim(session: Session) -> None:
     """Name this run as owner of directory and mirror, before anything expensive. For rank 0.
 
-    Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never. Errors
-    change nothing.
+    Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never.
     """
     directory, mirror = session.directory, session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}

@@ -185,7 +185,7 @@ class PolicyUpdate:
         """Add the old and reference log-probs that the loss needs. Collective.
 
         The old log-probs of a single update equal the new ones. Several updates need old log-probs, and with
-        `algorithm.router_replay=recompute` experts. KL in the loss needs the reference's log-probs.
+        `algorithm.router_replay=recompute` experts.
         """
         algorithm, batches = self.config.algorithm, list(batches)
         has_old = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)

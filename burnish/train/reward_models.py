@@ -1,7 +1,7 @@
 """Reward models: trained models that judge completions, beside the reward functions.
 
 A reward model is a frozen sequence or token classifier with one label; its reward is the output at the last token. It reads
-conversations with its own tokenizer and template. It cannot have several labels or give process rewards.
+conversations with its own tokenizer and template.
 """
 
 from __future__ import annotations

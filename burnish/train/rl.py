@@ -1,7 +1,7 @@
 """Reinforcement learning with verifiable rewards: GRPO, its variants, and PPO.
 
 A step generates completions for each prompt, scores them, turns rewards into advantages, updates critic and policy, and publishes
-the weights. Multi-turn rollouts are not supported.
+the weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from burnish.train.trainer_state import weights_version
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     """Train with rewards as `config` says, from where its run directory left off. Collective.
 
-    `local` has paths of copies in place of URLs and ids.
+    `local` comes from `local_inputs`.
     """
     with ExitStack() as stack:
         session = stack.enter_context(open_run(config, "rl", layout, device))

@@ -192,7 +192,7 @@ class Run:
     ) -> None:
         """Count a step as done; validate, save and log it where due. Collective.
 
-        `batches` are its updates' mini-batches, made of `rollouts`; see `Credit`.
+        `batches` are its updates' mini-batches, made of `rollouts`.
         """
         self._note_finished_save(wait=False)
         main, pending = self._learners[MAIN].engine, self._drawn_ahead()
@@ -470,7 +470,6 @@ class Run:
         return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
 
     def _report_failure(self) -> None:
-        """Write a report. An error in writing it is only logged."""
         if self._observers is not None:
             try:
                 self._observers.report("failed")
@@ -508,7 +507,6 @@ class Run:
             self._observers.close()
 
     def _save_is_due(self, *, validated: bool) -> bool:
-        """Return whether the step has to be saved."""
         settings = self._config.checkpoint
         if settings.save_every != "auto":
             return self._is_due(settings.save_every)

@@ -347,7 +347,7 @@ def example_dataset(
 def make_engine(
     foundation: Foundation, optim: OptimConfig | None, beside: Engine | None = None
 ) -> Engine:
-    """Make the configured engine without weights; see `burnish.engines.factory.make_engine`. Collective."""
+    """Make the configured engine without weights. Collective."""
     in_bf16 = foundation.config.engine.precision == "bf16"
     if beside is None and in_bf16 and not has_bf16_products(foundation.device):
         _log.warning(

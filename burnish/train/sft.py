@@ -32,7 +32,7 @@ from burnish.train.setup import (
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
     """Fine-tune as `config` says, from where its run directory left off. Collective.
 
-    `local` has paths of copies in place of URLs and ids.
+    `local` comes from `local_inputs`.
     """
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:

@@ -209,9 +209,9 @@ class Sync:
         self._named: dict[str, frozenset[str]] = {}
 
     def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
-        """Send small files, steps (newest first) and partial checkpoints; apply retention; return the steps sent.
+        """Send small files first, so that no step lacks its metrics; then steps, newest first, and partial checkpoints.
 
-        Small files go first, so that a step never lacks its metrics. While partial checkpoints wait, `pause` is called; True
+        Apply retention; return the steps sent. While partial checkpoints wait, `pause` is called; True
         ends the sync. A damaged or removed step delays no other. Raises `BurnishError`; for damage, at the end.
         """
         self._meter, self._failed = meter or Meter(), None
@@ -425,7 +425,7 @@ class Sync:
         return True
 
     def _is_whole(self, step: Committed) -> bool:
-        """Return whether COMMIT is there. The first disk's process sends it last."""
+        """Return whether COMMIT is there."""
         is_sealed = False
         with suppress(MissingError):
             is_sealed = self._place_of(step).read(COMMIT, COMMIT_LIMIT) == step.commit.encode()

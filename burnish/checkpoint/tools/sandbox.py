@@ -1,8 +1,7 @@
 """Give up rights permanently in a process that reads files which could run code.
 
-Landlock (https://docs.kernel.org/userspace-api/landlock.html) forbids writing outside one directory, starting programs, TCP,
-and reaching processes outside. A seccomp filter closes the gaps. Neither needs privileges. Reading stays allowed: imports
-need it.
+Landlock (https://docs.kernel.org/userspace-api/landlock.html) forbids what `keep_writes_to` names. A seccomp filter closes the gaps.
+Neither needs privileges. Reading stays allowed: imports need it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,6 @@ def _dcp(source: Path, files: list[str], names: Collection[str]) -> Iterator[lis
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class; refuse any other."""
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in DCP's metadata")
         return super().find_class(module, name)

@@ -5,7 +5,6 @@ come to the device in fp32 for their step.
 
 Megatron lays parameters end to end and gives each data-parallel rank an equal run. So a rank's part of a parameter is a run of elements
 in C order, decomposed into boxes of checkpoint tensors: for a matrix at most the end of a row, whole rows, the beginning of a row.
-Saving gathers nothing.
 """
 
 from __future__ import annotations

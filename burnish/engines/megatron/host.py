@@ -1,7 +1,6 @@
 """Let Megatron-Core 0.16 run on a CPU with gloo, without CUDA.
 
-Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. A comment at each substitution
-names the lines that need it; none changes a result.
+Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. No substitution changes a result.
 """
 
 from __future__ import annotations

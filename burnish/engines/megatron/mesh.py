@@ -77,7 +77,6 @@ def _forget() -> None:
 
 
 def _forget_ended_run() -> None:
-    """Forget the groups of an earlier run of this process."""
     try:
         for group in _made():
             dist.get_process_group_ranks(group)

@@ -4,8 +4,7 @@ A block (attention, or a layer's other half) computes some heads, or some of the
 blocks each rank has some of the tokens (Korthikanti et al., arXiv 2205.05198). So the gradient of an uncut parameter is the sum over
 ranks.
 
-Cuts follow transformers' plan of the family (`base_model_tp_plan`). An adapter's B is cut with its weight's rows, A with the
-columns. Not supported: families without such a plan, and expert parallelism.
+Cuts follow transformers' plan of the family (`base_model_tp_plan`). Not supported: families without such a plan, and expert parallelism.
 """
 
 from __future__ import annotations

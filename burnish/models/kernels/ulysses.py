@@ -1,7 +1,6 @@
 """Ulysses sequence parallelism: several ranks share the tokens of a micro-batch (arXiv 2309.14509).
 
-For attention, an all-to-all turns [own tokens, all heads] into [all tokens, own heads], and a
-second one turns the output back.
+Attention lies between two all-to-alls, `_all_tokens` and `_all_heads`.
 """
 
 from __future__ import annotations

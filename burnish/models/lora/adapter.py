@@ -64,10 +64,7 @@ class Change:
     """Number of experts that A and B serve."""
 
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r].
-
-        `burnish.models.lora.experts` describes those of fused experts.
-        """
+        """Return the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r]."""
         rank = len(a) // self.experts
         own = a[self.expert * rank : (self.expert + 1) * rank]
         return own[:, self.column :], b[self.row :, self.expert :: self.experts]

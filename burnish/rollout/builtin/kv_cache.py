@@ -41,7 +41,7 @@ class PromptCache:
         self._layout = PackedLayout.of(lengths, device)
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
-        """Attend causally within each prompt. See `Attends.attend`."""
+        """Attend causally within each prompt."""
         if layer in self.layers:
             raise IncompatibleError(
                 "the model attends twice in one layer",
@@ -54,7 +54,7 @@ class PromptCache:
         return self._layout.attend(layer, parts, softmax)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """Mix within each prompt. Prompts of one length share a call: padding would change their states. See `Attends.mix`."""
+        """Mix within each prompt. Prompts of one length share a call: padding would change their states."""
         output, parts = torch.empty_like(hidden[0]), []
         order: list[int] = []
         for length in sorted(set(self.lengths)):
@@ -185,7 +185,7 @@ class SlotCache(RowStore):
         return self
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
-        """Append token i to row i and attend to it; see `Attends.attend`."""
+        """Append token i to row i and attend to it."""
         (query, key, value), running = parts, len(self._positions)
         self.append(layer, self._positions, key, value)
         keys, values = (part[:running, :, : self._span] for part in self.layers[layer])
@@ -194,7 +194,7 @@ class SlotCache(RowStore):
         return output.flatten(1, 2)[None]
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """Continue row i with token i. See `Attends.mix`."""
+        """Continue row i with token i."""
         running = hidden.shape[1]
         mine = [part[:running] for part in self.states[layer]]
         return mixer(hidden.transpose(0, 1), _cache_of(layer, mine)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Turn logits into tokens: random numbers per completion, filters, and the draw.
+"""Turn logits into tokens.
 
 Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Its number t is the t-th output of splitmix64
 seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
@@ -89,7 +89,7 @@ def _nucleus_border(masses: Tensor, top_p: float) -> Tensor:
 def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first token [n] whose running sum exceeds uniform · total, and log total [n] fp32.
 
-    Searches block sums first. Never returns a token of mass 0.
+    Never returns a token of mass 0.
     """
     here, summing = masses.device, uniforms.device
     missing = -masses.shape[-1] % _BLOCK

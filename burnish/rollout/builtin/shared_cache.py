@@ -20,7 +20,6 @@ class SharedCache(SlotCache):
     """Slots whose completions share their prompt; products and memory are fp32."""
 
     def __init__(self, slots: int, prompt: int, completion: int) -> None:
-        """See `SlotCache`."""
         super().__init__(slots, 0, completion, torch.float32)
         self._prompts = RowStore(prompt, torch.float32)
         self._stored: list[int] = []
@@ -70,7 +69,7 @@ class SharedCache(SlotCache):
         return self
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
-        """Append token i to row i; attend to its prompt and that row. See `Attends.attend`."""
+        """Append token i to row i; attend to its prompt and that row."""
         (query, key, value), groups = parts, self._groups
         assert groups is not None  # a step has begun
         self.append(layer, self._positions, key, value)

@@ -1,8 +1,8 @@
 """Draw tokens inside SGLang as the built-in generator does.
 
 SGLang takes the largest logit and reports the log-softmax of a custom logit processor's result. This processor draws each row's
-token and leaves three logits: 0 for the token, and in its two neighbours the sampled and raw log-probs, times 2^80. Beside 0
-these have no mass, so log-softmax changes no bit of them. `read` undoes this.
+token and leaves three logits: 0 for the token, and in its two neighbours the sampled and raw log-probs, times 2^80. Beside 0 these
+have no mass, so log-softmax changes no bit of them.
 """
 
 from __future__ import annotations

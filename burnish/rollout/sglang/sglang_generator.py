@@ -1,7 +1,7 @@
 """Sample with SGLang in a dedicated process.
 
-Written from the source of SGLang 0.5.23. It has run against a stand-in made from that source (`tests/fake_sglang`), never against
-SGLang. SGLang starts processes that end with this one, handles signals, and uses accelerators from `device` on.
+This module is written from the source of SGLang 0.5.23 and has only run against a stand-in (`tests/fake_sglang`). SGLang starts processes
+that end with this one, handles signals, and uses accelerators from `device` on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 vLLM samples greedily and reports processed logits. A logits processor draws each row's token and leaves two logits: the drawn
 token's, −(its sampled log-prob), and its neighbour's, the raw log-prob. Only the first is positive, so vLLM takes it and reports
-both. `read` undoes this.
+both.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ _CPU_BLOCK = 32
 class VllmGenerator(EngineGenerator):
     """Samples the built-in generator's completions with vLLM.
 
-    A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once.
-    With `experts` it can record tokens' experts. `lora` is an adapter beside the model.
+    A sequence has at most `max_length` tokens, or as many as the model has positions. At most `slots` completions run at once. With
+    `experts` it can record tokens' experts.
     """
 
     def __init__(  # noqa: PLR0913
@@ -194,7 +194,6 @@ class VllmGenerator(EngineGenerator):
         self._version = version
 
     def _make_cache(self) -> None:
-        """Give the cache memory, and clear it."""
         if not self._has_cache:
             self._engine.wake_up(["kv_cache"])
             self._has_cache, self._is_clean = True, False
@@ -267,7 +266,6 @@ class VllmGenerator(EngineGenerator):
         return len(ended)
 
     def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, EngineRequest]) -> None:
-        """Record the experts of ended completions."""
         ends = [running[name] for name in ended]
         if not self._sleeps:
             counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}

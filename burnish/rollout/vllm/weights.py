@@ -67,7 +67,6 @@ def _is_lost(module: Any) -> bool:
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:
-    """Remove adapters' wrappers from names."""
     return frozenset(name.replace(".base_layer.", ".") for name in names)
 
 
