@@ -86,7 +86,9 @@ def test_the_whole_path_of_resuming(work, name):
     beside = {path for path in opened if path.startswith("checkpoints/") and step not in path}
     assert beside <= {"checkpoints/.lease", "checkpoints/pins.json", "checkpoints/.pins.lock"}
 
-    assert [each for each in events if each[0] in ("exec", "compile", "torch.load")] == []
+    # Ranks send each other tensors if no run has compared this layout with one process before.
+    executed = [each for each in events if each[0] in ("exec", "compile", "torch.load")]
+    assert [each for each in executed if each != ["torch.load", "", way.hears]] == []
     assert [each for each in events if each[0].startswith("marshal")] == []
     askers = {each[2] for each in events if each[0] == "pickle.find_class"}
     # Between live processes of one run: what ranks say to each other, and others to the trainer.
