@@ -220,7 +220,7 @@ def test_a_killed_copy_is_taken_up_where_it_was(
     s3_server.proxy.reset()
     assert 3 <= kept < 12
     assert (copied(everything(bucket)) / "file").read_bytes() == content
-    assert len(asked(s3_server)) == 12 - kept
+    assert len({*asked(s3_server)}) == 12 - kept
 
 
 def journal(cache: Path) -> list[str]:
