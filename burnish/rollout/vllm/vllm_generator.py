@@ -364,7 +364,7 @@ def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None
 
 
 def _require_class(config: PretrainedConfig, version: str, known: Iterable[str]) -> None:
-    if "GptOssForCausalLM" in config.architectures:  # see `burnish.rollout.vllm.weights`
+    if "GptOssForCausalLM" in config.architectures:  # it copies experts and sinks into placeholders
         raise IncompatibleError(
             f"vLLM {version} does not take new weights of gpt-oss",
             have="a loader that copies them into placeholders",

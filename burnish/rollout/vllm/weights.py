@@ -24,7 +24,6 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from burnish.files.safetensors import ADAPTER_PREFIX
@@ -55,15 +54,7 @@ def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[s
     """Hand tensors to the model, which keeps them until their layer is complete; return the parameters filled."""
     model = worker.get_model()
     with set_current_vllm_config(worker.vllm_config):
-        filled = _plain(model.load_weights(tensors))
-    modules = dict(model.named_modules())
-    return frozenset(n for n in filled if not _is_lost(modules.get(n.rpartition(".")[0])))
-
-
-def _is_lost(module: Any) -> bool:
-    """Return whether a module waits for values and has none: gpt-oss's experts are copied into its placeholders."""
-    info = module and get_layerwise_info(module)
-    return bool(info and info.can_load() and info.load_numel <= 0)
+        return _plain(model.load_weights(tensors))
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:
