@@ -142,16 +142,9 @@ def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
             np.testing.assert_allclose(each.logprobs, chosen(want, each), atol=1e-5)
 
 
-def test_gpt_oss_whose_new_weights_vllm_loses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the start; and if that did not know it, when vLLM says that it has them."""
-    model = made("gpt_oss", intermediate_size=64)
+def test_gpt_oss_whose_new_weights_vllm_loses_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="gpt-oss"):
-        started(model)
-    monkeypatch.setattr("burnish.rollout.vllm.vllm_generator._require_class", lambda *_: None)
-    ours = started(model)
-    with pytest.raises(IncompatibleError, match=r"sinks|w13|w2"):
-        ours.load_weights(Publication(model_shards(model)), 1)
-    ours.close()
+        started(made("gpt_oss", intermediate_size=64))
 
 
 def letters(ids: Sequence[int]) -> str:
