@@ -35,6 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench.machine import Result, command_line, ratio, report
 from bench.peers import CLOCKS, Clock, Peer
 from bench.words import model_config, write_prompts, write_tokenizer
+from burnish.algorithms.base import load_advantage
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.config.schema import MOST_SLOTS, RunConfig
 from burnish.data.loader import Loader
@@ -138,7 +139,8 @@ class Ours:
         sampler = GroupSampler(config, self.collector, self.dataset, self.loader)
         groups = sampler.sample(self.step_number).groups
         marks.append(self.clock())
-        update = PolicyUpdate(self.engine, None, None, self.flops, config)
+        advantage = load_advantage(config.algorithm.advantage)
+        update = PolicyUpdate(self.engine, None, None, self.flops, config, advantage)
         credit = update.assign_credit(groups, update.minibatches(groups))
         for batch in update.with_logprobs(credit.batches, self.step_number):
             self.engine.forward_backward(batch, self.loss).values()

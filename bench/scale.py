@@ -45,6 +45,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from bench.machine import Result, command_line, report
+from burnish.algorithms.base import load_advantage
 from burnish.algorithms.critic import gae, value_stats
 from burnish.boxes.gather import waves_of
 from burnish.boxes.pieces import PieceTable, alike_tensors
@@ -432,7 +433,11 @@ def exchange(pipe: Connection, ranks: int) -> None:
     seconds = dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    update = PolicyUpdate(SimpleNamespace(layout=Layout(0, ranks)), None, None, flops, config)
+    engine, advantage = (
+        SimpleNamespace(layout=Layout(0, ranks)),
+        load_advantage(config.algorithm.advantage),
+    )
+    update = PolicyUpdate(engine, None, None, flops, config, advantage)
     keep_freed_pages()  # as a rank does
     reset_peak_memory(CPU)
     before = used_memory(CPU)

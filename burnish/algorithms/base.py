@@ -99,12 +99,14 @@ Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"
 """[N] numbers, one per rollout; or N arrays, each with one number per token of the completion."""
 
 
-def load_advantage(name: str) -> Advantage:
-    """Return the function that `algorithm.advantage` names.
+def load_advantage(name: str) -> Advantage | None:
+    """Return the function that `algorithm.advantage` names, None for those in `BY_TOKEN`.
 
     Raises `UsageError` if it does not exist, or a user's function fails on made-up rollouts.
     """
     setting = "algorithm.advantage"
+    if name in BY_TOKEN:
+        return None
     function = load_function(name, setting, ADVANTAGES)
     if name in ADVANTAGES:
         return function

@@ -194,9 +194,8 @@ def _material(
             want=f"at most {_MOST_PARAMETERS:,}",
             do="train a model of another family, or report this with its config.json",
         )
-    if (
-        lora is not None
-    ):  # larger random adapters would saturate attention, which magnifies rounding
+    if lora is not None:
+        # Larger random adapters would saturate attention, which magnifies rounding.
         most = 2.0 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
     examples = _examples(config)

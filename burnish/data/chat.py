@@ -218,14 +218,11 @@ class ChatEncoder:
 
     def _without_end(self, row: Conversation) -> str:
         end = "the token that ends a turn" if self._eos is None else self._tokenizer.eos_token
-        past = [token for token in self._past_ends if token not in self._ends]
-        opener = [str(self._tokenizer.convert_ids_to_tokens(token)) for token in past]
-        return (
-            f"the chat template ends no turn of the assistant in {row.name}, and perhaps in others: the model does not learn to stop; "
-            f"set model.chat_template to one that writes {end} after the assistant's content"
-            + f", or add {''.join(opener)} to eos_token_id in generation_config.json"
-            * bool(opener)
-        )
+        do = f"set model.chat_template to one that writes {end} after the assistant's content"
+        for token in set(self._past_ends) - {*self._ends}:
+            opener = self._tokenizer.convert_ids_to_tokens(token)
+            do += f", or add {opener} to eos_token_id in generation_config.json"
+        return f"the chat template ends no turn of the assistant in {row.name}, and perhaps in others: the model does not learn to stop; {do}"
 
     def _ended(self, row: Conversation, ids: TokenIds, mask: Mask) -> Encoded:
         """Train on the next role's token after each trained turn; add one after the last."""

@@ -46,7 +46,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DTYPES = _FLOATS | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 _MXFP4 = "burnish.models.mxfp4"
-_WITHIN = "model.language_model."
+_LANGUAGE_MODEL = "model.language_model."
 
 _log = logging.getLogger(__name__)
 
@@ -199,8 +199,10 @@ class SafetensorsSource:
         self.directory = Path(directory)
         self._reader = DirectoryReader(self.directory)
         # A model that also reads images has its language model below this name.
-        within = [name for name in self._reader.tensors if name.startswith(_WITHIN)]
-        kept = {name: name.replace(_WITHIN, "model.", 1) for name in within} | dict(tied or {})
+        within = [name for name in self._reader.tensors if name.startswith(_LANGUAGE_MODEL)]
+        kept = {name: name.replace(_LANGUAGE_MODEL, "model.", 1) for name in within} | dict(
+            tied or {}
+        )
         self._aliases: dict[str, list[str]] = {}
         for alias, name in kept.items():
             self._aliases.setdefault(name, []).append(alias)

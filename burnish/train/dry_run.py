@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from burnish.algorithms.base import BY_TOKEN, load_advantage, load_policy_loss
+from burnish.algorithms.base import load_advantage, load_policy_loss
 from burnish.config.constraints import Command
 from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
@@ -107,7 +107,6 @@ def _functions(
 ) -> Iterator[Callable[[], object]]:
     if command == "rl":
         yield partial(load_policy_loss, algorithm)
-    if command == "rl" and algorithm.advantage not in BY_TOKEN:
         yield partial(load_advantage, algorithm.advantage)
     for tracker in tracking.trackers if command != "eval" else ():
         yield partial(load_tracker, tracker)

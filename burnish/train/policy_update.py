@@ -18,7 +18,6 @@ from burnish.algorithms.base import (
     advantages,
     check_finite,
     fixed,
-    load_advantage,
     selects_tokens,
 )
 from burnish.algorithms.kl import kl_penalty
@@ -69,8 +68,8 @@ class PolicyUpdate:
     costs: ModelFlops
     """FLOPs of sequences in an update, by which batches are balanced."""
     config: RunConfig
-    advantage: Advantage | None = None
-    """What `algorithm.advantage` names; None loads it at each step."""
+    advantage: Advantage | None
+    """The function that `algorithm.advantage` names; None if critic or tokens decide."""
 
     def minibatches(self, groups: Groups) -> list[Batch]:
         """Divide the groups evenly into the step's mini-batches. Collective.
@@ -147,9 +146,9 @@ class PolicyUpdate:
             weights=_part_weights(self.config.reward),
             greedy_rewards=None if np.isnan(table.greedy_rewards).any() else table.greedy_rewards,
         )
-        found = advantages(
-            self.advantage or load_advantage(self.config.algorithm.advantage), scored
-        )
+        if self.advantage is None:
+            raise ValueError("advantages of rollouts need a function")
+        found = advantages(self.advantage, scored)
         if isinstance(found, np.ndarray):
             return found, None
         return np.array([each.mean() if len(each) else 0 for each in found], np.float32), found

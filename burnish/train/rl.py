@@ -14,7 +14,7 @@ from importlib import import_module
 
 import torch
 
-from burnish.algorithms.base import BY_TOKEN, load_advantage
+from burnish.algorithms.base import Advantage, load_advantage
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
@@ -54,8 +54,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
         session = stack.enter_context(open_run(config, "rl", layout, device))
         pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
         spans, progress = session.spans, session.progress
-        kind = config.algorithm.advantage
-        advantage = None if kind in BY_TOKEN else load_advantage(kind)
+        advantage = load_advantage(config.algorithm.advantage)
         loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
         with progress.phase("setup", 4) as bar:
             cards = import_module("burnish.train.model_card")
@@ -72,8 +71,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
             formula = config.algorithm, local.reward.functions
             inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, *formula)
-            run, update, judge, engines = _models(foundation, session, inputs, total)
-            update = replace(update, advantage=advantage)
+            run, update, judge, engines = _models(foundation, session, inputs, total, advantage)
             loader.state = run.position.cursor
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
@@ -139,7 +137,11 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
 
 
 def _models(
-    foundation: Foundation, session: Session, inputs: Inputs, total_steps: int
+    foundation: Foundation,
+    session: Session,
+    inputs: Inputs,
+    total_steps: int,
+    advantage: Advantage | None,
 ) -> tuple[Run, PolicyUpdate, Judge, Sequence[Engine]]:
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
     config = foundation.config
@@ -160,7 +162,7 @@ def _models(
         initial = _reference(foundation, engine, session)
         reference = partial(initial.forward, adapter=initial is not engine)
         engines += [initial] if initial is not engine else []
-    update = PolicyUpdate(engine, reference, critic, foundation.costs, config)
+    update = PolicyUpdate(engine, reference, critic, foundation.costs, config, advantage)
     return run, update, judge, engines
 
 

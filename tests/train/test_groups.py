@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from burnish.algorithms.base import load_advantage
 from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
@@ -39,7 +40,10 @@ def configured(**sections: Any) -> RunConfig:
 
 def made(config: RunConfig, engine: Any = None) -> PolicyUpdate:
     """Without a critic or a reference; the engine is asked for nothing but its layout, if none is given."""
-    return PolicyUpdate(engine or SimpleNamespace(layout=Layout()), None, None, COSTS, config)
+    engine = engine or SimpleNamespace(layout=Layout())
+    return PolicyUpdate(
+        engine, None, None, COSTS, config, load_advantage(config.algorithm.advantage)
+    )
 
 
 def prompt(index: int) -> Prompt:

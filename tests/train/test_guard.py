@@ -96,7 +96,7 @@ def checked(
     generator = make_generator(config, layout, lora=lora)
     rollout = {"max_disagreement": LIMIT, "check_every": 2, "max_response_length": 8}
     settings = RunConfig.model_validate({"rollout": {**rollout, "temperature": 0.7, "top_k": 30}})
-    update = PolicyUpdate(engine, None, None, count_flops(config), settings)
+    update = PolicyUpdate(engine, None, None, count_flops(config), settings, None)
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, rng.integers(3, VOCAB, 3 + i), "", None, None, "", {}) for i in range(3)]
     guard = Guard(update, generator, prompts, layout, first=0)

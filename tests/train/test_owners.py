@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 from traffic import Traffic
 
+from burnish.algorithms.base import load_advantage
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import deliver, gather_objects
 from burnish.distributed.layout import Layout
@@ -99,7 +100,8 @@ def updates(layout: Layout, settings: Mapping[str, Any], groups: Groups) -> list
     )
     critic = SimpleNamespace(learner=SimpleNamespace(engine=engine_of(layout, 2)))
     reference = engine_of(layout, 1).forward
-    update = PolicyUpdate(engine_of(layout), reference, critic, COSTS, config)
+    advantage = load_advantage(config.algorithm.advantage)
+    update = PolicyUpdate(engine_of(layout), reference, critic, COSTS, config, advantage)
     return update.with_logprobs(update.assign_credit(groups, update.minibatches(groups)).batches, 0)
 
 
