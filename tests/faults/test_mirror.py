@@ -11,7 +11,7 @@ from checkpoints_for_tests import BIG_SHAPES, committed, fill_and_compare, make_
 from fault_proxy import Fault
 from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 
-from burnish.checkpoint.destinations.mirror import Meter, Sync
+from burnish.checkpoint.destinations.mirror import Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
@@ -138,9 +138,9 @@ def test_hdfs_killed_and_restarted_in_the_middle(hdfs_server, tmp_path, node):
     mirror = mirror_at(tmp_path / "run", remote)
     save(mirror, 1, BIG_SHAPES)
     sending = Break(hdfs_server, node, 1 << 20)
-    meter = Meter()
-    meter.moved = sending.hear
-    Sync(mirror).run(meter)
+    sync = Sync(mirror)
+    sync._moved = sending.hear
+    sync.run()
     assert sending.came
     reading = Break(hdfs_server, node, 5 << 20)
     remote.hear = reading.hear

@@ -63,8 +63,6 @@ ENVIRONMENT_LIMIT = 1 << 20
 """Most bytes of that file."""
 SYNC, NUDGE = "sync", "nudge"
 """Messages to the mirror process: start a sync; stop waiting for other disks."""
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the other disks' progress."""
 
 # Directories whose files are removed from the mirror when the run removes them.
 _THINNED = ("rollouts", "traces")
@@ -80,6 +78,8 @@ _CHANGING = (
     "report.html",
     f"{CHECKPOINTS}/pins.json",
 )
+# Seconds between two looks at the other disks' progress.
+_LOOK_SECONDS = 1.0
 _FILES_AT_ONCE = 4
 _TRIES = 3
 # Most progress messages in one sync. All must fit into the pipe, because the training process may not be reading.
@@ -90,10 +90,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = TypeVar("P", bound=PurePath)
 
-Partial = tuple[Committed, list[str]]
-"""A step whose path is one disk's partial checkpoint, and the names of the files that lie there."""
-Pause = Callable[[float], bool]
-"""Waits up to this many seconds; returns whether to stop waiting, because a message has arrived."""
+# A step whose path is one disk's partial checkpoint, and the names of the files that lie there.
+_Partial = tuple[Committed, list[str]]
+# Waits up to this many seconds; returns whether to stop waiting, because a message has arrived.
+_Pause = Callable[[float], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +136,6 @@ class Mirror:
             )
 
 
-class Meter:
-    """Reports progress in hundredths of the bytes. Thread-safe."""
-
-    def __init__(self, tell: Callable[[float], None] = lambda part: None) -> None:
-        self.total = 0
-        """Most bytes to move: each byte is sent and read back."""
-        self._tell = tell
-        self._done = self._reported = 0
-        self._lock = threading.Lock()
-
-    def moved(self, count: int) -> None:
-        """Add `count` bytes."""
-        with self._lock:
-            self._done = min(self._done + count, self.total)
-            if self._done - self._reported > self.total // _REPORTS:
-                self._reported = self._done
-                self._tell(self._done / self.total)
-
-
 @dataclass(frozen=True, slots=True)
 class Synced:
     """The outcome of a sync."""
@@ -181,7 +162,7 @@ def serve(pipe: int, parent: int) -> None:
                 return
             steps, failure = list[int](), None
             try:
-                steps = sync.run(Meter(connection.send), connection.poll)
+                steps = sync.run(connection.send, connection.poll)
             except Exception as error:  # noqa: BLE001 - sent to the training process, which goes on
                 what = f"{mirror.remote} could not be brought up to date"
                 do = "correct what the error names; the next save, or the same command again, continues"
@@ -196,7 +177,9 @@ class Sync:
         self._mirror = mirror
         self._steps = mirror.steps()
         self._markers = self._steps.remote.below(PORTIONS)
-        self._meter = Meter()
+        # Bytes to move, as each is sent and read back; those moved; and those of the last report.
+        self._total = self._moved_bytes = self._reported = 0
+        self._lock = threading.Lock()
         self._failed: CorruptError | None = None
         self._local: dict[int, Commit] = {}
         self._remote: dict[int, Commit] = {}
@@ -208,21 +191,29 @@ class Sync:
         # The files that each marker names.
         self._named: dict[str, frozenset[str]] = {}
 
-    def run(self, meter: Meter | None = None, pause: Pause = lambda seconds: True) -> list[int]:
+    def run(
+        self,
+        tell: Callable[[float], None] = lambda part: None,
+        pause: _Pause = lambda seconds: True,
+    ) -> list[int]:
         """Send small files first, so that no step lacks its metrics; then steps, newest first, and partial checkpoints.
 
         Apply retention; return the steps sent. While partial checkpoints wait, `pause` is called; True
-        ends the sync. A damaged or removed step delays no other. Raises `BurnishError`; for damage, at the end.
+        ends the sync. `tell` gets the progress as fractions of 1. A damaged or removed step delays no other. Raises `BurnishError`; for damage, at the end.
         """
-        self._meter, self._failed = meter or Meter(), None
+        self._tell, self._failed = tell, None
+        self._moved_bytes = self._reported = 0
         self._mirror.check()
         is_first = not self._mirror.disk
         if is_first:
             self._compare()
-        missing, partials = self._missing() if is_first else [], self._partials()
+        missing = sorted(self._local.keys() - self._settled().keys(), reverse=True)
+        paths = reversed(portion_paths(self._mirror.root, LOCAL))
+        found = [self._tried(path, open_partial) for path in paths]
+        partials = [partial for partial in found if partial is not None]
         sizes = [self._local[step].total_bytes for step in missing]
         sizes += [_size(step, names) for step, names in partials]
-        self._meter.total = 2 * sum(sizes)
+        self._total = 2 * sum(sizes)
         sent: list[int] = []
         if is_first:
             self._send_outputs()
@@ -236,11 +227,18 @@ class Sync:
         if is_first and made:  # retention may now drop older steps
             self._compare()
             self._note_mirrored()
-            while self._apply_retention() and not pause(LOOK_SECONDS):
+            while self._apply_retention() and not pause(_LOOK_SECONDS):
                 pass
         if self._failed is not None:
             raise self._failed
         return sent + made
+
+    def _moved(self, count: int) -> None:
+        with self._lock:
+            self._moved_bytes = min(self._moved_bytes + count, self._total)
+            if self._moved_bytes - self._reported > self._total // _REPORTS:
+                self._reported = self._moved_bytes
+                self._tell(self._moved_bytes / self._total)
 
     def _compare(self) -> None:
         self._steps.refresh()
@@ -267,10 +265,6 @@ class Sync:
             return set()
         facts = [self._facts[step] for step in steps if step in self._facts]
         return set(self._mirror.retention.outlived(facts, self._pins))
-
-    def _missing(self) -> list[int]:
-        settled = self._settled()
-        return sorted((step for step in self._local if step not in settled), reverse=True)
 
     def _settled(self) -> dict[int, str]:
         unwanted = self._outlived(self._facts)
@@ -354,10 +348,10 @@ class Sync:
         self._mirror.check()
         record = step.manifest.files[name]
         if there == record.size and self._is_intact(remote, name, record):
-            self._meter.moved(record.size)
+            self._moved(record.size)
             return
         for _ in range(_TRIES):
-            remote.put_file(name, Path(step.path) / name, self._meter.moved)
+            remote.put_file(name, Path(step.path) / name, self._moved)
             if self._is_intact(remote, name, record):
                 return
         for damage in verify_files(step, [name]):
@@ -375,7 +369,7 @@ class Sync:
                 return False
             if block_hash(block) != wanted:
                 return False
-            self._meter.moved(len(block))
+            self._moved(len(block))
         return True
 
     def _seal(self, step: Committed) -> None:
@@ -392,12 +386,7 @@ class Sync:
     def _place_of(self, step: Committed) -> Remote:
         return self._steps.remote.below(step_name(step.step))
 
-    def _partials(self) -> list[Partial]:
-        paths = reversed(portion_paths(self._mirror.root, LOCAL))
-        found = [self._tried(path, open_partial) for path in paths]
-        return [partial for partial in found if partial is not None]
-
-    def _send_partials(self, partials: Iterable[Partial], pause: Pause) -> list[int]:
+    def _send_partials(self, partials: Iterable[_Partial], pause: _Pause) -> list[int]:
         """Send partial checkpoints and wait for other disks'; return completed steps."""
         waiting = [step for step, names in partials if self._send_partial(step, names)]
         done: list[int] = []
@@ -405,15 +394,18 @@ class Sync:
             for step in [each for each in waiting if self._is_whole(each)]:
                 waiting.remove(step)
                 done.append(step.step)
-                self._remove(step)
-            if waiting and pause(LOOK_SECONDS):
+                path = Path(step.path)
+                with naming_failures(f"{path} cannot be removed"):
+                    discard(LOCAL, path, self._mirror.root / TRASH)
+                self._markers.remove(self._marker(step))
+            if waiting and pause(_LOOK_SECONDS):
                 break
         return done
 
     def _send_partial(self, step: Committed, names: list[str]) -> bool:
         """Send a partial checkpoint and its marker. Return False if it is damaged or gone, or a write may take effect late."""
         if self._markers.stat(self._marker(step)) is not None:
-            self._meter.moved(2 * _size(step, names))
+            self._moved(2 * _size(step, names))
             return True
         is_new = self._tried(Path(step.path), lambda path: self._send_files(step, names))
         if not is_new:
@@ -466,12 +458,6 @@ class Sync:
                 found |= self._named[file.name]
         return found
 
-    def _remove(self, step: Committed) -> None:
-        path = Path(step.path)
-        with naming_failures(f"{path} cannot be removed"):
-            discard(LOCAL, path, self._mirror.root / TRASH)
-        self._markers.remove(self._marker(step))
-
     def _send_outputs(self) -> None:
         """Copy changed small files, and those in `KEPT`; remove files that were thinned here."""
         directory, remote = self._mirror.directory, self._mirror.remote
@@ -501,7 +487,7 @@ class Sync:
                     del self._outputs[name]
 
 
-def open_partial(path: Path) -> Partial:
+def open_partial(path: Path) -> _Partial:
     """Open a partial checkpoint. Raises `CorruptError` for a wrong seal, manifest or name."""
     seal = read_small(path, SEAL, COMMIT_LIMIT, LOCAL)
     commit = parse_commit(seal, f"{path / SEAL}")

@@ -11,7 +11,7 @@ import pytest
 from checkpoints_for_tests import committed, contents_of, fill_and_compare, make_state, save_once
 from corruption import flip
 
-from burnish.checkpoint.destinations.mirror import Meter, Mirror, Sync
+from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
@@ -396,9 +396,9 @@ def test_a_log_that_grows_or_rotates_goes_along_and_nothing_is_listed_again(mirr
 def test_progress_counts_every_byte_twice(mirror):
     save_once(mirror.root, 1)
     shown = []
-    meter = Meter(shown.append)
-    Sync(mirror).run(meter)
-    assert meter.total == 2 * committed(mirror.root)[0].manifest.total_bytes
+    process = Sync(mirror)
+    process.run(shown.append)
+    assert process._total == 2 * committed(mirror.root)[0].manifest.total_bytes
     assert shown == sorted(shown)
     assert 0.4 < shown[-1] <= 1  # fsspec's memory tells nothing of what it puts
 
