@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from burnish import __version__
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.plan import Group, Move
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import OpenFiles, bytes_of, copy, in_chunks
+from burnish.boxes.tensor_reader import OpenFiles, bytes_of, copy
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
 from burnish.checkpoint.layout import (
     MODEL,
@@ -71,8 +72,8 @@ from burnish.files.strict_json import encode_json
 
 Fence = Callable[[], None]
 """Raises an error if a step may not be committed any more."""
-BlockHashes = dict[tuple[int, int], str]
-"""Hashes by index of the file and index of the block in the file."""
+BlockHashes = list[tuple[int, int, list[str]]]
+"""Index of a file, index of a block in it, and the hashes of blocks from there on."""
 
 # A file is synced each time this many bytes are written, and at its end.
 _SYNC_BYTES = 16 << 20
@@ -180,7 +181,7 @@ class BlockWriter:
                 spans = self._filled(self.plan.share.spans[number], moves, self._memory[number % 2])
                 begun.append(writing.submit(self._write_spans, spans, files, syncs))
             with agree(self._layout), naming_failures(what):
-                hashes = {at: digest for one in begun for at, digest in one.result().items()}
+                hashes = [each for one in begun for each in one.result()]
         return gather_objects((hashes, self._is_finite), self._layout)
 
     def _write_spans(
@@ -189,12 +190,11 @@ class BlockWriter:
         files: OpenFiles[LocalFile],
         syncs: Syncs,
     ) -> BlockHashes:
-        hashes: BlockHashes = {}
+        hashes: BlockHashes = []
         for span, pieces in spans:
             file = files[self.plan.outline.files[span.file].path]
             block_bytes, at = self.plan.outline.block_bytes, span.start
-            for number, digest in enumerate(block_hashes(pieces, block_bytes), at // block_bytes):
-                hashes[span.file, number] = digest
+            hashes.append((span.file, at // block_bytes, list(block_hashes(pieces, block_bytes))))
             for piece in pieces:
                 file.pwrite(piece, at)
                 at += len(piece)
@@ -216,13 +216,14 @@ class BlockWriter:
             if span.start < file.header_bytes:
                 header = file.header_within(span.start, span.stop)
                 spans[-1][: len(header)].numpy()[:] = np.frombuffer(header, np.uint8)
-        extremes: list[Tensor] = []
+        checked: list[Tensor] = []
         direct: list[dict[int, Tensor]] = [{} for _ in share]
 
         def elements_of(move: Move) -> Tensor:
             stored = self._shards[move.have]
             elements = stored.shard.part(move.box)
-            extremes.extend(_extremes(elements) if stored.checked else ())
+            if stored.checked:
+                checked.append(elements)
             return elements
 
         def read(move: Move, into: Tensor) -> None:
@@ -244,8 +245,7 @@ class BlockWriter:
                     self._shards[move.have].convert(elements, target)
             for wave in moves.waves:
                 self._exchange.run(wave, read, lambda move, got: copy(got, into(move)))
-            if extremes:
-                self._is_finite &= bool(torch.stack(extremes).isfinite().all())
+            self._is_finite &= _are_finite(checked)
         return [
             (span, list(_pieces(there, parts)))
             for span, there, parts in zip(share, spans, direct, strict=True)
@@ -379,7 +379,8 @@ class Saver:
                 outline = writer.plan.outline
                 if layout.is_main:
                     small |= {**outline.indices, **_small_files(contents)}
-                    _check_manifest(replace(empty, files=_records(outline, {}, small)))
+                    no_hashes = [()] * len(outline.files)
+                    _check_manifest(replace(empty, files=_records(outline, no_hashes, small)))
                 if self.leads:
                     below = self._lay_out(inflight, empty.step, outline, small)
             for path, data in small.items():
@@ -511,11 +512,11 @@ def _small_files(contents: Contents) -> dict[str, bytes]:
     return small
 
 
-def _extremes(elements: Tensor) -> list[Tensor]:
-    """Return scalars that are finite if all elements are; none for a dtype that holds only finite ones."""
-    if not elements.is_floating_point() or elements.dtype.itemsize == 1:
-        return []
-    return [each.float() for (part,) in in_chunks(elements) for each in torch.aminmax(part)]
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all elements are finite: surely if their sum is, which takes less time than a look at each."""
+    floats = [x for x in tensors if x.is_floating_point() and x.dtype.itemsize > 1]
+    sums = torch.stack([x.sum(dtype=torch.float32) for x in floats] or [torch.zeros(())])
+    return bool(sums.isfinite().all()) or all(bool(x.isfinite().all()) for x in floats)
 
 
 def check_new(root: Path, step: int, storage: LocalStorage) -> None:
@@ -529,32 +530,31 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
         )
 
 
-def _all_hashes(outline: Outline, hashes: Sequence[BlockHashes]) -> BlockHashes:
-    """Join all ranks' hashes. Raises `BurnishError` unless every block has exactly one."""
-    known = {block: digest for theirs in hashes for block, digest in theirs.items()}
-    wanted = {
-        (index, number)
-        for index, file in enumerate(outline.files)
-        for number in range(outline.blocks_in(file))
-    }
-    if sum(map(len, hashes)) != len(known) or known.keys() != wanted:
+def _all_hashes(outline: Outline, hashes: Iterable[BlockHashes]) -> list[list[str]]:
+    """Return the hashes of every file. Raises `BurnishError` unless every block has exactly one."""
+    found = [[""] * outline.blocks_in(file) for file in outline.files]
+    wanted, written = sum(map(len, found)), 0
+    for file, first, digests in chain.from_iterable(hashes):
+        found[file][first : first + len(digests)] = digests
+        written += len(digests)
+    missing = sum(each.count("") for each in found)
+    if written != wanted or missing:
         raise BurnishError(
             "ranks wrote other blocks than were planned",
-            have=f"{sum(map(len, hashes))} blocks written, {len(wanted - known.keys())} by no rank",
-            want=f"{len(wanted)} blocks, each by one rank",
+            have=f"{written} blocks written, {missing} by no rank",
+            want=f"{wanted} blocks, each by one rank",
             do="see that all ranks run the same version; if they do, this is a bug in Burnish",
         )
-    return known
+    return found
 
 
 def _records(
-    outline: Outline, hashes: BlockHashes, small: Mapping[str, bytes]
+    outline: Outline, hashes: Sequence[Sequence[str]], small: Mapping[str, bytes]
 ) -> dict[str, FileRecord]:
+    """`hashes`: by file."""
     records = {path: record_of(data) for path, data in small.items()}
-    for index, file in enumerate(outline.files):
-        numbers = range(outline.blocks_in(file) if hashes else 0)
-        blocks = tuple(hashes[index, number] for number in numbers)
-        records[file.path] = FileRecord(file.size, outline.block_bytes, blocks)
+    for file, blocks in zip(outline.files, hashes, strict=True):
+        records[file.path] = FileRecord(file.size, outline.block_bytes, tuple(blocks))
     return records
 
 
