@@ -300,7 +300,7 @@ class ChatEncoder:
             header = self._up_to_content(row, turn)
             if before[0].startswith(header) and whole[0].startswith(header):
                 before = header, self.ids([header], special=False)[0]
-        return _boundary(before, whole, f"message {turn} of {row.name}", self._remedy)
+        return self._boundary(before, whole, row, turn)
 
     def _up_to_content(self, row: Conversation, turn: int) -> str:
         return _common(*self._with_contents(row, turn))
@@ -329,9 +329,29 @@ class ChatEncoder:
                 closing = np.isin(whole[1][start:stop], self._past_ends)
                 if closing.any():
                     return start + int(np.flatnonzero(closing)[-1]) + 1
-        end = _boundary(after, whole, f"message {turn} of {row.name}", self._remedy)
+        end = self._boundary(after, whole, row, turn)
         inside = np.flatnonzero(np.isin(whole[1][start:end], self._ends))
         return start + int(inside[-1]) + 1 if len(inside) else end
+
+    def _boundary(
+        self,
+        prefix: tuple[str, list[int]],
+        whole: tuple[str, TokenIds],
+        row: Conversation,
+        turn: int,
+    ) -> int:
+        """Return the index in `whole` where the prefix ends, before a token that spans its end."""
+        shared = shared_beginning(prefix[1], whole[1])
+        if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
+            return shared
+        at = len(_common(prefix[0], whole[0]))
+        begin = max(0, at - _CONTEXT)
+        raise UsageError(
+            f"the chat template renders the text before message {turn} of {row.name} differently when more messages follow: token {shared} (character {at}) is the first to differ",
+            have=repr(whole[0][begin : at + _CONTEXT]),
+            want=repr(prefix[0][begin : at + _CONTEXT]),
+            do=self._remedy,
+        )
 
     def _before(self, messages: list[Message], name: str, tools: Tools | None) -> str:
         if not messages:
@@ -424,20 +444,3 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 def _common(*texts: str) -> str:
     return commonprefix(texts)  # noqa: RUF071 - of texts that are no paths
-
-
-def _boundary(
-    prefix: tuple[str, list[int]], whole: tuple[str, TokenIds], where: str, do: str
-) -> int:
-    """Return the index in `whole` where the prefix ends, before a token that spans its end."""
-    shared = shared_beginning(prefix[1], whole[1])
-    if shared == len(prefix[1]) or whole[0].startswith(prefix[0]):
-        return shared
-    at = len(_common(prefix[0], whole[0]))
-    begin = max(0, at - _CONTEXT)
-    raise UsageError(
-        f"the chat template renders the text before {where} differently when more messages follow: token {shared} (character {at}) is the first to differ",
-        have=repr(whole[0][begin : at + _CONTEXT]),
-        want=repr(prefix[0][begin : at + _CONTEXT]),
-        do=do,
-    )

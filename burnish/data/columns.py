@@ -14,7 +14,7 @@ from burnish.errors import UsageError
 if TYPE_CHECKING:
     from burnish.data.sources import Rows
 
-ExampleKind = Literal["chat", "pair", "text"]
+_ExampleKind = Literal["chat", "pair", "text"]
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
 Message = dict[str, Any]
@@ -24,9 +24,9 @@ Tools = list[dict[str, Any]]
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix to kind. In a directory, files with other suffixes are ignored."""
-INSTRUCTION_COLUMN = "instruction"
+_INSTRUCTION = "instruction"
 """Alpaca's prompt, to which `input` is added; `output` is the answer."""
-PROMPT_COLUMNS = ("prompt", "question", "problem", INSTRUCTION_COLUMN)
+_PROMPT_COLUMNS = ("prompt", "question", "problem", _INSTRUCTION)
 """Usual names of the prompt (verl and TRL; GSM8K; MATH; Alpaca)."""
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "output")
 """Usual names of the ground truth; a dot goes into a nested column."""
@@ -61,17 +61,17 @@ def files_here(path: str) -> list[Path]:
     return [each for name in glob.glob(str(plain), recursive=True) if (each := Path(name)).exists()]
 
 
-def example_format(data: DataConfig, rows: Rows) -> tuple[ExampleKind, tuple[str, ...]]:
+def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[str, ...]]:
     """Choose the kind of examples and their columns: by settings, else the first usual ones present. Raises `MissingError`."""
-    prompt = data.prompt_column or _first(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
-    completion = "output" if prompt == INSTRUCTION_COLUMN else "completion"
+    prompt = data.prompt_column or _first(_PROMPT_COLUMNS, rows) or _PROMPT_COLUMNS[0]
+    completion = "output" if prompt == _INSTRUCTION else "completion"
     messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
-    formats: dict[ExampleKind, dict[str, str]] = {
+    formats: dict[_ExampleKind, dict[str, str]] = {
         "chat": {"messages": messages},
         "pair": {"prompt": prompt, "completion": data.completion_column or completion},
         "text": {"text": data.text_column or "text"},
     }
-    named: dict[ExampleKind, str | None] = {
+    named: dict[_ExampleKind, str | None] = {
         "pair": data.prompt_column or data.completion_column,
         "chat": data.messages_column,
         "text": data.text_column,
@@ -82,7 +82,7 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[ExampleKind, tuple[str
             return each, tuple(formats[each].values())
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
-        raise rows.missing((*_MESSAGES_COLUMNS, *PROMPT_COLUMNS, "text"), settings)
+        raise rows.missing((*_MESSAGES_COLUMNS, *_PROMPT_COLUMNS, "text"), settings)
     wanted = formats[chosen[0] if chosen else "pair"]
     setting, missing = next((key, name) for key, name in wanted.items() if not rows.has(name))
     raise rows.missing((missing,), f"data.{setting}_column")
@@ -91,7 +91,7 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[ExampleKind, tuple[str
 def prompt_column(data: DataConfig, rows: Rows) -> str:
     """Return the prompt column for RL, chosen in the same way. Raises `MissingError`."""
     chosen = data.prompt_column or data.messages_column
-    names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
+    names = (chosen,) if chosen else (_PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *_PROMPT_COLUMNS[1:])
     found = _first(names, rows)
     if found is None:
         is_chat = data.messages_column and not data.prompt_column
@@ -130,7 +130,7 @@ def value_at(row: Row, name: str) -> Any:
 def prompt_at(row: Row, name: str) -> Any:
     """Return a row's prompt. Alpaca's instruction and input become a message."""
     value, input_ = value_at(row, name), row.get("input")
-    if name != INSTRUCTION_COLUMN or not isinstance(value, str):
+    if name != _INSTRUCTION or not isinstance(value, str):
         return value
     return [{"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}]
 

@@ -16,7 +16,7 @@ from burnish.files.hub import FORMS, HubPlace
 _CARD = "README.md"
 _USUAL_SUBSETS = ("default", "main")
 """Subsets to look for if neither the id nor the data set's card names one."""
-SPLITS: Mapping[str, Sequence[str]] = {
+_SPLITS: Mapping[str, Sequence[str]] = {
     "data.train": ("train",),
     "data.validation": ("validation", "test"),
 }
@@ -82,7 +82,7 @@ def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
                 want="JSON Lines, Parquet or CSV files",
                 do=f"name its files: hf://datasets/{place.repo}/PATH",
             ) from error
-        wanted = wanted or SPLITS[setting]
+        wanted = wanted or _SPLITS[setting]
         found = next((splits[name] for name in wanted if name in splits), None)
         if found is None:
             raise MissingError(

@@ -11,14 +11,14 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pyarrow.parquet
 import xxhash
@@ -33,13 +33,12 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, refusing
 from burnish.files.cache import cache_root, made_once, select
 from burnish.files.hub import HubPlace
-from burnish.files.remote import Remote
+from burnish.files.remote import Remote, begun
 from burnish.files.urls import Url, is_url
 from burnish.records import Example
 from burnish.records.seeds import derive_seed
 
-T = TypeVar("T")
-Window = list[tuple["StreamedFile", int, Any]]
+_Window = list[tuple["StreamedFile", int, Any]]
 """Rows in order: file, byte of the line or number of the row, and the line or (table, row in the table)."""
 
 _PIECE, _TAIL = 16 << 20, 1 << 16
@@ -92,7 +91,7 @@ class StreamedRows(Rows):
     _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
     _kept: dict[StreamedFile, bytes] = field(default_factory=dict)
     """The files of a source with a single window, which every epoch needs."""
-    _read: dict[int, Window] = field(default_factory=dict)
+    _read: dict[int, _Window] = field(default_factory=dict)
     _columns: Row = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -136,7 +135,7 @@ class StreamedRows(Rows):
         shard, number, _ = self.window(index >> 32)[index & _ROW]
         return shard.start + number
 
-    def window(self, number: int, *, ahead: bool = False) -> Window:
+    def window(self, number: int, *, ahead: bool = False) -> _Window:
         """Return a window's rows in the order of drawing. `ahead`: begin to fetch the next window.
 
         Raises `BurnishError` for an unreadable window.
@@ -145,12 +144,12 @@ class StreamedRows(Rows):
             if number not in self._read:
                 fetching = self._fetching.pop(number, None)
                 if fetching is None or (fetching.done() and fetching.exception()):
-                    fetching = _begun(partial(self._fetch, number))
+                    fetching = begun(partial(self._fetch, number))
                 self._fetching.clear()
                 self._read.clear()
                 self._read[number] = self._rows_in(number, fetching.result())
             if ahead and number + 1 not in self._fetching:
-                self._fetching[number + 1] = _begun(partial(self._fetch, number + 1))
+                self._fetching[number + 1] = begun(partial(self._fetch, number + 1))
             return self._read[number]
 
     def _parts(self, number: int) -> Iterator[tuple[StreamedFile, int, int]]:
@@ -184,8 +183,8 @@ class StreamedRows(Rows):
             self._kept.update(zip((file for file, _, _ in parts), found, strict=True))
         return found
 
-    def _rows_in(self, number: int, fetched: Sequence[bytes]) -> Window:
-        rows: Window = []
+    def _rows_in(self, number: int, fetched: Sequence[bytes]) -> _Window:
+        rows: _Window = []
         for (shard, first, _), data in zip(self._parts(number), fetched, strict=True):
             read = _lines if READERS[PurePosixPath(shard.name).suffix] == "json" else _groups
             rows += [(shard, *row) for row in read(shard, first, data)]
@@ -467,17 +466,3 @@ def _remove_from_cache(name: str, kept: range) -> None:
         with suppress(OSError):
             if is_mine or time.time() - path.stat().st_mtime > _DAY:
                 path.unlink()
-
-
-def _begun(work: Callable[[], T]) -> Future[T]:
-    """Call `work` in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import PurePath
@@ -125,7 +125,7 @@ class RowDataset(ItemSequence[Item]):
             self._kept = self.lengths = np.zeros(0, np.int64)
             self.digest = self.rows.digest
             return
-        total = len(self.rows)
+        total, limit, setting = len(self.rows), self.limit, self._setting
         lengths, self.digest, warnings = self._lengths(progress or Progress(enabled=False))
         for warning in filter(None, warnings):
             logger.warning("%s", warning)
@@ -135,14 +135,27 @@ class RowDataset(ItemSequence[Item]):
             raise UsageError(
                 f"{self.rows.where(index)} is too long",
                 have=f"at least {lengths[index]} tokens; {over.sum()} of {total} rows are over the limit",
-                want=f"at most {self.limit} ({self._setting})",
-                do=f"raise {self._setting}, or set data.overlong=drop",
+                want=f"at most {limit} ({setting})",
+                do=f"raise {setting}, or set data.overlong=drop",
             )
         self.dropped_overlong = int(over.sum())
         self.dropped_untrained = int((lengths == 0).sum())
         self._kept = np.flatnonzero(~over & (lengths > 0))
         self.lengths = lengths[self._kept]
-        self._report(total)
+        if not len(self):
+            raise UsageError(
+                f"no row of {', '.join(self.rows.files[:2])} can be used",
+                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on, such as a message of the role assistant",
+                want="at least one row that is left",
+                do=f"raise {setting}, or correct the data",
+            )
+        if self.dropped_overlong:
+            found = self.dropped_overlong, total, setting, limit
+            logger.warning("dropped %d of %d rows: longer than %s=%d tokens", *found)
+        if self.dropped_untrained:
+            logger.warning(
+                "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
+            )
 
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
@@ -185,23 +198,6 @@ class RowDataset(ItemSequence[Item]):
             everyones = zip(*gather_objects(warnings, sharing), strict=True)
             warnings = [next(filter(None, same), "") for same in everyones]
         return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), warnings
-
-    def _report(self, total: int) -> None:
-        limit, setting = self.limit, self._setting
-        if not len(self):
-            raise UsageError(
-                f"no row of {', '.join(self.rows.files[:2])} can be used",
-                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on, such as a message of the role assistant",
-                want="at least one row that is left",
-                do=f"raise {setting}, or correct the data",
-            )
-        if self.dropped_overlong:
-            found = self.dropped_overlong, total, setting, limit
-            logger.warning("dropped %d of %d rows: longer than %s=%d tokens", *found)
-        if self.dropped_untrained:
-            logger.warning(
-                "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
-            )
 
     def _notice_raw(self, column: str) -> None:
         if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
@@ -397,23 +393,24 @@ class ExampleDataset(RowDataset[Example]):
         """See `PromptDataset`; `eos_token_ids` end the model's completions. Collective."""
         name = "data.max_length"
         super().__init__(rows, tokenizer, data, max_length, name, layout, eos_token_ids)
-        kind, self._columns = example_format(data, rows)
-        if kind != "text":
+        self._kind, self._columns = example_format(data, rows)
+        if self._kind != "text":
             self._notice_tools()
-        if kind == "pair" and all(isinstance(prompt_at(rows[0], n), str) for n in self._columns):
+        if self._kind == "pair" and all(
+            isinstance(prompt_at(rows[0], n), str) for n in self._columns
+        ):
             self._notice_raw(self._columns[0])
-        read = {"chat": self._chat, "pair": self._completion, "text": self._text}
-        self._read: Callable[[int, Row], Conversation | Text] = read[kind]
         self._scan(progress)
 
-    def _chat(self, index: int, row: Row) -> Conversation | Text:
+    def _read(self, index: int, row: Row) -> Conversation | Text:
         name = self.rows.where(index)
-        messages = self._messages(value_at(row, self._columns[0]), name)
-        return Conversation(self._opened(messages), name, tools=self._tools(row, name))
-
-    def _completion(self, index: int, row: Row) -> Conversation | Text:
-        prompt, completion = (prompt_at(row, name) for name in self._columns)
-        name = self.rows.where(index)
+        if self._kind == "text":
+            self._require_no_chat_settings(name)
+            return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
+        if self._kind == "chat":
+            messages = self._opened(self._messages(value_at(row, self._columns[0]), name))
+            return Conversation(messages, name, tools=self._tools(row, name))
+        prompt, completion = (prompt_at(row, column) for column in self._columns)
         strings = isinstance(prompt, str) and isinstance(completion, str)
         if strings and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
@@ -422,11 +419,6 @@ class ExampleDataset(RowDataset[Example]):
         after = self._messages(completion, f"the completion of {name}", "assistant")
         before = self._opened(before)
         return Conversation(before + after, name, len(before), self._tools(row, name))
-
-    def _text(self, index: int, row: Row) -> Conversation | Text:
-        name = self.rows.where(index)
-        self._require_no_chat_settings(name)
-        return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         return [

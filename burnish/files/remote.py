@@ -327,21 +327,28 @@ def retry(
 
 
 def _run(attempt: Callable[[Pulse], T], silence: float) -> T:
-    future: Future[T] = Future()
     moved_at = time.monotonic()
 
     def pulse(count: int) -> None:
         nonlocal moved_at
         moved_at = time.monotonic()
 
-    def work() -> None:
-        try:
-            future.set_result(attempt(pulse))
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
+    future = begun(lambda: attempt(pulse))
     while not wait([future], max(0.0, moved_at + silence - time.monotonic())).done:
         if time.monotonic() - moved_at >= silence:
             raise HungError(f"nothing moved for {silence:g} s")
     return future.result()
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """Call `work` in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future

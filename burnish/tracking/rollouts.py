@@ -26,9 +26,8 @@ if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts 
 
 Kind = Literal["step", "validation"]
 Row = dict[str, Any]
-TokenTexts = Callable[[list[int]], list[str]]
 
-BLOCK_BYTES = 1 << 18
+_BLOCK_BYTES = 1 << 18
 """About the size of a block, which is compressed as a whole. A reader of one row reads one block."""
 EXTREMES, RANDOMS = 4, 8
 """How many rollouts of a step are kept longest: of the best, of the worst, and random ones."""
@@ -50,7 +49,7 @@ def write_rollouts(
     step: int,
     table: RolloutTable,
     advantages: Sequence[float] | None,
-    token_texts: TokenTexts | None = None,
+    token_texts: Callable[[list[int]], list[str]] | None = None,
     by_token: Mapping[str, Mapping[int, Floats]] | None = None,
     arriving: Iterable[tuple[int, Rollout]] | None = None,
 ) -> dict[int, Row]:
@@ -158,7 +157,7 @@ def compressed(lines: Iterable[bytes]) -> Iterator[bytes]:
     block = bytearray()
     for line in lines:
         block += line
-        if len(block) >= BLOCK_BYTES:
+        if len(block) >= _BLOCK_BYTES:
             yield gzip.compress(block, _LEVEL, mtime=0)
             block.clear()
     if block:
@@ -220,7 +219,7 @@ def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
     """Yield the offset and the text of each compressed block from `start` on. Raises `CorruptError`."""
     with path.open("rb") as file:
         file.seek(start)
-        data = file.read(BLOCK_BYTES)
+        data = file.read(_BLOCK_BYTES)
         while data:
             decoder, parts, read = zlib.decompressobj(wbits=31), [], 0
             while not decoder.eof:
@@ -230,7 +229,7 @@ def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
                     problem = f"{path} is damaged at byte {start}"
                     raise CorruptError(problem, have=error, do=_REMEDY) from error
                 read += len(data)
-                data = decoder.unused_data or file.read(BLOCK_BYTES)
+                data = decoder.unused_data or file.read(_BLOCK_BYTES)
                 if not data and not decoder.eof:
                     problem, have = f"{path} ends within a block", f"{start + read} bytes"
                     raise CorruptError(problem, have=have, do=_REMEDY)

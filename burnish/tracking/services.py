@@ -58,7 +58,7 @@ class TensorBoardTracker(Tracker):
         """Write the first samples as a table in Markdown."""
         from torch.utils.tensorboard.summary import text
 
-        if table := sample_table(rows[:_SAMPLES]):
+        if table := _sample_table(rows[:_SAMPLES]):
             lines = [list(table[0]), ["---"] * len(table[0])]
             lines += [[_cell(value) for value in row.values()] for row in table]
             told = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -91,7 +91,7 @@ class _Service(Tracker):
         self._run.log(dict(values), step=step)
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if table := sample_table(rows):
+        if table := _sample_table(rows):
             data = [list(row.values()) for row in table]
             self._log_table(step, f"rollouts/{kind}", list(table[0]), data)
 
@@ -328,8 +328,7 @@ def _cell(value: object) -> str:
     return str(value)[:_CHARACTERS].translate(escaped).replace("\n", "<br>")
 
 
-def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return samples for a service's table: the columns that people read, the same for every row."""
+def _sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
     columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
     return [

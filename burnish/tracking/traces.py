@@ -31,7 +31,7 @@ from burnish.tracking.trackers import BackgroundTracker, json_line, json_number
 if TYPE_CHECKING:  # the records' module loads torch
     from burnish.records.samples import Rollout
 
-Attributes = dict[str, Any]
+_Attributes = dict[str, Any]
 _AT_ONCE, _ROOM = 64, 16  # most traces in a request, most steps whose traces wait for one
 _INTERNAL, _ERROR = 1, 2  # codes of OTLP: a span within one process, and a failure
 _RETRIED = (429, 502, 503, 504)  # statuses of a collector that may soon take more
@@ -41,7 +41,7 @@ class _Span(NamedTuple):
     name: str
     begin: float  # in seconds since 1970
     end: float
-    attributes: Attributes
+    attributes: _Attributes
     error: str | None = None
 
 
@@ -70,7 +70,7 @@ class Traces:
         self._resource |= {"service.name": service, "service.instance.id": self._run}
         self.exporter: BackgroundTracker | None = None
         if settings.endpoint:
-            make = partial(OtlpExporter, endpoint=settings.endpoint, resource=self._resource)
+            make = partial(_OtlpExporter, endpoint=settings.endpoint, resource=self._resource)
             room = {"log_traces": _ROOM}
             self.exporter = BackgroundTracker("traces", make, directory.root, room=room)
 
@@ -102,7 +102,7 @@ class Traces:
         if traces and self.exporter is not None:
             self.exporter.tell("log_traces", step, traces)
 
-    def _spans(self, rollout: Rollout, about: Attributes) -> list[_Span]:
+    def _spans(self, rollout: Rollout, about: _Attributes) -> list[_Span]:
         made = [self._generation(rollout, about["burnish.kind"] == "step")]
         made += self._calls(rollout, made[0].end)
         attributes = about | {
@@ -174,7 +174,7 @@ class Traces:
 
 
 def _span(
-    name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
+    name: str, begin: float, end: float, attributes: _Attributes, error: str | None = None
 ) -> _Span:
     found = {
         plain(key): json_number(value) if isinstance(value, float) else plain(value)
@@ -184,7 +184,7 @@ def _span(
     return _Span(plain(name), begin, end, found, plain(error))
 
 
-def _line(trace: _Trace, resource: Attributes) -> bytes:
+def _line(trace: _Trace, resource: _Attributes) -> bytes:
     name, made = trace
     spans = [
         {
@@ -218,7 +218,7 @@ def _digest(name: object) -> bytes:
     return blake2b(repr(name).encode(), digest_size=8).digest()
 
 
-def read_traces(path: Path) -> Iterator[Attributes]:
+def read_traces(path: Path) -> Iterator[_Attributes]:
     """Yield a file's traces. Raises `CorruptError`."""
     for _, text in files.blocks(path):
         with refusing(f"{path} is not a file of traces", CorruptError, do="remove it"):
@@ -226,7 +226,7 @@ def read_traces(path: Path) -> Iterator[Attributes]:
         yield from found
 
 
-def spans_of(path: Path, row: files.Row) -> list[Attributes]:
+def spans_of(path: Path, row: files.Row) -> list[_Attributes]:
     """Return a rollout's spans, the root first, in seconds from its start; none if it has no trace. Raises `CorruptError`."""
     # A step may draw a prompt of a small data set twice, so rewards are compared too.
     place = {name: row.get(name) for name in ("prompt_index", "sample", "reward", "advantage")}
@@ -238,19 +238,19 @@ def spans_of(path: Path, row: files.Row) -> list[Attributes]:
     return []
 
 
-def _shown(span: Attributes, first: int) -> Attributes:
+def _shown(span: _Attributes, first: int) -> _Attributes:
     begin, end = span["startTimeUnixNano"], span["endTimeUnixNano"]
     shown = {name: span[name] for name in ("name", "attributes", "error")}
     times = {"start": (begin - first) / 1e9, "seconds": (end - begin) / 1e9}
     return shown | times | {"depth": int(span["parentSpanId"] is not None)}
 
 
-class OtlpExporter:
+class _OtlpExporter:
     """Send traces to a collector. OpenTelemetry's variables OTEL_EXPORTER_OTLP_* apply."""
 
     # OpenTelemetry's own exporter takes ten times the CPU time: it makes a protobuf message for each attribute.
 
-    def __init__(self, directory: Path, *, endpoint: str, resource: Attributes) -> None:
+    def __init__(self, directory: Path, *, endpoint: str, resource: _Attributes) -> None:
         path, known = "/v1/traces", os.environ.get
         if endpoint == "env":
             base = known("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
@@ -307,7 +307,7 @@ def _pairs(text: str | None) -> dict[str, str]:
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
 
-def protobuf(traces: Sequence[_Trace], resource: Attributes) -> bytes:
+def protobuf(traces: Sequence[_Trace], resource: _Attributes) -> bytes:
     """Return an OTLP request with these traces."""
     # The numbers are field numbers of opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
     spans = [
@@ -330,7 +330,7 @@ def _span_message(trace: bytes, number: int, span: _Span) -> bytes:
     return b"".join(parts) + _attributes(9, span.attributes)
 
 
-def _attributes(field: int, attributes: Attributes) -> bytes:
+def _attributes(field: int, attributes: _Attributes) -> bytes:
     pairs = ((_field(1, n.encode()), _field(2, _any(value))) for n, value in attributes.items())
     return b"".join(_field(field, name + value) for name, value in pairs)
 

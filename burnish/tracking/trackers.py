@@ -79,7 +79,7 @@ class Tracker(Protocol):
         """Write out held numbers and free resources. A second call does nothing."""
 
 
-def writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
+def _writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
     """Return whether the rollouts of a step of `total`, or of a validation after it, are written."""
     every = settings.rollouts_every
     return every > 0 and (validation or step % every == 0 or step in (1, total))
@@ -90,7 +90,7 @@ def wanted_rollouts(
 ) -> tuple[Sequence[int], Collection[int]] | None:
     """Return the indices of rollouts that rank 0 needs, in order, and of those that it needs whole; None for nothing."""
     traced = bool(settings.traces.local or settings.traces.endpoint)
-    written = writes_rollouts(settings, step, total, validation)
+    written = _writes_rollouts(settings, step, total, validation)
     if not (written or (traced and settings.traces.sample_rate)):
         return None
     files = import_module("burnish.tracking.rollouts")
@@ -167,7 +167,7 @@ class Observers:
                 yield i, rollout
 
         kept: Mapping[int, Mapping[str, Any]] = {}
-        if writes_rollouts(self._settings, step, self._total_steps, advantages is None):
+        if _writes_rollouts(self._settings, step, self._total_steps, advantages is None):
             place = self._directory.rollouts, step
             given = table, advantages, self._token_texts, by_token
             kept = self._rollouts.write_rollouts(*place, *given, passing() if arriving else None)

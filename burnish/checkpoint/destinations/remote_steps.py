@@ -87,9 +87,9 @@ class RemoteSteps:
         is_there = any(each.startswith(f"{name}/") for each in sizes)
         return "directory" if is_sealed and is_there else None
 
-    def open(self, path: PurePath) -> RemoteReader:
+    def open(self, path: PurePath) -> _RemoteReader:
         """Open a file; a missing one raises when it is read."""
-        return RemoteReader(self, self.name_of(path))
+        return _RemoteReader(self, self.name_of(path))
 
     def size(self, name: str) -> int:
         """Return a file's size. Raises `FileNotFoundError`."""
@@ -172,7 +172,7 @@ class RemoteSteps:
         return sizes
 
 
-class RemoteReader(Closing):
+class _RemoteReader(Closing):
     """A file behind a URL; a `ReadableFile`. Reads whole blocks."""
 
     def __init__(self, steps: RemoteSteps, name: str) -> None:

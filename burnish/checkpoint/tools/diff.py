@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burnish.boxes.tensor_reader import TensorInfo, TensorReader, chunks
 
-Verdict = Literal["equal", "differs", "only in A", "only in B", "another shape", "another kind"]
+_Verdict = Literal["equal", "differs", "only in A", "only in B", "another shape", "another kind"]
 """The result for one tensor. Integers and floats differ in kind."""
 
 _CHUNK = 1 << 14  # elements: temporaries fit into the processor's cache, and malloc reuses them
@@ -78,7 +78,7 @@ class Compared:
 
     key: str
     """Its set and name, as `model/lm_head.weight` or `exp_avg/lm_head.weight`."""
-    verdict: Verdict
+    verdict: _Verdict
     """The result."""
     a: TensorInfo | None
     """Its dtype and shape in A."""
@@ -115,7 +115,7 @@ def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
             distance = Distance()
             for span in chunks(mine.elements, _CHUNK):
                 distance.add(a.read_range(key, *span), b.read_range(key, *span))
-            verdict: Verdict = "differs" if distance.different else "equal"
+            verdict: _Verdict = "differs" if distance.different else "equal"
             yield Compared(key, verdict, mine, theirs, distance)
     for key, theirs in b.tensors.items():
         if key not in a.tensors:

@@ -42,7 +42,7 @@ _ALLOWED = {
     "pathlib": {"PosixPath", "Path"},
 }  # fmt: skip
 
-Piece = tuple[str, list[int], list[int], Tensor]
+_Piece = tuple[str, list[int], list[int], Tensor]
 """A part of a tensor: name in the state dict, global shape, offsets, elements."""
 
 
@@ -70,7 +70,7 @@ def known_part(key: str, names: Collection[str]) -> str:
     return key
 
 
-def _verl(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[Piece]]:
+def _verl(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[_Piece]]:
     for rank, name in enumerate(files):
         state = torch.load(source / name, map_location="cpu", mmap=True, weights_only=True)
         yield [
@@ -97,7 +97,7 @@ def _place(key: str, value: Tensor, rank: int) -> tuple[list[int], list[int], Te
     return shape, list(offsets), local
 
 
-def _dcp(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[Piece]]:
+def _dcp(source: Path, files: list[str], names: Collection[str]) -> Iterator[list[_Piece]]:
     with (source / ".metadata").open("rb") as opened:
         metadata = _MetadataUnpickler(opened).load()
     places = {(each.fqn, each.offset): info for each, info in metadata.storage_data.items()}
@@ -125,7 +125,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _write(path: Path, pieces: list[Piece]) -> None:
+def _write(path: Path, pieces: list[_Piece]) -> None:
     header, _ = build_header(
         [
             (json.dumps([name, shape, offsets]), dtype_name(value.dtype, name), tuple(value.shape))
