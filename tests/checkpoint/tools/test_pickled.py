@@ -103,6 +103,14 @@ def test_a_dcp_directory(tmp_path, assets, root, prefix):
     assert sorted(path.name for path in root.iterdir()) == [".lease", step.path.name]
 
 
+def test_a_hubs_links_to_metadata_are_followed(tmp_path):
+    (tmp_path / "blob").write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/.metadata").write_bytes(b"")
+    (tmp_path / "linked/metadata.json").symlink_to(tmp_path / "blob")
+    assert pickled_kind(tmp_path / "linked") == "torch_dist"
+
+
 @pytest.mark.usefixtures("in_process")
 @alone
 def test_fused_experts_of_a_dcp_directory(tmp_path, root):
