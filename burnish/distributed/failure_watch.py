@@ -27,7 +27,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -35,14 +34,17 @@ from torch.distributed.distributed_c10d import Store
 from burnish.distributed.layout import Layout
 from burnish.distributed.stall import (
     ENDLESS,
-    Judge,
+    SHARE_OF_TIMEOUT,
+    Answer,
     Patience,
     Process,
     Pulse,
     end_silent,
+    likely_cause,
     place_of_work,
     process_state,
     publish,
+    report,
     stack_of,
 )
 from burnish.errors import BurnishError, StoppedError
@@ -79,20 +81,20 @@ class FailureWatch:
         self._failure: Failure | None = None
         self._failure_known = threading.Event()
         self._left = threading.Event()
-        self._reported, self._traceback = False, ""
+        self._traceback = ""
+        """Of the error that this rank reported."""
         self._sending = threading.Lock()
         self._main = threading.get_ident()
         self._me = {"rank": layout.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._relay: _Relay | None = None
         if layout.rank == 0:
             local = layout.local_world == layout.world
-            self._relay = _Relay(local=local, patience=patience)
+            self._relay = _Relay(patience, local=local)
             store.set("watch", json.dumps(self._relay.contact | self._me))
             self._relay.start()
         self._contact = json.loads(store.get("watch"))
         self._socket = self._connect(host)
         self._unanswered: float | None = None
-        self._main_is_silent = False
         self._patience, self._pulse = patience, Pulse(patience, self._alarm)
         self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
         self._listener.start()
@@ -124,7 +126,7 @@ class FailureWatch:
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank failed. All ranks raise a `StoppedError`, so it is not reported."""
         if not isinstance(error, StoppedError):
-            self._reported, self._traceback = True, "".join(traceback.format_exception(error))
+            self._traceback = "".join(traceback.format_exception(error))
             ours = isinstance(error, BurnishError)
             reason = str(error) if ours else f"{type(error).__name__}: {error}"
             lines = [line[:_LONGEST_SHOWN] for line in logs.last_lines()]
@@ -134,7 +136,7 @@ class FailureWatch:
         """Disconnect, with a goodbye unless this rank reported a failure."""
         self._left.set()
         self._pulse.stop()
-        if not self._reported:
+        if not self._traceback:
             self._send({"reason": None})
         with suppress(OSError):  # the relay has closed the connection
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -155,10 +157,9 @@ class FailureWatch:
             main = Failure(0, self._contact["host"], self._contact["pid"])
             where = main.host, main.pid
             state = process_state(where) or "visible only on its machine"
-            self._main_is_silent = True
             cause = f"rank 0 does not answer: its process is {state}"
             threading.Timer(_HELD_UP_SECONDS / 2, end_silent, (where,)).start()
-            self._end_after(replace(main, reason=cause, still=still))
+            self._end_after(replace(main, reason=cause, still=still), is_published=False)
         self._send({"alarm": still})
 
     def _answer(self) -> None:
@@ -184,17 +185,18 @@ class FailureWatch:
     def _listen(self) -> None:
         failure = self._next_failure()
         if failure is not None and not self._left.is_set():
-            self._end_after(failure)
+            self._end_after(failure, is_published=failure.still > 0)
 
-    def _end_after(self, failure: Failure) -> None:
+    def _end_after(self, failure: Failure, *, is_published: bool) -> None:
+        """End this rank if it does not leave; `is_published`: the relay has published all stacks."""
         self._failure = self._failure or failure
         self._failure_known.set()
         if not self._left.wait(_HELD_UP_SECONDS if failure.still else _GRACE_SECONDS):
             stack = stack_of(sys._current_frames().get(self._main))
             error = self._error(self._failure, place_of_work(stack))
-            if not failure.still or self._main_is_silent:
+            if not is_published:
                 _end_process(f"{error}\n{self._traceback}")
-            publish(str(error), aloud=False)  # the relay has published all stacks
+            publish(str(error), aloud=False)
             os._exit(1)
 
     def _error(self, failure: Failure, work: str) -> BurnishError:
@@ -247,7 +249,7 @@ class Failure:
                 do="see the report in the log of rank 0, then start the same command again: it resumes. "
                 "distributed.stall_seconds sets how long a run may stand still",
             )
-            error.told_elsewhere = self.rank != 0  # a silent rank 0 cannot print it
+            error.printed_by_main = self.rank != 0  # a silent rank 0 cannot print it
             return error
         if self.reason:
             error = BurnishError(
@@ -255,7 +257,7 @@ class Failure:
                 have=self.reason + lines,
                 do=f"see the traceback of rank {self.rank}",
             )
-            error.told_elsewhere = True
+            error.printed_by_main = True
             return error
         return BurnishError(
             f"{who} died {meanwhile}",
@@ -265,19 +267,21 @@ class Failure:
 
 
 class _Relay(threading.Thread):
-    """Tells every rank the first failure, until rank 0 leaves."""
+    """Tells every rank the first failure, until rank 0 leaves. Asks all where they are once one has stood still for long."""
 
-    def __init__(self, *, local: bool, patience: Patience) -> None:
+    def __init__(self, patience: Patience, *, local: bool) -> None:
         super().__init__(name="burnish-relay", daemon=True)
         self._listener = _listen_on("localhost" if local else "")
         _prepare(self._listener)
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
         self._failure: Failure | None = None
-        self._ranks: dict[int, asyncio.StreamWriter] = {}
-        self._processes: dict[int, Process] = {}
-        ask = partial(self._broadcast, {"ask": True})
-        self._judge = Judge(patience, self._processes, ask, self._fail_stalled)
+        self._ranks: dict[int, tuple[Process, asyncio.StreamWriter]] = {}
+        self._patience = patience
+        self._answers: dict[int, Answer] = {}
+        self._full_answers, self._complete = 0, asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        self._has_reported = False
         address, port = self._listener.getsockname()[:2]
         self.contact = {"address": address if local else "", "port": port, "token": self._token}
         """The address, port and token with which ranks connect."""
@@ -322,7 +326,7 @@ class _Relay(threading.Thread):
                     if peer is None:
                         peer = self._greet(message, writer)
                     elif "reason" not in message:
-                        self._judge.hear(peer.rank, message)
+                        self._hear(peer.rank, message)
                     else:
                         said_goodbye = True
                         if message["reason"] is not None:
@@ -331,7 +335,6 @@ class _Relay(threading.Thread):
             if peer is None:
                 return
             self._ranks.pop(peer.rank, None)
-            self._processes.pop(peer.rank, None)
             if not said_goodbye:
                 self._fail(peer)
             if peer.rank == 0:
@@ -342,15 +345,47 @@ class _Relay(threading.Thread):
         if not secrets.compare_digest(str(message.pop("token")), self._token):
             raise ValueError("not the run's token")
         peer = Failure(**message)
-        self._ranks[peer.rank] = writer
-        self._processes[peer.rank] = peer.host, peer.pid
+        self._ranks[peer.rank] = (peer.host, peer.pid), writer
         writer.write(b"\n")
         if self._failure is not None:
             writer.write(_line(asdict(self._failure)))
         return peer
 
-    def _fail_stalled(self, rank: int, process: Process, cause: str, still: float) -> None:
-        self._fail(Failure(rank, *process, cause, still=still))
+    def _hear(self, rank: int, message: Answer) -> None:
+        """Take an alarm, or a part of an answer."""
+        if "alarm" not in message:
+            self._answers.setdefault(rank, {}).update(message)
+            self._full_answers += "memory" in message
+            if self._full_answers >= len(self._ranks):
+                self._complete.set()
+        elif self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        """Ask all ranks; if they stand still, report on them, and end the run after the patience for stalls."""
+        self._answers, self._complete, self._full_answers = {}, asyncio.Event(), 0
+        there = {rank: process for rank, (process, _) in self._ranks.items()}
+        self._broadcast({"ask": True})
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._complete.wait(), self._patience.answer)
+        answers = {rank: each for rank, each in self._answers.items() if "still" in each}
+        silent = sorted(there.keys() - answers.keys())
+        still = sorted(each["still"] for each in answers.values()) or [0.0]
+        shortest, timeout = still[0], self._patience.timeout
+        ends = 0 < self._patience.stall <= shortest
+        fails_soon = still[-1] >= SHARE_OF_TIMEOUT * timeout and shortest >= timeout / 2
+        if ends or (fails_soon and not self._has_reported):
+            self._has_reported = True
+            states = {rank: process_state(there[rank]) for rank in silent}
+            suspect, cause = likely_cause(answers, states)
+            summary = f"nothing has moved on any rank for {shortest:.0f} s"
+            if not ends:
+                summary += f", and collectives fail after {timeout:g} s"
+            publish(report(f"{summary}: {cause}", answers, states, there))
+            if ends:
+                self._fail(Failure(suspect, *there[suspect], cause, still=shortest))
+                end_silent(*(there[rank] for rank in silent))
+        await asyncio.sleep(self._patience.pause)
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
@@ -359,7 +394,7 @@ class _Relay(threading.Thread):
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         line = _line(message)
-        for writer in self._ranks.values():
+        for _, writer in self._ranks.values():
             writer.write(line)
 
 

@@ -7,7 +7,6 @@ rank 0's relay, which asks every rank.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -38,7 +37,8 @@ _MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
 _REMEMBERED = 16
 _TICK_SECONDS, _LONGEST_PAUSE, _LONGEST_ANSWER = 5.0, 60.0, 30.0
 _WRITING_SECONDS = 2.0
-_SHARE_OF_TIMEOUT = 0.9
+SHARE_OF_TIMEOUT = 0.9
+"""Share of a collective's time-out after which ranks report."""
 _MOST_GROUPS, _MOST_RECORDED = 64, 3
 _COLLECTIVE = re.compile(
     r"_?(all_|reduce|broadcast|barrier|monitored_barrier|gather|scatter|send|recv)"
@@ -67,7 +67,7 @@ class Patience:
     @property
     def first(self) -> float:
         """Seconds after which a rank that stands still sends an alarm."""
-        return min(self.stall or math.inf, _SHARE_OF_TIMEOUT * self.timeout)
+        return min(self.stall or math.inf, SHARE_OF_TIMEOUT * self.timeout)
 
     @property
     def pause(self) -> float:
@@ -238,61 +238,6 @@ def end_silent(*processes: Process) -> None:
         if process_state(process):
             with suppress(OSError):
                 os.kill(process[1], signal.SIGKILL)
-
-
-class Judge:
-    """Asks all ranks where they are once one has stood still for long."""
-
-    def __init__(
-        self,
-        patience: Patience,
-        processes: Mapping[int, Process],
-        ask: Callable[[], None],
-        fail: Callable[[int, Process, str, float], None],
-    ) -> None:
-        """`ask()` asks all ranks; `fail(rank, process, cause, seconds)` ends the run."""
-        self._patience, self._processes, self._ask, self._fail = patience, processes, ask, fail
-        self._answers: dict[int, Answer] = {}
-        self._asking: asyncio.Task[None] | None = None
-        self._complete, self._full_answers = asyncio.Event(), 0
-        self._ready_at = 0.0
-        self._has_reported = False
-
-    def hear(self, rank: int, message: Answer) -> None:
-        """Take an alarm, or a part of an answer."""
-        if "alarm" not in message:
-            self._answers.setdefault(rank, {}).update(message)
-            self._full_answers += "memory" in message
-            if self._full_answers >= len(self._processes):
-                self._complete.set()
-        elif self._asking is None and time.monotonic() >= self._ready_at:
-            self._asking = asyncio.create_task(self._judge())
-
-    async def _judge(self) -> None:
-        self._answers, self._complete, self._full_answers = {}, asyncio.Event(), 0
-        there = dict(self._processes)
-        self._ask()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._complete.wait(), self._patience.answer)
-        answers = {rank: each for rank, each in self._answers.items() if "still" in each}
-        silent = sorted(there.keys() - answers.keys())
-        still = sorted(each["still"] for each in answers.values()) or [0.0]
-        shortest, timeout = still[0], self._patience.timeout
-        ends = 0 < self._patience.stall <= shortest
-        fails_soon = still[-1] >= _SHARE_OF_TIMEOUT * timeout and shortest >= timeout / 2
-        if ends or (fails_soon and not self._has_reported):
-            self._has_reported = True
-            states = {rank: process_state(there[rank]) for rank in silent}
-            suspect, cause = likely_cause(answers, states)
-            summary = f"nothing has moved on any rank for {shortest:.0f} s"
-            if not ends:
-                summary += f", and collectives fail after {timeout:g} s"
-            publish(report(f"{summary}: {cause}", answers, states, there))
-            if ends:
-                self._fail(suspect, there[suspect], cause, shortest)
-                end_silent(*(there[rank] for rank in silent))
-        self._ready_at = time.monotonic() + self._patience.pause
-        self._asking = None
 
 
 def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tuple[int, str]:
