@@ -18,8 +18,8 @@ class BurnishError(Exception):
     """
 
     exit_code = 1
-    told_elsewhere = False
-    """Whether every rank raises it: then only the main rank prints it."""
+    printed_by_main = False
+    """Whether only rank 0 prints it, because every rank raises it or another rank prints its own error."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class StoppedError(BurnishError):
     `exit_code` is 128 + the signal's number.
     """
 
-    told_elsewhere = True
+    printed_by_main = True
 
     def __init__(self, problem: str, *, signal_number: int) -> None:
         super().__init__(problem)

@@ -421,5 +421,5 @@ def require_equal(
             want=f"at most {tolerance:.0e} in fp32",
             do="do not train at this layout; report it with this configuration",
         )
-        error.told_elsewhere = True
+        error.printed_by_main = True
         raise error

@@ -95,7 +95,7 @@ def _must_print(error: BurnishError) -> bool:
     layout = _layout()
     if layout.world == 1:
         return True
-    if error.told_elsewhere and not layout.is_main:
+    if error.printed_by_main and not layout.is_main:
         return False
     from burnish.distributed.processes import is_first
 

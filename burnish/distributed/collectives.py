@@ -212,7 +212,7 @@ def agree(layout: Layout) -> Iterator[None]:
     if mine is not None:
         raise mine
     theirs = next(error for error in errors if error is not None)
-    theirs.told_elsewhere = True
+    theirs.printed_by_main = True
     raise theirs
 
 

@@ -16,7 +16,7 @@ from burnish.distributed.device import uncompiled
 
 
 @uncompiled
-def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
+def all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
     """All-to-all: send part r of `parts` [ranks, ...] to rank r; return the parts received."""
 
     def exchanged(sent: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def swap(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @uncompiled
-def join(values: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_replicated(values: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather `values` [n, ...]: [ranks · n, ...]. Backward takes this rank's part of the gradient.
 
     All ranks must compute the same from the result.
@@ -39,7 +39,7 @@ def join(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @uncompiled
-def add_up(values: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_replicated(values: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of `values` over the ranks. Backward returns the gradient as it is.
 
     All ranks must compute the same from the result.
@@ -54,13 +54,13 @@ def add_up(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @uncompiled
-def gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather `rows` [n, ...]: [ranks · n, ...]. Backward sums the gradients of all ranks."""
     return _linear(rows, partial(_gathered, group=group), partial(_scattered, group=group))
 
 
 @uncompiled
-def scatter_sums(rows: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     """Reduce-scatter `rows` [ranks · n, ...]: each rank gets its n rows of the sum."""
     return _linear(rows, partial(_scattered, group=group), partial(_gathered, group=group))
 

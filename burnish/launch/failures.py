@@ -54,7 +54,7 @@ def _head(error: Exception) -> str:
     """Return an error's kind and first line without numbers, which differ from start to start."""
     kind, text = f"{type(error).__name__}: ", str(error)
     if isinstance(error, BurnishError):
-        is_anothers = error.told_elsewhere and error.have is not None
+        is_anothers = error.printed_by_main and error.have is not None
         kind, text = "", str(error.have) if is_anothers else error.problem
     line = _OTHERS.sub("", text).strip().partition("\n")[0]
     return re.sub(r"\d+", "#", kind + line)[:_LONGEST_LINE]

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from burnish.boxes.box import Box
-from burnish.distributed.tensor_collectives import gather_rows, join, scatter_sums
+from burnish.distributed.tensor_collectives import (
+    all_gather_replicated,
+    all_gather_rows,
+    reduce_scatter_rows,
+)
 from burnish.models.names import Region
 
 
@@ -78,11 +82,11 @@ class VocabularyPart:
         """Embed tokens [C] by all ranks' rows of `embedding`; return this rank's part [C / ranks, H]. Collective."""
         columns = self.columns(token_ids)
         rows = embedding(columns.clamp(min=0))
-        return scatter_sums(torch.where(columns[:, None] >= 0, rows, 0), self.group)
+        return reduce_scatter_rows(torch.where(columns[:, None] >= 0, rows, 0), self.group)
 
     def merged(self, sums: Tensor) -> Tensor:
         """Return m, S, D and z_y - m [4, N] of the whole vocabulary from this rank's. Collective."""
-        ranks = gather_rows(sums[None], self.group)
+        ranks = all_gather_rows(sums[None], self.group)
         top, total, dot, chosen = ranks.unbind(dim=1)
         highest = top.amax(dim=0)
         lift = top - highest
@@ -98,8 +102,8 @@ class VocabularyPart:
 
     def all_rows(self, rows: Tensor) -> Tensor:
         """Return the states of all ranks' tokens; their gradients are summed over ranks. Collective."""
-        return gather_rows(rows, self.group)
+        return all_gather_rows(rows, self.group)
 
     def all_values(self, values: Tensor) -> Tensor:
         """Return all ranks' values, one per token. All ranks must compute the same from them. Collective."""
-        return join(values, self.group)
+        return all_gather_replicated(values, self.group)

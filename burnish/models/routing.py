@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.distributed.device import uncompiled
 from burnish.distributed.layout import Layout
-from burnish.distributed.tensor_collectives import join
+from burnish.distributed.tensor_collectives import all_gather_replicated
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, names_of
 from burnish.models.meta_init import has_routers
@@ -216,7 +216,7 @@ def tokens_of(plan: ScoringPlan, values: Tensor) -> Tensor:
     """Return integers of all tokens [T, ...] from this rank's rows [R, ...]. Collective if ranks share them."""
     deal, tokens = plan.deal, plan.tree.rows
     if deal.group is not None:  # as bytes, since not every backend sends int16
-        values = join(values.view(torch.uint8), deal.group).view(values.dtype)
+        values = all_gather_replicated(values.view(torch.uint8), deal.group).view(values.dtype)
     rows = deal.owner(tokens) * deal.rows + deal.place(tokens)
     return values.index_select(0, on_device(rows, values.device))
 

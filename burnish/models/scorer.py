@@ -176,7 +176,7 @@ class ScoringPlan:
         predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
         if self.deal.group is not None:
             collectives = import_module("burnish.distributed.tensor_collectives")
-            predictions = collectives.add_up(predictions, self.deal.group)
+            predictions = collectives.all_reduce_replicated(predictions, self.deal.group)
         taken = self.results.take(predictions)
         return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, taken)
 

@@ -47,7 +47,7 @@ LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeri
 """Functions that run in this process, because they take linear time. Regular expressions and sympy can run for ever."""
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
-BORNE_TIMEOUTS = 8
+MAX_TIMEOUTS = 8
 """Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
@@ -190,7 +190,7 @@ class Workers:
     def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
         """Return the answers to the calls, in order.
 
-        A missed deadline or a worker's death is an error for the call. A function is given up as `BORNE_TIMEOUTS` says. One worker makes an
+        A missed deadline or a worker's death is an error for the call. A function is given up as `MAX_TIMEOUTS` says. One worker makes an
         async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed. If `check` raises, all
         workers are killed.
         """
@@ -302,7 +302,7 @@ class _Todo:
         self.given_up: dict[int, str] = {}
         """Functions that were given up, by index, each with the error of its calls."""
         self.late = f"no answer within {config.timeout_seconds:g} s"
-        share = 1 + BORNE_TIMEOUTS / config.workers
+        share = 1 + MAX_TIMEOUTS / config.workers
         self._most_lost = [
             share * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]

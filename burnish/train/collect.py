@@ -505,7 +505,7 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
         told = from_main(told, layout)
     made, error = told
     if isinstance(error, BurnishError):
-        error.told_elsewhere = layout.world > 1
+        error.printed_by_main = layout.world > 1
     if error is not None:
         raise error
     return cast(T, made)

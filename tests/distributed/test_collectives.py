@@ -165,7 +165,7 @@ def _agree(layout, error, failing):
             if layout.rank in failing:
                 raise error
     except Exception as raised:
-        elsewhere = getattr(raised, "told_elsewhere", False)
+        elsewhere = getattr(raised, "printed_by_main", False)
         return type(raised), str(raised), getattr(raised, "exit_code", None), elsewhere
     finally:
         with agree(layout):  # the ranks are still in step

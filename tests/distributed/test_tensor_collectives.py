@@ -13,7 +13,13 @@ from torch.distributed import ProcessGroup
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
-from burnish.distributed.tensor_collectives import add_up, gather_rows, join, scatter_sums, swap
+from burnish.distributed.tensor_collectives import (
+    all_gather_replicated,
+    all_gather_rows,
+    all_reduce_replicated,
+    all_to_all,
+    reduce_scatter_rows,
+)
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -64,9 +70,9 @@ def test_neighbours_run_the_same_share(rank: int) -> None:
 
 
 COLLECTIVES: dict[str, tuple[Callable[[Tensor, ProcessGroup], Tensor], tuple[int, ...]]] = {
-    "swap": (swap, (2, 3, 4)),
-    "gather_rows": (gather_rows, (3, 4)),
-    "scatter_sums": (scatter_sums, (6, 4)),
+    "all_to_all": (all_to_all, (2, 3, 4)),
+    "all_gather_rows": (all_gather_rows, (3, 4)),
+    "reduce_scatter_rows": (reduce_scatter_rows, (6, 4)),
 }
 
 
@@ -93,7 +99,7 @@ def test_gradients_go_back_through_collectives() -> None:
 
 def joined_rank(layout: Layout) -> list[list[float]]:
     found = []
-    for collective in (join, add_up):
+    for collective in (all_gather_replicated, all_reduce_replicated):
         values = torch.arange(2.0).add(10 * layout.rank).requires_grad_()
         result = collective(values, dist.group.WORLD)
         result.backward(torch.arange(1.0, 1.0 + len(result)))

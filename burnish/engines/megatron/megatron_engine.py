@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
-from burnish.distributed.tensor_collectives import gather_rows
+from burnish.distributed.tensor_collectives import all_gather_rows
 from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron.compatibility import llama_shape, require_fitting
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
@@ -268,7 +268,7 @@ class MegatronEngine(ShardedEngine):
         if self.mesh.groups.pp.size() > 1:  # each router is in one stage; other stages hold zeros
             dist.all_reduce(in_bytes, group=self.mesh.groups.pp)
         if tensor.size() > 1:
-            in_bytes = gather_rows(in_bytes, tensor)
+            in_bytes = all_gather_rows(in_bytes, tensor)
         return tokens_of(plan, in_bytes.view(kind))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.distributed.tensor_collectives import gather_rows, scatter_sums
+from burnish.distributed.tensor_collectives import all_gather_rows, reduce_scatter_rows
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.lora.adapter_config import plain_names
 from burnish.models.names import is_matrix
@@ -160,12 +160,12 @@ def _gather_tokens(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gather hidden states [1, own tokens, H] before a block."""
     if args:
-        return (gather_rows(args[0][0], group)[None], *args[1:]), options
-    hidden = gather_rows(options["hidden_states"][0], group)[None]
+        return (all_gather_rows(args[0][0], group)[None], *args[1:]), options
+    hidden = all_gather_rows(options["hidden_states"][0], group)[None]
     return args, options | {"hidden_states": hidden}
 
 
 def _scatter_output(group: ProcessGroup, _: nn.Module, __: Any, output: Any) -> Any:
     if isinstance(output, tuple):
-        return scatter_sums(output[0][0], group)[None], *output[1:]
-    return scatter_sums(output[0], group)[None]
+        return reduce_scatter_rows(output[0][0], group)[None], *output[1:]
+    return reduce_scatter_rows(output[0], group)[None]

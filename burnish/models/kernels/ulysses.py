@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from burnish.distributed.tensor_collectives import gather_rows, swap
+from burnish.distributed.tensor_collectives import all_gather_rows, all_to_all
 from burnish.models.kernels.attention import Attends, Heads, Mixer, Softmax
 from burnish.models.packing import Deal
 
@@ -40,7 +40,7 @@ class Ulysses:
         """See `Attends.mix`. Every rank computes all tokens, because a state has no parts, and keeps its own. Collective."""
         deal, rows = self.deal, hidden[0]
         if deal.group is not None:
-            gathered = gather_rows(rows, deal.group).view(deal.ranks, deal.rows, -1)
+            gathered = all_gather_rows(rows, deal.group).view(deal.ranks, deal.rows, -1)
             rows = gathered.transpose(0, 1).flatten(0, 1)
         mixed = self.packing.mix(layer, mixer, rows[None, : deal.count])[0]
         own = mixed[deal.rank :: deal.ranks]
@@ -62,7 +62,7 @@ class Ulysses:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _swap(self, parts: Tensor) -> Tensor:
-        return parts if self.deal.group is None else swap(parts, self.deal.group)
+        return parts if self.deal.group is None else all_to_all(parts, self.deal.group)
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:
