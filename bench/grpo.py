@@ -46,10 +46,9 @@ from burnish.records import StopReason
 from burnish.rewards.overview import Complaints
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.decoding import SlotSequence
 from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.stopping import StopRule
+from burnish.rollout.builtin.generator import BuiltinGenerator, SlotSequence
+from burnish.rollout.running import StopRule
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, GroupSampler
 from burnish.train.policy_update import PolicyUpdate

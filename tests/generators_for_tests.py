@@ -22,7 +22,7 @@ from burnish.records import Completion, Example, Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.builtin.stopping import Decode
+from burnish.rollout.running import Decode
 
 CPU = torch.device("cpu")
 DRAWN = Sampling(12, temperature=0.7, top_p=0.9)

@@ -27,8 +27,7 @@ from burnish.models.names import tensor_specs
 from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
-from burnish.rollout.builtin.stopping import Decode
-from burnish.rollout.running import LocalGenerator, Running
+from burnish.rollout.running import Decode, LocalGenerator, Running
 
 # Bytes of weights that an engine gets at a time.
 _WAVE_BYTES = 64 << 20

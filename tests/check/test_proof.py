@@ -32,7 +32,8 @@ from burnish.models import scorer
 from burnish.models.kernels import attention
 from burnish.models.kernels.attention import BlockPlan, Softmax
 from burnish.models.logprobs import LogitTransform
-from burnish.rollout.builtin import decoding, forward
+from burnish.rollout.builtin import forward
+from burnish.rollout.builtin import generator as builtin_generator
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -573,7 +574,7 @@ def test_values_of_which_no_model_can_be_built_are_refused(fields: dict[str, Any
 def test_latent_attention_is_generated_right_from_both_caches(
     has_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "has_matrix_units", lambda _: has_units)
+    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda _: has_units)
     prove(AutoConfig.for_model("deepseek_v3"))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.stopping import StopRule
+from burnish.rollout.running import StopRule
 
 BYTES = Tokenizer(
     models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])

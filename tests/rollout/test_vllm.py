@@ -32,7 +32,7 @@ from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin.sampling import draw, uniforms
-from burnish.rollout.builtin.stopping import Decode
+from burnish.rollout.running import Decode
 from burnish.rollout.vllm.vllm_generator import VllmGenerator, require_adaptable
 
 pytest.importorskip("vllm", exc_type=ImportError)

@@ -1,30 +1,82 @@
 """Sample from a copy of the model inside the training process.
 
-Every process holds the whole model in the compute dtype and generates its own requests.
+Every process holds the whole model in the compute dtype and generates its own requests. Waiting completions enter free slots in
+order. Prompts are read ahead in packed chunks. An accelerator copies tokens to the host during its next step, so Python learns of
+a completion's end one step late.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from burnish.boxes.shards import Publication, TensorSpec
 from burnish.config.schema import MOST_SLOTS
-from burnish.distributed.device import free_memory
+from burnish.distributed.device import free_memory, has_matrix_units
 from burnish.distributed.layout import Layout
-from burnish.records import Floats, Request
-from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.decoding import Decoding, SlotPrompt, SlotSequence, slot_bytes
+from burnish.records import Experts, Floats, Request, TokenIds, to_device
+from burnish.rollout.base import Sampling, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.stopping import Decode, StopRule
-from burnish.rollout.running import LocalGenerator
+from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
+from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
+from burnish.rollout.running import Decode, LocalGenerator, Running, StopRule
 
 # Share of free memory for the cache. Prefill and fragmentation take the rest.
 _SHARE_OF_FREE_MEMORY = 0.8
+_PREFILL_TOKENS = 8192
+"""Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
+# Sampling holds about this many copies of the logits.
+_LOGIT_COPIES = 5
+_KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.OVERRIDEABLE,
+]
+"""Attention kernels to use. cuDNN's is left out: it is planned anew for every shape, and shapes change at every step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    cache: PromptCache
+    """The prompts' keys, values and states."""
+    last: Tensor
+    """Hidden state after each prompt's last token [prompts, hidden]."""
+    experts: Sequence[Experts]
+    """Experts of each prompt's tokens; empty unless requested."""
+    version: int
+    """Version of the weights that read the prompts."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotPrompt:
+    """A prompt, and its chunk until all completions have started."""
+
+    token_ids: TokenIds
+    chunk: _Chunk | None = None
+    index: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SlotSequence(Running):
+    """A completion in a slot, or waiting."""
+
+    prompt: SlotPrompt
+    """The prompt, shared by its samples."""
+    sampled_logprobs: list[float] = field(default_factory=list)
+    """As in `Drawn`, one per token."""
+    logprobs: list[float] = field(default_factory=list)
+    """As in `Drawn`, one per token."""
 
 
 class BuiltinGenerator(LocalGenerator[SlotSequence]):
@@ -42,7 +94,6 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         super().__init__(eos_token_ids, decode, model.max_positions)
         self._model = model
         self._layout, self._slots = layout, slots
-        self._slot_bytes: tuple[int, int] | None = None
 
     def _maker(self, request: Request) -> Callable[..., SlotSequence]:
         return partial(SlotSequence, prompt=SlotPrompt(request.token_ids))
@@ -85,18 +136,249 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         self._version = None
         del self._model
 
+    @cached_property
+    def _slot_bytes(self) -> tuple[int, int]:
+        """Return a slot's bytes for each token, and for its logits and states. Reads one token."""
+        model = self._model
+        cache = PromptCache([1], model.device)
+        token = torch.zeros(1, dtype=torch.int64, device=model.device)
+        hidden = model.forward(token, token, cache, None)
+        parts = [part for layer in cache.layers.values() for part in layer]
+        states = [part for layer in cache.states.values() for part in layer]
+        is_wide = not has_matrix_units(model.device)  # `SharedCache` holds fp32
+        per_token = sum(part.numel() * (4 if is_wide else part.element_size()) for part in parts)
+        # A slot's states, and those of a prompt that is read ahead.
+        fixed = _LOGIT_COPIES * model.logits(hidden).nbytes + 2 * sum(
+            part.nbytes for part in states
+        )
+        return per_token, fixed
+
     def _slots_that_fit(self, length: int) -> int:
         """Return how many sequences of `length` tokens fit: 512, halved until they do.
 
         Only powers of two, so that a restart computes the same bits.
         """
-        if self._slot_bytes is None:
-            self._slot_bytes = slot_bytes(self._model)
-        token, vocabulary = self._slot_bytes
+        token, fixed = self._slot_bytes
         device = self._model.device
         here = self._layout.local_world if device.type == "cpu" else 1
         room = _SHARE_OF_FREE_MEMORY * free_memory(device) / here
         slots = MOST_SLOTS
-        while slots > 1 and slots * (length * token + vocabulary) > room:
+        while slots > 1 and slots * (length * token + fixed) > room:
             slots //= 2
         return slots
+
+
+class Decoding:
+    """One call's completions in at most `slots` slots."""
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        sequences: Sequence[SlotSequence],
+        sampling: Sampling,
+        stop_rule: StopRule,
+        slots: int,
+    ) -> None:
+        self._model, self._sampling, self._stop_rule = model, sampling, stop_rule
+        self._waiting = deque(sequences)
+        self._unread = deque(dict.fromkeys(sequence.prompt for sequence in sequences))
+        slots = min(slots, len(self._waiting))
+        longest = max((len(prompt.token_ids) for prompt in self._unread), default=0)
+        self._cache = _kind(model.device)(slots, longest, sampling.max_tokens)
+        self._read = 0
+        self._slots: list[SlotSequence | None] = [None] * slots
+        self._readbacks: deque[_Readback] = deque()
+        self._behind = steps_behind(model.device)
+        self._ended = 0
+        self._version: Callable[[], int] = lambda: 0
+        self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
+        """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
+
+    def run(self, version: Callable[[], int], watch: Watch | None = None) -> None:
+        """Decode to the end. `version` returns that of the weights, which `watch` may replace."""
+        reported, self._version = 0, version
+        with sdpa_kernel(_KERNELS):
+            while running := self._refill():
+                self._step(running)
+                if watch is not None:
+                    watch(self._ended - reported)
+                    reported = self._ended
+        if watch is not None:
+            watch(self._ended - reported)
+
+    def _refill(self) -> int:
+        """Fill free slots and close gaps; return the number running."""
+        while self._waiting and (free := [i for i, held in enumerate(self._slots) if _free(held)]):
+            rows = free[: len(self._waiting)]
+            self._start(rows, [self._waiting.popleft() for _ in rows])
+        self._slots = [None if _free(held) else held for held in self._slots]
+        running = sum(held is not None for held in self._slots)
+        gaps = [row for row, held in enumerate(self._slots[:running]) if held is None]
+        if gaps:
+            late = [row for row in range(running, len(self._slots)) if self._slots[row] is not None]
+            self._move(late, gaps)
+        return running
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self._slots[target], self._slots[source] = self._slots[source], None
+        rows_from, rows_to = self._index(sources), self._index(targets)
+        self._cache.move(rows_from, rows_to)
+        self._state[:, rows_to] = self._state[:, rows_from]
+
+    def _start(self, rows: list[int], sequences: list[SlotSequence]) -> None:
+        by_chunk: dict[_Chunk, dict[int, SlotSequence]] = {}
+        for row, sequence in zip(rows, sequences, strict=True):
+            by_chunk.setdefault(self._chunk_of(sequence.prompt), {})[row] = sequence
+            self._slots[row] = sequence
+        for chunk, by_row in by_chunk.items():
+            mine = list(by_row.values())
+            which = [sequence.prompt.index for sequence in mine]
+            for sequence in mine if chunk.experts else ():
+                sequence.experts.append(chunk.experts[sequence.prompt.index])
+            index = self._index(list(by_row))
+            self._cache.place(index, chunk.cache, which)
+            keys = self._index([sequence.key for sequence in mine])
+            counts = self._index([sequence.drawn for sequence in mine])
+            drawn = self._draw(chunk.last[self._index(which)], keys, counts)
+            self._receive(mine, drawn)
+            lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
+            self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, counts + 1))
+        self._forget(sequences)
+
+    def _forget(self, started: Sequence[SlotSequence]) -> None:
+        """Release chunks whose completions have all started, in order."""
+        coming = self._waiting[0].prompt if self._waiting else None
+        for sequence in started:
+            if sequence.prompt is not coming:
+                sequence.prompt.chunk = None
+
+    def _chunk_of(self, prompt: SlotPrompt) -> _Chunk:
+        if prompt.chunk is not None and prompt.chunk.version != self._version():
+            waiting = dict.fromkeys([prompt, *(sequence.prompt for sequence in self._waiting)])
+            stale = [each for each in waiting if each.chunk is prompt.chunk]
+            self._unread.extendleft(reversed(stale))
+            for each in stale:
+                each.chunk = None
+        while prompt.chunk is None:
+            self._read_ahead()
+        return prompt.chunk
+
+    def _read_ahead(self) -> None:
+        prompts: list[SlotPrompt] = []
+        room = _PREFILL_TOKENS
+        # No more than there are slots: a prompt's states may be larger than its keys and values.
+        for _ in range(min(len(self._slots), len(self._unread))):
+            if prompts and len(self._unread[0].token_ids) > room:
+                break
+            prompts.append(self._unread.popleft())
+            room -= len(prompts[-1].token_ids)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        device = self._model.device
+        cache = PromptCache(lengths, device, self._read)
+        self._read += len(prompts)
+        tokens = np.concatenate([prompt.token_ids for prompt in prompts])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        routing = self._routing()
+        hidden = self._model.forward(
+            to_device(torch.from_numpy(tokens.astype(np.int64)), device),
+            to_device(positions, device),
+            cache,
+            routing,
+        )
+        ends = np.cumsum(lengths)
+        experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
+        last = to_device(torch.from_numpy(ends - 1), device)
+        read = _Chunk(cache, hidden[last], experts, self._version())
+        for index, prompt in enumerate(prompts):
+            prompt.chunk, prompt.index = read, index
+
+    def _step(self, running: int) -> None:
+        sequences = [held for held in self._slots[:running] if held is not None]
+        read = max(len(s.prompt.token_ids) + len(s.tokens) - s.drawn for s in sequences)
+        span = read + self._behind
+        token, position, key, count = self._state[:, :running]
+        routing, cache = self._routing(), self._cache.step(position, span)
+        hidden = self._model.forward(token, position, cache, routing)
+        drawn = self._draw(hidden, key, count)
+        token.copy_(drawn.tokens)
+        position += 1
+        count += 1
+        self._receive(sequences, drawn, routing.record() if routing else None)
+
+    def _routing(self) -> Any:
+        records = self._sampling.experts
+        return import_module("burnish.models.routing").Routing() if records else None
+
+    def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
+        return draw(self._model.logits(hidden), self._sampling, uniforms(keys, counts))
+
+    def _receive(
+        self, sequences: Sequence[SlotSequence], drawn: Drawn, experts: Tensor | None = None
+    ) -> None:
+        """Start copying drawn tokens to the host; append those that have arrived."""
+        self._readbacks.append(_Readback(sequences, drawn, experts, self._version()))
+        while len(self._readbacks) > self._behind:
+            readback = self._readbacks.popleft()
+            tokens, sampled, logprobs, made_by = readback.wait()
+            now = time.time()
+            for row, sequence in enumerate(readback.sequences):
+                if sequence.reason is not None:
+                    continue
+                sequence.sampled_logprobs.append(sampled[row])
+                sequence.logprobs.append(logprobs[row])
+                if made_by is not None:
+                    sequence.experts.append(made_by[row : row + 1])
+                self._ended += sequence.take(
+                    tokens[row : row + 1], readback.version, self._stop_rule, now
+                )
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        # Copied without blocking: a tensor made on the device would wait for everything queued there.
+        return to_device(torch.tensor(rows), self._model.device)
+
+
+def _free(slot: SlotSequence | None) -> bool:
+    return slot is None or slot.reason is not None
+
+
+def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
+    if has_matrix_units(device):
+        return SlotCache
+    return import_module("burnish.rollout.builtin.shared_cache").SharedCache
+
+
+class _Readback:
+    """Drawn tokens on their way to the host."""
+
+    def __init__(
+        self,
+        sequences: Sequence[SlotSequence],
+        drawn: Drawn,
+        experts: Tensor | None,
+        version: int,
+    ) -> None:
+        """Start copying `drawn` of n sequences and `experts` [n, L, k]."""
+        self.sequences, self.version = tuple(sequences), version
+        device = drawn.tokens.device
+        self._parts = [part.to("cpu", non_blocking=True) for part in drawn]
+        self._experts = None if experts is None else experts.to("cpu", non_blocking=True)
+        self._copied = None if device.type == "cpu" else torch.Event(device)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
+        """Return tokens, sampled and raw log-probs, and the previous tokens' experts. Raises `BurnishError` for NaN."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, sampled, logprobs = self._parts
+        if not bool(logprobs.isfinite().all()):
+            raise not_finite()
+        # Copied out of pinned memory, because completions keep them to their end.
+        experts = None if self._experts is None else self._experts.numpy().copy()
+        return tokens.tolist(), sampled.tolist(), logprobs.tolist(), experts
+
+
+def steps_behind(device: torch.device) -> int:
+    """Return how many steps are queued before the oldest is read."""
+    return 0 if device.type == "cpu" else 1

@@ -28,7 +28,6 @@ from burnish.config.schema import MOST_SLOTS
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
     EngineGenerator,
     EngineRequest,
@@ -39,9 +38,10 @@ from burnish.rollout.inference_engine import (
     whole_tensors,
     with_architectures,
 )
+from burnish.rollout.running import Decode, StopRule
 
 _OLDEST = (0, 5, 23)
-_READ_BACK = "burnish.rollout.sglang.read_back.write_parameters"
+_READ_BACK = "burnish.rollout.sglang.sglang_worker.write_parameters"
 # SGLang ends a sequence so many tokens before `context_length`.
 _RESERVED_TOKENS = 2
 # Share of its memory that SGLang takes for weights and cache. Activations and graphs take more.
@@ -77,8 +77,8 @@ class SglangGenerator(EngineGenerator):
         os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
         sglang = import_engine("SGLang", _OLDEST)
         self._messages: Any = import_module("sglang.srt.managers.io_struct")
-        self._draws: Any = import_module("burnish.rollout.sglang.logit_processor")
-        self._processor: str = self._draws.DrawingLogitProcessor.to_str()
+        self._worker: Any = import_module("burnish.rollout.sglang.sglang_worker")
+        self._processor: str = self._worker.DrawingLogitProcessor.to_str()
         config = with_architectures(hf_config)
         config.eos_token_id = None  # each request names its stop tokens
         share = round(_STATIC_SHARE * share_beside_trainer(device), 3) if self._sleeps else None
@@ -124,7 +124,7 @@ class SglangGenerator(EngineGenerator):
                 pass
 
     def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
-        return self._draws.read(each.reported, each.own, self._vocabulary)
+        return self._worker.read(each.reported, each.own, self._vocabulary)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load all of a model's tensors, whole or in pieces.
@@ -186,7 +186,7 @@ class SglangGenerator(EngineGenerator):
         """Request completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
-            self._draws.request_params(sampling, each.key, each.drawn, sorted(stop))
+            self._worker.request_params(sampling, each.key, each.drawn, sorted(stop))
             | {"stream_interval": 1 if sampling.stop_strings else _CHUNK}
             for each in running
         ]
@@ -195,7 +195,7 @@ class SglangGenerator(EngineGenerator):
             sampling_params=params,
             rid=[each.number for each in running],
             return_logprob=True,
-            top_logprobs_num=self._draws.TOP,
+            top_logprobs_num=self._worker.TOP,
             custom_logit_processor=self._processor,
             stream=True,
         )

@@ -31,7 +31,6 @@ from burnish.models.meta_init import model_sizes
 from burnish.models.names import tied_names
 from burnish.records import Experts, Floats
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.stopping import Decode, StopRule
 from burnish.rollout.inference_engine import (
     EngineGenerator,
     EngineRequest,
@@ -42,6 +41,7 @@ from burnish.rollout.inference_engine import (
     whole_tensors,
     with_architectures,
 )
+from burnish.rollout.running import Decode, StopRule
 
 _OLDEST = (0, 28)
 # Defaults of environment variables. vLLM reads the first two after its import, and the next ones during it. Triton reads the last.
@@ -103,8 +103,7 @@ class VllmGenerator(EngineGenerator):
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
             self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
         self._draws: Any = import_module("burnish.rollout.vllm.draws")
-        self._weights: Any = import_module("burnish.rollout.vllm.weights")
-        self._experts: Any = import_module("burnish.rollout.vllm.routed_experts")
+        self._worker: Any = import_module("burnish.rollout.vllm.vllm_worker")
         if experts:
             self._layers = layers_with_experts(hf_config.get_text_config().to_dict())
         config = with_architectures(hf_config)
@@ -140,7 +139,7 @@ class VllmGenerator(EngineGenerator):
             engine.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
             self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
             if experts and device.type == "cpu":
-                self._call(self._experts.begin_recording)
+                self._call(self._worker.begin_recording)
 
     def _complete(
         self,
@@ -151,7 +150,7 @@ class VllmGenerator(EngineGenerator):
     ) -> None:
         self._make_cache()
         left = {each.number: each for each in running}
-        lora = self._weights.ADAPTER if self._described else None
+        lora = self._worker.ADAPTER if self._described else None
         try:
             for each in running:
                 params = self._draws.request_params(sampling, each.key, each.drawn)
@@ -186,7 +185,7 @@ class VllmGenerator(EngineGenerator):
                 self._load_model(weights.fixed)
                 self._has_model = True
             factors = dict(whole_tensors(weights.changing, self._factors))
-            self._load(self._weights.load_adapter, factors, self._described)
+            self._load(self._worker.load_adapter, factors, self._described)
         self._asleep = False
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             problem = "vLLM keeps keys and values of the previous weights in its cache"
@@ -198,16 +197,16 @@ class VllmGenerator(EngineGenerator):
             self._engine.wake_up(["kv_cache"])
             self._has_cache, self._is_clean = True, False
         if not self._is_clean:
-            self._call(self._weights.clear_cache)
+            self._call(self._worker.clear_cache)
             self._is_clean = True
 
     def _load_model(self, shards: Iterable[Shard]) -> None:
-        wanted, filled = self._load(self._weights.begin_load), set[str]()
+        wanted, filled = self._load(self._worker.begin_load), set[str]()
         try:
             for wave in waves(whole_tensors(shards, self._specs)):
-                filled |= self._load(self._weights.load_some, wave)
+                filled |= self._load(self._worker.load_some, wave)
         finally:
-            self._load(self._weights.end_load)
+            self._load(self._worker.end_load)
         if left := sorted(wanted - filled):
             raise IncompatibleError(
                 f"vLLM got no values for {left[0]}",
@@ -225,16 +224,16 @@ class VllmGenerator(EngineGenerator):
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         heads = [self._tied_head] if self._tied_head else []
         for name, is_head in [*((name, False) for name in shapes), *((n, True) for n in heads)]:
-            parts = self._call(self._weights.read_tensor, name, shapes, is_head)
-            tensor = self._weights.join_parts(parts, shapes[name])
+            parts = self._call(self._worker.read_tensor, name, shapes, is_head)
+            tensor = self._worker.join_parts(parts, shapes[name])
             if tensor is not None:
                 yield self._checksum(name, tensor)
         is_exact = math.frexp(self._scale)[0] == 0.5
         for name, spec in self._factors.items():
             if is_exact or ".lora_A." in name:
-                parts = self._call(self._weights.read_factor, name, self._scale)
+                parts = self._call(self._worker.read_factor, name, self._scale)
                 rows, *columns = (slice(size) for size in spec.shape)
-                tensor = self._weights.join_parts(parts, spec.shape)[rows, *columns].contiguous()
+                tensor = self._worker.join_parts(parts, spec.shape)[rows, *columns].contiguous()
                 yield spec, Shard(spec, whole(spec.shape), tensor).checksum()
 
     def _sleep(self) -> None:
@@ -269,7 +268,7 @@ class VllmGenerator(EngineGenerator):
         ends = [running[name] for name in ended]
         if not self._sleeps:
             counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
-            rows = self._call(self._experts.read_experts, counts)[0]
+            rows = self._call(self._worker.read_experts, counts)[0]
         else:
             rows = [self._routed(*each)[:, self._layers] for each in ended.items()]
         for each, experts in zip(ends, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Draw tokens inside SGLang as the built-in generator does.
+"""Functions that run inside SGLang: draw tokens as the built-in generator does, and read back weights.
 
 SGLang takes the largest logit and reports the log-softmax of a custom logit processor's result. This processor draws each row's
 token and leaves three logits: 0 for the token, and in its two neighbours the sampled and raw log-probs, times 2^80. Beside 0 these
@@ -7,18 +7,21 @@ have no mass, so log-softmax changes no bit of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
 from burnish.records import Floats
 from burnish.rollout.base import Sampling, not_finite
 from burnish.rollout.builtin.sampling import Drawn
-from burnish.rollout.inference_engine import draw_groups, draw_settings
+from burnish.rollout.inference_engine import draw_groups, draw_settings, joined_layer
 
 # The key of the processor's arguments in `custom_params`.
 _ARGUMENT = "burnish"
@@ -80,3 +83,30 @@ def read(
                 raise not_finite()
             table[place, column] = coded / _SCALE if coded < -_LEAST * _SCALE else 0
     return table[:, 0], table[:, 1]
+
+
+def write_parameters(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Write weights to files. SGLang's worker runs this as its weight loader.
+
+    Each name is JSON: `name` in the checkpoint, `shapes` of the same module's tensors, and `path` to write to.
+    """
+    for told, _ in named_tensors:
+        asked = json.loads(told)
+        held = _held(model, asked["name"], asked["shapes"])
+        if held is not None:
+            save_file({"tensor": held.detach().cpu().contiguous()}, Path(asked["path"]))
+
+
+def _held(model: Any, name: str, shapes: Mapping[str, Sequence[int]]) -> Tensor | None:
+    """Return a checkpoint's tensor, perhaps rows of a parameter; None if it cannot be found."""
+    layer, _, kind = name.rpartition(".")
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    owner, parts = joined_layer(model, {each.rpartition(".")[0] for each in parameters}, layer)
+    parameter = parameters.get(f"{owner}.{kind}")
+    if parameter is None:
+        return None
+    if not parts:
+        return parameter[: shapes[name][0]]  # SGLang pads vocabularies
+    rows = [shapes[f"{part}.{kind}"][0] for part in parts]
+    start = sum(rows[: parts.index(layer)])
+    return parameter[start : start + shapes[name][0]] if len(parameter) == sum(rows) else None
