@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 
 from burnish.errors import UsageError
@@ -11,11 +10,9 @@ from burnish.errors import UsageError
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises `UsageError` if it cannot."""
     try:
-        if not 0 <= port < 1 << 16:
-            raise OSError(errno.EINVAL, f"there is no port {port}")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # OverflowError: there is no such port
         raise UsageError(
             f"Burnish cannot listen at {host}:{port}",
             have=error,

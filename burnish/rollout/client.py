@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import chain
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -74,16 +75,34 @@ class Server:
         """Free the server's device memory."""
         self._message("/release", method="POST")
 
-    def upload(self, version: int, owner: str = "", *, anew: bool = False) -> Upload:
-        """Start to send `owner`'s weights, with `anew` fixed ones first."""
+    @contextmanager
+    def upload(
+        self, version: int, owner: str = "", *, anew: bool = False
+    ) -> Iterator[HTTPConnection]:
+        """Start to send `owner`'s weights, with `anew` fixed ones first. Yield the connection for `send` and `finish`."""
+        with closing(self._connection()) as connection:
+            with self.losing():
+                more = "&anew=1" if anew else ""
+                connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{more}")
+                connection.putheader("Authorization", self._headers["Authorization"])
+                connection.putheader("Transfer-Encoding", "chunked")
+                connection.endheaders()
+            yield connection
+
+    def send(self, connection: HTTPConnection, message: messages.Parts) -> None:
+        """Send a message of an upload."""
         with self.losing():
-            connection = self._connection()
-            more = "&anew=1" if anew else ""
-            connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{more}")
-            connection.putheader("Authorization", self._headers["Authorization"])
-            connection.putheader("Transfer-Encoding", "chunked")
-            connection.endheaders()
-        return Upload(self, connection)
+            for part in message:
+                if len(part):
+                    connection.send(b"%x\r\n" % len(part))
+                    connection.send(part)
+                    connection.send(b"\r\n")
+
+    def finish(self, connection: HTTPConnection) -> None:
+        """Wait until the server holds the weights. Raises its own error too."""
+        with self.losing():
+            connection.send(b"0\r\n\r\n")
+            self.next(self.answer(connection))
 
     def complete(
         self,
@@ -165,33 +184,6 @@ class Server:
         if "failed" in message.fields:
             raise ServerLost(f"{self.url}: it failed: {message.fields['failed']}")
         return message
-
-
-class Upload:
-    """An upload of weights to a server."""
-
-    def __init__(self, server: Server, connection: HTTPConnection) -> None:
-        self._server, self._connection = server, connection
-
-    def send(self, message: messages.Parts) -> None:
-        """Send a message. Raises `ServerLost`."""
-        with self._server.losing():
-            for part in message:
-                if len(part):
-                    self._connection.send(b"%x\r\n" % len(part))
-                    self._connection.send(part)
-                    self._connection.send(b"\r\n")
-
-    def finish(self) -> None:
-        """Wait until the server holds the weights. Raises `ServerLost`, or its error."""
-        self.send(messages.LAST)
-        with self._server.losing():
-            self._connection.send(b"0\r\n\r\n")
-            self._server.next(self._server.answer(self._connection))
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 class ServedGenerator:
@@ -327,36 +319,32 @@ class ServedGenerator:
             self._gather = Gather(have, self._specs, self._layout)
         self._revive_lost()
         new = set(self._fed) - self._have_fixed if self._fixed else set[Server]()
-        uploads: dict[Server, Upload] = {}
+        uploads: dict[Server, HTTPConnection] = {}
         with ExitStack() as stack:
             for server in self._fed:
                 with self._losing(server):
                     upload = server.upload(version, self._owner, anew=server in new)
-                    uploads[server] = stack.enter_context(closing(upload))
+                    uploads[server] = stack.enter_context(upload)
             if any_rank(bool(new), self._layout):
                 fixed = list(weights.fixed)
                 pieces = Gather(fixed, self._fixed, self._layout).run(fixed)
-                theirs = {server: uploads[server] for server in uploads.keys() & new}
-                self._send(pieces, theirs)
-                for server in theirs.keys() & self._fed:
-                    with self._losing(server):
-                        theirs[server].send(messages.LAST)
+                self._send(pieces, {server: uploads[server] for server in uploads.keys() & new})
             self._send(self._gather.run(have), uploads)
-            for server in uploads.keys() & self._fed:
+            for server in self._fed:
                 with self._losing(server):
-                    uploads[server].finish()
+                    server.finish(uploads[server])
         self._make_room()
-        self._have_fixed |= uploads.keys() & self._fed
+        self._have_fixed.update(self._fed)
         self._share_lost()
         self._loaded, self._version = self._servers, version
 
-    def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
-        """Send pieces of weights. Collective."""
-        for piece in pieces:
-            message = messages.encode_shard(piece) if uploads else []
+    def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, HTTPConnection]) -> None:
+        """Send pieces of weights, then `LAST`. Collective."""
+        encoded = (messages.encode_shard(piece) if uploads else [] for piece in pieces)
+        for message in chain(encoded, [messages.LAST]):
             for server in uploads.keys() & self._fed:
                 with self._losing(server):
-                    uploads[server].send(message)
+                    server.send(uploads[server], message)
 
     def _share_lost(self) -> list[str]:
         """Tell all ranks which servers are lost; return their urls. Collective."""

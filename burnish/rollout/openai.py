@@ -30,8 +30,8 @@ from burnish.rollout.client import connection_to, in_threads, next_of
 
 KEY = "OPENAI_API_KEY"
 """The environment variable that holds the key."""
-AT_ONCE = 32
-"""Concurrent requests if `rollout.slots` is auto."""
+# Concurrent requests if `rollout.slots` is auto.
+_AT_ONCE = 32
 _RETRIES = 6
 # Seconds between attempts. They double each time, unless the endpoint names a time.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
@@ -40,11 +40,7 @@ _BUSY = frozenset({408, 409, 425, 429})
 
 
 class _TransientError(Exception):
-    """A failure after which a retry may succeed, after `wait` seconds if given."""
-
-    def __init__(self, reason: str, wait: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait = wait
+    """A failure after which a retry may succeed: the reason, and the seconds to wait if they are known."""
 
 
 class EndpointGenerator(Generator):
@@ -62,7 +58,7 @@ class EndpointGenerator(Generator):
         """`encode` turns an answer into token ids."""
         self._url, self._model = urlsplit((settings.url or "").rstrip("/")), settings.model
         self._timeout, self._encode = settings.timeout_seconds, encode
-        self._slots = AT_ONCE if settings.slots == "auto" else settings.slots
+        self._slots = _AT_ONCE if settings.slots == "auto" else settings.slots
         self._variables = dict(template_variables)
         key = os.environ.get(KEY)
         self._headers = {"Content-Type": "application/json"}
@@ -124,8 +120,8 @@ class EndpointGenerator(Generator):
             try:
                 return answer()
             except _TransientError as error:
-                reason = str(error)
-                if stop.wait(min(error.wait or wait, _LONGEST_WAIT)):
+                reason, asked = error.args
+                if stop.wait(min(asked or wait, _LONGEST_WAIT)):
                     return None
                 wait *= 2
         raise BurnishError(
@@ -150,7 +146,7 @@ class EndpointGenerator(Generator):
             content = told.read()
         except (OSError, HTTPException) as error:
             connection.close()
-            raise _TransientError(f"{type(error).__name__}: {error}") from error
+            raise _TransientError(f"{type(error).__name__}: {error}", None) from error
         if told.status != 200:
             raise self._refusal(told.status, told.reason, content, told.headers.get("Retry-After"))
         try:

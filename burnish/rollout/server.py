@@ -19,14 +19,14 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, BinaryIO, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from burnish.boxes.shards import Publication
 from burnish.distributed.device import empty_cache
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "POST", "/release":
                 self._answer(_result_of(server.call(server.release)))
             case "PUT", "/weights":
-                self._load(parse_qs(url.query))
+                self._load(dict(parse_qsl(url.query)))
             case "POST", "/completions":
                 self._complete()
             case _:
@@ -242,8 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_POST = do_GET
 
-    def _load(self, query: Mapping[str, Sequence[str]]) -> None:
-        version, owner, anew = (query.get(x, [""])[0] for x in ("version", "owner", "anew"))
+    def _load(self, query: Mapping[str, str]) -> None:
+        version, owner, anew = (query.get(name, "") for name in ("version", "owner", "anew"))
         if not version.isdecimal():
             self.send_error(HTTPStatus.NOT_FOUND)
             return

@@ -38,7 +38,7 @@ from burnish.rollout import messages
 from burnish.rollout.base import Sampling, Underway
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.client import ServedGenerator, Server, ServerLost, Upload
+from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.partial import PartialCompletions
 from burnish.rollout.server import GeneratorServer
 
@@ -440,7 +440,7 @@ def test_who_takes_the_place_of_another_is_asked_once_it_has_weights(
         serving(own(tiny_model())) as third,
     ):
 
-        def late(server: Server, version: int, owner: str = "", *, anew: bool = False) -> Upload:
+        def late(server: Server, version: int, owner: str = "", *, anew: bool = False) -> Any:
             assert_same(generator.generate(requests, SAMPLING), alone(requests))
             return upload(server, version, owner, anew=anew)
 
@@ -499,13 +499,13 @@ def test_an_adapter_travels_alone_after_the_weights_that_it_is_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that is new gets both; what is drawn is what a generator inside draws."""
-    requests, sent, plain_send = make_requests(), [0], Upload.send
+    requests, sent, plain_send = make_requests(), [0], Server.send
 
-    def send(upload: Upload, message: messages.Parts) -> None:
+    def send(server: Server, upload: http.client.HTTPConnection, message: messages.Parts) -> None:
         sent[-1] += sum(map(len, message))
-        plain_send(upload, message)
+        plain_send(server, upload, message)
 
-    monkeypatch.setattr(Upload, "send", send)
+    monkeypatch.setattr(Server, "send", send)
     published = [published_beside(tiny_model(), LORA, factor) for factor in (1.0, -1.0, 2.0)]
     changing, fixed = ([shard.spec for shard in side] for side in vars_of(published[0]))
     held = [make_generator(tiny_config(), Layout(), lora=BESIDE) for _ in range(3)]
@@ -596,20 +596,20 @@ def is_found(server: Server) -> bool:
 
 
 @contextmanager
-def uploading(server: Server, pieces: Sequence[Sequence[bytes]]) -> Iterator[Upload]:
+def uploading(
+    server: Server, pieces: Sequence[Sequence[bytes]]
+) -> Iterator[http.client.HTTPConnection]:
     """Begin an upload, and leave it at that."""
-    upload = server.upload(5)
-    with closing(upload):
+    with server.upload(5) as upload:
         for piece in pieces:
-            upload.send(piece)
+            server.send(upload, piece)
         yield upload
 
 
 def upload_all(server: Server, pieces: Sequence[Sequence[bytes]]) -> None:
     """Upload pieces that may lack the last."""
-    with uploading(server, pieces) as upload, server.losing():
-        upload._connection.send(b"0\r\n\r\n")
-        server.next(server.answer(upload._connection))
+    with uploading(server, pieces) as upload:
+        server.finish(upload)
 
 
 def pieces() -> list[list[bytes]]:
@@ -663,8 +663,9 @@ def test_weights_that_are_not_the_models_leave_no_version(what: str) -> None:
 def test_a_client_that_leaves_ends_the_generation() -> None:
     slow = Slow()
     with serving(slow) as server:
-        with closing(server.upload(1)) as upload:
-            upload.finish()
+        with server.upload(1) as upload:
+            server.send(upload, messages.LAST)
+            server.finish(upload)
 
         def watch(count: int) -> None:
             if slow.watched.is_set():
@@ -682,8 +683,9 @@ def test_a_client_that_leaves_ends_the_generation() -> None:
 def test_who_waits_in_line_and_leaves_is_in_nobodys_way() -> None:
     slow = Slow()
     with serving(slow) as server:
-        with closing(server.upload(1)) as upload:
-            upload.finish()
+        with server.upload(1) as upload:
+            server.send(upload, messages.LAST)
+            server.finish(upload)
         with ExitStack() as stack:
             body = b"".join(messages.encode_requests(make_requests(), SAMPLING, 1, in_flight=False))
             asking = []
