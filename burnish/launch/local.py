@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from burnish.distributed.environment import PARENT
+from burnish.launch.supervisor import Launcher
 
 LAST_LINES = 20
 """How many of a failed rank's last lines are shown."""
@@ -76,7 +77,7 @@ class RankProcess:
                 self._lines.extend(line.rstrip("\n") for line in lines)
 
 
-class LocalAttempt:
+class _LocalAttempt:
     """An `Attempt` on this machine. Rank 0 inherits this process's output."""
 
     def __init__(self, argv: Sequence[str], world: int, attempt: int) -> None:
@@ -95,7 +96,6 @@ class LocalAttempt:
             self._ranks.append(RankProcess(argv, environ, cwd=os.getcwd(), keeps=keeps))
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        """See `Attempt.poll`."""
         until, before = time.monotonic() + seconds, len(self._ended)
         while True:
             for rank, process in enumerate(self._ranks):
@@ -106,41 +106,30 @@ class LocalAttempt:
             time.sleep(_PAUSE_SECONDS)
 
     def last_lines(self, rank: int) -> Sequence[str]:
-        """See `Attempt.last_lines`."""
         return self._ranks[rank].take_lines()
 
     def send(self, number: int) -> None:
-        """See `Attempt.send`."""
         for process in self._ranks:
             process.send(number)
 
     def close(self) -> None:
-        """See `Attempt.close`."""
         for process in self._ranks:
             process.send(signal.SIGKILL)
         for process in self._ranks:
             process.close()
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """A `Launcher` on this machine."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
 
-    def processes(self) -> int:
-        """Return 1."""
-        return 1
-
-    def room(self) -> int:
-        """Return 0: this machine's lost devices stay lost."""
-        return 0
-
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
-    ) -> LocalAttempt:
+    ) -> _LocalAttempt:
         """Start the ranks at once."""
-        return LocalAttempt(self._argv, world, attempt)
+        return _LocalAttempt(self._argv, world, attempt)
 
     def close(self) -> None:
         """Do nothing."""

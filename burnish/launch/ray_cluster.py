@@ -37,20 +37,17 @@ _SERVERS_SECONDS, _MOST_STARTS = 1.0, 10
 log = logging.getLogger("burnish")
 
 
-class RankActor:
+class _RankActor:
     """An actor in one bundle, with one rank as its child."""
 
     def where(self) -> Mapping[str, Any]:
-        """Return the node, its address, and the accelerators of this process."""
+        """Return the node, its address, a free port, and the accelerators of this process."""
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         ids = context.get_accelerator_ids()
         devices: list[str] = next((ids[kind] for kind in _DEVICES if ids.get(kind)), [])
-        return {"node": context.get_node_id(), "address": address, "devices": devices}
-
-    def port(self) -> int:
-        """Return a free port of the node."""
-        return free_port()
+        node, port = context.get_node_id(), str(free_port())
+        return {"node": node, "address": address, "port": port, "devices": devices}
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str, keeps: int) -> None:
         """Start the command in the driver's directory, or if it is missing, in the Ray job's."""
@@ -96,57 +93,18 @@ class _Placed:
         return lines
 
 
-class RayServers:
-    """The generators of a run with `rollout.place: servers`, which outlive single starts."""
-
-    def __init__(self, argv: Sequence[str], count: int, amounts: Mapping[str, Any]) -> None:
-        """Ask for `count` actors with `amounts` of resources, each to run `burnish argv`."""
-        self._argv, self._amounts = argv, amounts
-        self._running = [self._made(starts=1) for _ in range(count)]
-
-    def _made(self, starts: int) -> _Placed:
-        actor = ray.remote(RankActor).options(**self._amounts).remote()
-        polled = actor.serve.remote(self._argv, _passed(), os.getcwd())
-        return _Placed(actor, polled, starts=starts)
-
-    def keep(self) -> None:
-        """Restart dead servers, at most ten times each and not after `REFUSALS`."""
-        for number, placed in enumerate(self._running):
-            if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
-                continue
-            lines = placed.take()
-            if placed.status is None:
-                placed.polled = placed.actor.poll.remote(_SERVERS_SECONDS, False)
-                continue
-            for line in lines:
-                log.error("a server: %s", line)
-            if placed.status in REFUSALS or placed.starts > _MOST_STARTS:
-                log.error("a server ended with status %d and is not started again", placed.status)
-                continue
-            log.warning("a server ended with status %d; starting another", placed.status)
-            self._running[number] = self._made(placed.starts + 1)
-
-    def close(self) -> None:
-        """End the servers by a signal, so that they remove their address files."""
-        for placed in self._running:
-            placed.actor.send.remote(signal.SIGTERM)
-        waited = [each.actor.poll.remote(_SERVERS_SECONDS, False) for each in self._running]
-        ray.wait(waited, num_returns=len(waited), timeout=10 * _SERVERS_SECONDS)
-        for placed in self._running:
-            ray.kill(placed.actor)
-
-
-class RayAttempt:
+class _RayAttempt:
     """An `Attempt` on bundles. This process prints rank 0's lines."""
 
-    def __init__(self, group: PlacementGroup, actors: Sequence[Any], servers: RayServers) -> None:
-        self._group, self._servers = group, servers
+    def __init__(
+        self, group: PlacementGroup, actors: Sequence[Any], keep_servers: Callable[[], None]
+    ) -> None:
+        self._group, self._keep_servers = group, keep_servers
         self._ranks = [_Placed(actor) for actor in actors]
         self._ended: dict[int, int] = {}
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        """See `Attempt.poll`."""
-        self._servers.keep()
+        self._keep_servers()
         until, before = time.monotonic() + seconds, len(self._ended)
         while len(self._ended) == before and (left := until - time.monotonic()) > 0:
             asked = {}
@@ -174,11 +132,9 @@ class RayAttempt:
             self._ended[rank] = placed.status
 
     def last_lines(self, rank: int) -> Sequence[str]:
-        """See `Attempt.last_lines`."""
         return self._ranks[rank].lines
 
     def send(self, number: int) -> None:
-        """See `Attempt.send`."""
         for placed in self._ranks:
             if placed.status is None:
                 placed.actor.send.remote(number)
@@ -210,8 +166,31 @@ class RayLauncher:
         self._argv = argv
         self._kind = next((kind for kind in _DEVICES if self._total(kind)), None)
         self._each = {"CPU": 1.0} | ({self._kind: 1.0} if self._kind else {})
-        self._taken = servers * devices
-        self._servers = RayServers(["serve", *argv[1:]], servers, self._amounts(devices))
+        self._devices = devices
+        self._servers = [self._server() for _ in range(servers)]
+        """The generators of a run with `rollout.place: servers`, which outlive single starts."""
+
+    def _server(self, starts: int = 1) -> _Placed:
+        actor = ray.remote(_RankActor).options(**self._amounts(self._devices)).remote()
+        polled = actor.serve.remote(["serve", *self._argv[1:]], _passed(), os.getcwd())
+        return _Placed(actor, polled, starts=starts)
+
+    def _keep_servers(self) -> None:
+        """Restart dead servers, at most ten times each and not after `REFUSALS`."""
+        for number, placed in enumerate(self._servers):
+            if placed.status is not None or not ray.wait([placed.polled], timeout=0)[0]:
+                continue
+            lines = placed.take()
+            if placed.status is None:
+                placed.polled = placed.actor.poll.remote(_SERVERS_SECONDS, False)
+                continue
+            for line in lines:
+                log.error("a server: %s", line)
+            if placed.status in REFUSALS or placed.starts > _MOST_STARTS:
+                log.error("a server ended with status %d and is not started again", placed.status)
+                continue
+            log.warning("a server ended with status %d; starting another", placed.status)
+            self._servers[number] = self._server(placed.starts + 1)
 
     def _amounts(self, devices: int) -> dict[str, Any]:
         amounts: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices * (self._kind == "GPU")}
@@ -221,11 +200,12 @@ class RayLauncher:
 
     def processes(self) -> int:
         """Return the number of accelerators that servers leave. Raises `UsageError` if it is 0."""
-        left = self._total(self._kind) - self._taken if self._kind else 0
+        taken = len(self._servers) * self._devices
+        left = self._total(self._kind) - taken if self._kind else 0
         if left < 1:
             raise UsageError(
                 "the Ray cluster's accelerators do not give a number of processes",
-                have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {self._taken} for servers",
+                have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {taken} for servers",
                 do="give --processes N",
             )
         return left
@@ -239,12 +219,17 @@ class RayLauncher:
         return int(min(free.get(kind, 0) // amount for kind, amount in self._each.items()))
 
     def close(self) -> None:
-        """End the servers."""
-        self._servers.close()
+        """End the servers by a signal, so that they remove their address files."""
+        for placed in self._servers:
+            placed.actor.send.remote(signal.SIGTERM)
+        waited = [each.actor.poll.remote(_SERVERS_SECONDS, False) for each in self._servers]
+        ray.wait(waited, num_returns=len(waited), timeout=10 * _SERVERS_SECONDS)
+        for placed in self._servers:
+            ray.kill(placed.actor)
 
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
-    ) -> RayAttempt | None:
+    ) -> _RayAttempt | None:
         """See `Launcher.start`."""
         group = placement_group([self._each] * world, strategy="PACK")
         until = time.monotonic() + seconds
@@ -255,8 +240,8 @@ class RayLauncher:
                 return None
         return self._started(group, world, attempt)
 
-    def _started(self, group: PlacementGroup, world: int, attempt: int) -> RayAttempt | None:
-        remote = ray.remote(RankActor)
+    def _started(self, group: PlacementGroup, world: int, attempt: int) -> _RayAttempt | None:
+        remote = ray.remote(_RankActor)
         amounts = self._amounts(1)
         actors = [
             remote.options(
@@ -268,10 +253,7 @@ class RayLauncher:
             places = ray.get([actor.where.remote() for actor in actors])
             order = sorted(range(world), key=lambda at: (places[at]["address"], places[at]["node"]))
             actors, places = [actors[at] for at in order], [places[at] for at in order]
-            master = {
-                "MASTER_ADDR": places[0]["address"],
-                "MASTER_PORT": str(ray.get(actors[0].port.remote())),
-            }
+            master = {"MASTER_ADDR": places[0]["address"], "MASTER_PORT": places[0]["port"]}
             environs = [
                 {**environ, **master, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
                 for environ in _ranks(places, self._kind)
@@ -287,7 +269,7 @@ class RayLauncher:
             log.warning("an actor is gone: %s", str(error).partition("\n")[0])
             remove_placement_group(group)
             return None
-        return RayAttempt(group, actors, self._servers)
+        return _RayAttempt(group, actors, self._keep_servers)
 
 
 def _passed() -> dict[str, str]:

@@ -47,13 +47,15 @@ class Attempt(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run."""
+    """Starts the processes of a run. The defaults are for one machine, whose lost devices stay lost."""
 
     def processes(self) -> int:
         """Return the default number of processes. Raises `UsageError` if that is not known."""
+        return 1
 
     def room(self) -> int:
         """Return how many more processes have room now."""
+        return 0
 
     def start(
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
