@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from burnish.config.document import one_line
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
@@ -161,7 +162,7 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
         problems += _of_degrees(config.engine, world)
         problems += _of_generators(config, world) if command != "sft" else []
     asks = command == "eval" and config.rollout.engine == "openai"
-    problems += _of_tokenizer(config.model) if asks else _of_model(config.model)
+    problems += _of_endpoint(config) if asks else _of_model(config.model)
     if command == "eval":
         problems += _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS))
     else:
@@ -307,7 +308,21 @@ def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
         )
 
 
-def _of_tokenizer(model: ModelConfig) -> Iterator[BurnishError]:
+def _of_endpoint(config: RunConfig) -> Iterator[BurnishError]:
+    model, url = config.model, config.rollout.url or ""
+    try:
+        parts = urlsplit(url)
+        is_plain = parts.hostname and parts.port != 0 and not parts.username
+        is_plain = is_plain and not (parts.query or parts.fragment)
+    except ValueError:
+        is_plain = False
+    if url and not is_plain:
+        yield UsageError(
+            "rollout.url is not the address of an endpoint",
+            have=_have(config, "rollout.url"),
+            want="http://HOST:PORT/PATH, with a port from 1 to 65535",
+            do="correct rollout.url; a key is the environment variable OPENAI_API_KEY",
+        )
     if not model.tokenizer and not model.path:
         yield UsageError(
             "an endpoint's completions are counted in tokens, and there is no tokenizer",

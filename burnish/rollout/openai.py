@@ -60,7 +60,13 @@ class EndpointGenerator(Generator):
         self._timeout, self._encode = settings.timeout_seconds, encode
         self._slots = _AT_ONCE if settings.slots == "auto" else settings.slots
         self._variables = dict(template_variables)
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise UsageError(
+                f"the environment variable {KEY} is not a key",
+                have="control characters, or letters beyond ASCII",
+                do=f"set {KEY} to the endpoint's key alone",
+            )
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -80,20 +86,20 @@ class EndpointGenerator(Generator):
         ]
         left, stop, told = deque(enumerate(samples)), threading.Event(), 0
         found: dict[int, Completion] = {}
-        errors: list[BurnishError] = []
+        errors: list[Exception] = []
 
         def ask() -> None:
-            with closing(connection_to(self._url, self._timeout)) as connection:
-                try:
+            try:
+                with closing(connection_to(self._url, self._timeout)) as connection:
                     while not stop.is_set() and (each := next_of(left)) is not None:
                         number, (request, sample) = each
                         answer = partial(self._answer, connection, request, sample, sampling)
                         made = self._with_retries(answer, stop)
                         if made is not None:
                             found[number] = made
-                except BurnishError as error:
-                    errors.append(error)
-                    stop.set()
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+                stop.set()
 
         def tell() -> None:
             nonlocal told

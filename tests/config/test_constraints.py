@@ -141,6 +141,29 @@ def test_a_good_evaluation_passes() -> None:
     check(load_config(None, ["model.path=m", "data.validation=[v]"]), "eval")
 
 
+@pytest.mark.parametrize(
+    ("place", "is_fine"),
+    [
+        ("localhost:8000/v1", True),
+        ("[::1]:8000/v1", True),
+        ("api.example.org", True),
+        ("localhost:abc/v1", False),
+        ("localhost:99999/v1", False),
+        ("[::1/v1", False),
+        ("/v1", False),
+        ("me:secret@host/v1", False),
+        ("host/v1?version=1", False),
+    ],
+)
+def test_an_endpoints_url_is_an_address(place: str, is_fine: bool) -> None:
+    asked = ["rollout.engine=openai", f"rollout.url=http://{place}", "rollout.model=m"]
+    given = ["model.path=m", "data.validation=[v]", "reward.functions=r.py:right", *asked]
+    if is_fine:
+        check(load_config(None, given), "eval")
+    else:
+        assert f"rollout.url: http://{place}" in refused("eval", *given)
+
+
 BAD: list[tuple[Command, list[str], list[str]]] = [
     ("sft", ["checkpoint.keep_best.metric=val/loss", "evaluation.every=1", "data.validation=[v]"], ["checkpoint.keep_best.metric: val/loss", "set checkpoint.keep_best.mode"]),
     ("rl", ["checkpoint.keep_best.mode=max"], ["checkpoint.keep_best.mode: max", "set checkpoint.keep_best.metric"]),

@@ -251,6 +251,17 @@ def test_an_endpoint_that_never_recovers_ends_by_name(work: Path, sums: str) -> 
     assert "out of order" in output
 
 
+def test_a_key_that_no_header_can_hold_is_refused(work: Path, sums: str) -> None:
+    with serving(lambda *_: None) as endpoint:
+        argv = [sums, f"rollout.url={endpoint.url}"]
+        status, _, output = evaluated(work, argv, {KEY: "one\ntwo"})
+        assert not endpoint.asked
+        assert evaluated(work, argv, {KEY: "secret\r\n"})[0] == 0
+    assert status == 2, output
+    assert KEY in output
+    assert endpoint.asked[0][1] == "Bearer secret"
+
+
 REFUSED = {
     "rollout.url": ["rollout.model=tiny"],
     "rollout.model": ["rollout.url=http://localhost:1/v1"],
