@@ -17,12 +17,12 @@ def place_of_step(environ: Mapping[str, str]) -> Place:
     step_tasks = "SLURM_STEP_NUM_TASKS" in environ
     world_name = "SLURM_STEP_NUM_TASKS" if step_tasks else "SLURM_NTASKS"
     node = number_of(environ, "SLURM_NODEID", default=0)
-    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     local_world = tasks[node] if node < len(tasks) else 1
     layout = layout_of(environ, "SLURM_PROCID", world_name, "SLURM_LOCALID", local_world)
     if layout.world == 1:
         return Place(layout)
-    host = environ.get("MASTER_ADDR", first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
+    host = environ.get("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
     return Place(
         layout,
         host,
@@ -38,11 +38,8 @@ def _port(environ: Mapping[str, str]) -> int:
     return _PORTS[(job * 7 + step) % len(_PORTS)]
 
 
-def first_host(nodelist: str) -> str:
-    """Return a Slurm node list's first machine: `rack[1-2]node[03-05,9],other` gives `rack1node03`.
-
-    Raises `UsageError` for a list without a name.
-    """
+def _first_host(nodelist: str) -> str:
+    """Return a Slurm node list's first machine: `rack[1-2]node[03-05,9],other` gives `rack1node03`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist.strip())
     if first is None:
         raise UsageError(
@@ -54,7 +51,7 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
 
 
-def tasks_per_node(counts: str) -> list[int]:
+def _tasks_per_node(counts: str) -> list[int]:
     """Expand Slurm's counts, one entry per machine: `2(x3),1` gives [2, 2, 2, 1]."""
     expanded: list[int] = []
     for entry in counts.split(","):

@@ -31,7 +31,7 @@ import torch
 from burnish.distributed.device import current_device, total_memory, used_memory
 from burnish.tracking import logs
 
-# Modules whose frames do not show a rank's work. Frames of Python's standard library do not either.
+# Modules whose frames do not show a rank's work. _Frames of Python's standard library do not either.
 _MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
 # Number of stacks to remember. A loop that only waits repeats a few stacks.
 _REMEMBERED = 16
@@ -49,7 +49,7 @@ _WRAPPERS = "torch.distributed.c10d_logger"
 
 Answer = dict[str, Any]
 """A rank's report about itself, as JSON."""
-Frames = Sequence[tuple[FrameType, int]]
+_Frames = Sequence[tuple[FrameType, int]]
 """Frames and their line numbers, the innermost last."""
 Process = tuple[str, int]
 """A rank's host name and process id."""
@@ -173,7 +173,7 @@ def _is_machinery(frame: FrameType) -> bool:
     return any(name == each or name.startswith(each + ".") for each in _MACHINERY)
 
 
-def place_of_work(stack: Frames) -> str:
+def place_of_work(stack: _Frames) -> str:
     """Return the innermost frame that shows a rank's work."""
     for frame, line in reversed(stack):
         if not _is_machinery(frame):
@@ -182,7 +182,7 @@ def place_of_work(stack: Frames) -> str:
     return "no code of its own"
 
 
-def _collective(stack: Frames) -> str:
+def _collective(stack: _Frames) -> str:
     """Return the collective that the innermost frames call, with FSDP's layer."""
     inner = list(takewhile(lambda each: _is_machinery(each[0]), reversed(stack)))
     of_torch = [each for each, _ in inner if _module(each).startswith("torch.distributed")]

@@ -21,10 +21,6 @@ from burnish.train.preflight import model_fields, small_file
 
 log = logging.getLogger("burnish")
 
-
-PlannerOf = Callable[[Devices], Planner]
-"""Makes the planner of a run on some devices."""
-
 _DEGREES = (
     "replicas",
     "sequence_parallel",
@@ -36,7 +32,9 @@ _DEGREES = (
 )
 
 
-def adapted(planner: PlannerOf, engine: EngineConfig, layout: Layout) -> EngineConfig:
+def adapted(
+    planner: Callable[[Devices], Planner], engine: EngineConfig, layout: Layout
+) -> EngineConfig:
     """Return settings for the layout's processes: the run's own if they fit, else the planner's quickest.
 
     A model that the planner does not know gets FSDP alone. Ranks with equal devices choose the same.
@@ -60,7 +58,7 @@ def adapted(planner: PlannerOf, engine: EngineConfig, layout: Layout) -> EngineC
     return chosen
 
 
-def has_layout(planner: PlannerOf, world: int) -> bool:
+def has_layout(planner: Callable[[Devices], Planner], world: int) -> bool:
     """Return whether `world` processes can divide the run, whatever their memory."""
     try:
         return bool(planner(_devices(world, None)).all_plans())

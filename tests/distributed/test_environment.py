@@ -9,7 +9,6 @@ import pytest
 
 from burnish.distributed.environment import Place, place_of
 from burnish.distributed.layout import Layout
-from burnish.distributed.slurm import first_host, tasks_per_node
 from burnish.errors import UsageError
 
 TORCHRUN = {
@@ -132,19 +131,23 @@ def test_not_a_number():
     ],
 )
 def test_first_host(nodelist, host):
-    assert first_host(nodelist) == host
+    assert place_of(SLURM | {"SLURM_STEP_NODELIST": nodelist}).host == host
 
 
 def test_first_host_of_nothing():
     with pytest.raises(UsageError):
-        first_host("")
+        place_of(SLURM | {"SLURM_STEP_NODELIST": ""})
 
 
 def test_tasks_per_node():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_per_node("4") == [4]
+    def on(node: int, counts: str) -> int:
+        told = {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": counts}
+        return place_of(SLURM | told).layout.local_world
+
+    assert [on(node, "2(x3),1") for node in range(4)] == [2, 2, 2, 1]
+    assert on(0, "4") == 4
     with pytest.raises(UsageError, match=r"SLURM_STEP_TASKS_PER_NODE.*\n.*2\*3"):
-        tasks_per_node("2*3")
+        on(0, "2*3")
 
 
 CHILD = """

@@ -59,7 +59,7 @@ class _Chunk:
 
 
 @dataclass(slots=True, eq=False)
-class SlotPrompt:
+class _SlotPrompt:
     """A prompt, and its chunk until all completions have started."""
 
     token_ids: TokenIds
@@ -71,7 +71,7 @@ class SlotPrompt:
 class SlotSequence(Running):
     """A completion in a slot, or waiting."""
 
-    prompt: SlotPrompt
+    prompt: _SlotPrompt
     """The prompt, shared by its samples."""
     sampled_logprobs: list[float] = field(default_factory=list)
     """As in `Drawn`, one per token."""
@@ -96,7 +96,7 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         self._layout, self._slots = layout, slots
 
     def _maker(self, request: Request) -> Callable[..., SlotSequence]:
-        return partial(SlotSequence, prompt=SlotPrompt(request.token_ids))
+        return partial(SlotSequence, prompt=_SlotPrompt(request.token_ids))
 
     @torch.inference_mode()
     def _complete(
@@ -253,7 +253,7 @@ class Decoding:
             if sequence.prompt is not coming:
                 sequence.prompt.chunk = None
 
-    def _chunk_of(self, prompt: SlotPrompt) -> _Chunk:
+    def _chunk_of(self, prompt: _SlotPrompt) -> _Chunk:
         if prompt.chunk is not None and prompt.chunk.version != self._version():
             waiting = dict.fromkeys([prompt, *(sequence.prompt for sequence in self._waiting)])
             stale = [each for each in waiting if each.chunk is prompt.chunk]
@@ -265,7 +265,7 @@ class Decoding:
         return prompt.chunk
 
     def _read_ahead(self) -> None:
-        prompts: list[SlotPrompt] = []
+        prompts: list[_SlotPrompt] = []
         room = _PREFILL_TOKENS
         # No more than there are slots: a prompt's states may be larger than its keys and values.
         for _ in range(min(len(self._slots), len(self._unread))):

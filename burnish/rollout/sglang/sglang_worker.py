@@ -56,11 +56,11 @@ class DrawingLogitProcessor(CustomLogitProcessor):
             numbers.append((key, drawn + len(given["__req__"].output_ids)))
         keys, counts = torch.tensor(numbers, dtype=torch.int64).to(logits.device).unbind(-1)
         groups = [(each, torch.tensor(own).to(logits.device)) for each, own in rows.items()]
-        draw_groups(logits, groups, keys, counts, leave_three)
+        draw_groups(logits, groups, keys, counts, _leave_three)
         return logits
 
 
-def leave_three(logits: Tensor, drawn: Drawn) -> None:
+def _leave_three(logits: Tensor, drawn: Drawn) -> None:
     """Leave three logits around each drawn token."""
     chosen, vocabulary = drawn.tokens[:, None], logits.shape[-1]
     logits.fill_(-torch.inf)
