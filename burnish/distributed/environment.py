@@ -53,11 +53,19 @@ class Place:
 
 def place_of(environ: Mapping[str, str]) -> Place:
     """Read this process's place. Raises `UsageError` for partial, contradictory or non-numeric variables."""
+    place = Place(Layout())
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _torchrun(environ)
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
-        return import_module("burnish.distributed.slurm").place_of_step(environ)
-    return Place(Layout())
+        place = _torchrun(environ)
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
+        place = import_module("burnish.distributed.slurm").place_of_step(environ)
+    if place.layout.world > 1 and not 0 < place.port < 1 << 16:
+        raise UsageError(
+            "the environment variable MASTER_PORT is not a TCP port",
+            have=f"MASTER_PORT={place.port}",
+            want="1 to 65535",
+            do="set MASTER_PORT to a free port of the machine of rank 0",
+        )
+    return place
 
 
 @contextmanager
@@ -119,11 +127,11 @@ def layout_of(
     """Read rank, world and local rank from these variables. Raises `UsageError`."""
     world, rank = number_of(environ, world_name), number_of(environ, rank_name)
     local_rank = number_of(environ, local_name, default=0 if world == 1 else None)
-    if world < 1 or not 0 <= rank < world or local_rank < 0:
+    if world < 1 or not 0 <= rank < world or local_rank < 0 or local_world < 1:
         raise UsageError(
-            f"the environment gives this process no place: {rank_name} and {world_name} contradict",
-            have=f"{rank_name}={rank} {world_name}={world}",
-            want=f"0 <= {rank_name} < {world_name}",
+            "the environment gives this process no place: its variables contradict",
+            have=f"{rank_name}={rank} {world_name}={world} {local_name}={local_rank}, {local_world} processes on this machine",
+            want=f"0 <= {rank_name} < {world_name}, and this process on its machine",
             do="start the processes with torchrun or srun, or unset both for one process",
         )
     return Layout(rank, world, local_rank, local_world)

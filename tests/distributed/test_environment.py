@@ -107,7 +107,17 @@ def test_half_set_slurm(missing):
         place_of(environ)
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "4"), ("RANK", "-1"), ("WORLD_SIZE", "0")])
+@pytest.mark.parametrize("port", ["0", "-5", "70000"])
+@pytest.mark.parametrize("environ", [TORCHRUN, SLURM])
+def test_no_port(environ, port):
+    with pytest.raises(UsageError, match=f"MASTER_PORT={port}"):
+        place_of(environ | {"MASTER_PORT": port})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "4"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "0")],
+)
 def test_contradictions(name, value):
     with pytest.raises(UsageError, match="have: RANK="):
         place_of(TORCHRUN | {name: value})
