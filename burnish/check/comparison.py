@@ -56,26 +56,26 @@ class Material:
     """A small model with settings and sequences."""
 
     hf_config: PretrainedConfig
-    """The model."""
     examples: Sequence[Example]
-    """The sequences."""
     loss: LossFn
-    """Their loss."""
     engine: EngineConfig
     """The layout, in fp32."""
     optim: OptimConfig
     """AdamW's settings."""
     lora: LoraConfig | None
-    """The adapter that is trained instead of the model."""
     seed: int
     """Seed of the weights."""
     temperature: float
-    """Temperature of log-probs."""
 
     @property
     def outputs(self) -> str:
         """The kind of the model's outputs."""
         return "values" if has_value_head(self.hf_config) else "log-probs"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(example.token_ids) for example in self.examples)
 
     def batch(self, layout: Layout, budget: int) -> Batch:
         """Return the sequences in micro-batches of at most `budget` tokens."""
@@ -115,7 +115,7 @@ class BatchOutcome:
     """Recorded outputs of modules, in the order in which modules finished; each by sequence."""
 
 
-class RandomWeights:
+class _RandomWeights:
     """A `ShardSource` of random values, large enough to show any mistake."""
 
     def __init__(self, seed: int) -> None:
@@ -138,14 +138,13 @@ class RandomWeights:
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
     """Compare an engine's step with plain transformers; return the worst rank's differences. Collective."""
-    weights = RandomWeights(given.seed)
+    weights = _RandomWeights(given.seed)
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
-    tokens = sum(len(example.token_ids) for example in given.examples)
-    budget = max(LONGEST, tokens // (2 * engine.layout.data_size))
+    budget = max(LONGEST, given.tokens // (2 * engine.layout.data_size))
     batch = given.batch(engine.layout, budget)
     found = step_of_engine(engine, batch, given.loss, given.optim)
-    mine = compare(found, plain_step(given, tokens), given)
+    mine = compare(found, plain_step(given), given)
     ranks = zip(*gather_objects(mine, engine.layout), strict=True)
     return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
 
@@ -209,14 +208,14 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
     return {name: whole for name, (whole, _) in built.items()}, list(copies.values())
 
 
-def plain_step(given: Material, tokens: int) -> BatchOutcome:
-    """Compute the loss of all `tokens` by transformers (and PEFT), sequence by sequence."""
+def plain_step(given: Material) -> BatchOutcome:
+    """Compute the loss by transformers (and PEFT), sequence by sequence."""
     model = eager_model(given)
     parts = regions(model)
     if given.lora:
         parts = Adapter(model, given.lora).weights
-        RandomWeights(given.seed).fill(model_shards(model, parts=parts))
-    batch = given.batch(Layout(), tokens)
+        _RandomWeights(given.seed).fill(model_shards(model, parts=parts))
+    batch = given.batch(Layout(), given.tokens)
     (micro,), (order,) = batch.microbatches, batch.examples
     weight = given.engine.router_aux_loss
     routed = _router_logits(model) if weight else []
@@ -226,7 +225,10 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
         *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
     )
     value, _ = given.loss(joined, micro)
-    balance = _balance(model.config, routed) if weight else torch.zeros(())
+    balance = torch.zeros(())
+    if weight:
+        text, logits = model.config.get_text_config(), tuple(map(torch.cat, routed))
+        balance = load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok)
     value = value + weight * balance
     value.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -236,14 +238,18 @@ def plain_step(given: Material, tokens: int) -> BatchOutcome:
         float(balance.detach()),
         float(value.detach()),
         float(norm),
-        {shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)},
-        {shard.spec.name: shard.tensor for shard in model_shards(model, parts=parts)},
+        _named(model_shards(model, gradients, parts=parts)),
+        _named(model_shards(model, parts=parts)),
         modules={
             name: {f"sequence {n}": each for n, each in zip(order, made, strict=True)}
             for name, made in calls.items()
             if len(made) == len(order)
         },
     )
+
+
+def _named(shards: Iterable[Shard]) -> dict[str, Tensor]:
+    return {shard.spec.name: shard.tensor for shard in shards}
 
 
 @contextmanager
@@ -274,7 +280,7 @@ def eager_model(given: Material) -> PreTrainedModel:
     config = copy.deepcopy(given.hf_config)
     config._attn_implementation = config._experts_implementation = "eager"
     model = plain_model(config).eval()
-    RandomWeights(given.seed).fill(model_shards(model))
+    _RandomWeights(given.seed).fill(model_shards(model))
     return model
 
 
@@ -287,11 +293,6 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
             module.register_forward_hook(lambda _, __, output, mine=logits: mine.append(output[0]))
             found.append(logits)
     return found
-
-
-def _balance(hf_config: PretrainedConfig, routed: Sequence[Sequence[Tensor]]) -> Tensor:
-    text, of_routers = hf_config.get_text_config(), tuple(torch.cat(list(each)) for each in routed)
-    return load_balancing_loss_func(of_routers, text.num_experts, text.num_experts_per_tok)
 
 
 def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
@@ -322,7 +323,7 @@ def packed_model(
     fixed = () if adapter is None else adapter.base
     trained = regions(model) if adapter is None else adapter.weights
     materialize(model, device)
-    RandomWeights(given.seed).fill(model_shards(model, parts=(*fixed, *trained)))
+    _RandomWeights(given.seed).fill(model_shards(model, parts=(*fixed, *trained)))
     return model, trained
 
 
@@ -337,21 +338,19 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
     for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
         plan = ScoringPlan.of(micro.input_ids, micro.cu_seqlens, micro.loss_mask, device)
         with recording(model) as calls:
-            found = scorer(plan, micro.temperature)
-        value, _ = given.loss(found, micro.to(device))
+            scored = scorer(plan, micro.temperature)
+        value, _ = given.loss(scored, micro.to(device))
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
-        outputs |= _by_sequence(micro, numbers, _said(found))
+        outputs |= _by_sequence(micro, numbers, _said(scored))
         rows = torch.from_numpy(plan.tree.rows)
         for name, (made, *_) in calls.items():
             if len(made) == len(plan.positions):
                 modules.setdefault(name, {}).update(_by_sequence(micro, numbers, made[rows]))
     gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
-    by_name = {
-        shard.spec.name: shard.tensor for shard in model_shards(model, gradients, parts=parts)
-    }
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    return BatchOutcome(outputs, 0.0, total, float(norm), by_name, {}, modules=modules)
+    found = _named(model_shards(model, gradients, parts=parts))
+    return BatchOutcome(outputs, 0.0, total, float(norm), found, {}, modules=modules)
 
 
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:

@@ -1,8 +1,8 @@
 """Refuse a run unless a small model of the same kind computes what plain transformers compute.
 
 Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with transformers' eager model on
-each sequence alone. Greedy completions are compared with `generate` without a cache. Processes that share a model also compare one
-training step. Of bf16, only attention is compared, with fp32. A file in the cache records a passed proof.
+each sequence alone, and so are greedy completions. Processes that share a model also compare one training step. Of bf16, only
+attention is compared, with fp32. A file in the cache records a passed proof.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from burnish.algorithms.aggregation import aggregation
 from burnish.boxes.shards import Publication
@@ -235,8 +235,7 @@ def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stat
 
 
 def _of_packing(given: Material, device: torch.device) -> list[Difference]:
-    tokens = sum(len(example.token_ids) for example in given.examples)
-    wanted, found = plain_step(given, tokens), packed_step(given, _BUDGET, device)
+    wanted, found = plain_step(given), packed_step(given, _BUDGET, device)
     differences = compare(found, replace(wanted, weights={}), given)
     wrong = [each for each in differences if not each.error <= _TOLERANCE]
     if wrong:
@@ -297,32 +296,15 @@ def _require_attention(hf_config: PretrainedConfig, device: torch.device) -> Non
                 )
 
 
-def _of_completion(model: Any, prompt: Any, completion: Completion) -> Difference:
-    greedy = GenerationConfig(
-        max_new_tokens=_NEW,
-        do_sample=False,
-        use_cache=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    ids = torch.from_numpy(prompt)[None]
-    told = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
-    mine, right = [], []
-    rows = zip(
-        completion.token_ids,
-        completion.logprobs,
-        told.logits,
-        told.sequences[0, len(prompt) :],
-        strict=True,
-    )
-    for token, logprob, logits, best in rows:
-        logprobs = logits[0].float().log_softmax(-1)
-        mine += [float(logprob), float(logprobs[token])]
-        right += [float(logprobs[token]), float(logprobs.max())]
-        if token != best:
-            break  # later contexts differ; unless both are equally likely, the comparison fails
-    return difference("log-probs of a completion", torch.tensor(mine), torch.tensor(right), 1.0)
+def _of_completion(model: Any, prompt: TokenIds, completion: Completion) -> Difference:
+    ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
+    mine = torch.cat([torch.from_numpy(completion.logprobs), chosen])
+    right = torch.cat([chosen, logprobs.amax(-1)])
+    return difference("log-probs of a completion", mine, right, 1.0)
 
 
 def _generator(given: Material, device: torch.device) -> tuple[BuiltinGenerator, nn.Module]:
