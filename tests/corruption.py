@@ -137,7 +137,7 @@ def _block(step: Path, flip: Flip) -> _Block | None:
 def _wrongly_told(step: Path, flip: Flip, block: _Block | None) -> list[str]:
     """What `burnish ckpt verify` leaves out of its text, and of its JSON."""
     lines: list[str] = []
-    [report] = verify_steps(lines.append, step, fast=False).report["steps"]
+    [report] = verify_steps(lines.append, step, fast=False)["steps"]
     text, problems = "\n".join(lines), json.loads(json.dumps(report["problems"]))
     wrong = [] if _says(text, step, flip, block) else [f"verify says {text}"]
     if block is None:

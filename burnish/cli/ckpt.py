@@ -9,7 +9,6 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -57,20 +56,12 @@ from burnish.tracking.rundir import CHECKPOINTS, LATEST
 
 Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
+Report = dict[str, Any]
+"""A command's findings or actions, as plain values; `error` is the `BurnishError` that it ends with, or None."""
 P = TypeVar("P", bound=PurePath)
 
 # Values of the parser that commands do not take.
 _PARSER_ONLY = ("command", "subcommand", "function", "json")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a command ended."""
-
-    report: dict[str, Any]
-    """Its findings or actions, as plain values."""
-    error: BurnishError | None = None
-    """The error that it ends with, or None."""
 
 
 def run_ckpt(arguments: Namespace) -> int:
@@ -85,12 +76,12 @@ def run_ckpt(arguments: Namespace) -> int:
 
     try:
         with naming_failures(f"{path} cannot be used"):
-            outcome: Outcome = function(say, **options)
+            report: Report = function(say, **options)
     except BurnishError as error:
-        outcome = Outcome({}, error)
-    report, failure = outcome.report, outcome.error
+        report = {"error": error}
+    failure: BurnishError | None = report.pop("error", None)
     if failure is not None:
-        report = report | {"error": failure.parts() | {"exit_code": failure.exit_code}}
+        report["error"] = failure.parts() | {"exit_code": failure.exit_code}
     if arguments.json:
         print_text(json.dumps(report, ensure_ascii=False, indent=1))
     if failure is not None:
@@ -104,7 +95,7 @@ def place(text: str) -> PurePath:
     return path.parent if path.name == LATEST else path
 
 
-def source_of(directory: PurePath) -> Source:
+def _source_of(directory: PurePath) -> Source:
     """Return the reader of a directory of steps."""
     if isinstance(directory, RemotePath):
         return RemoteSteps(Remote(str(directory)))
@@ -115,15 +106,15 @@ def is_step(path: PurePath) -> bool:
     """Return whether a step exists at this path, healthy or damaged."""
     if step_number(path.name) is None or (isinstance(path, Path) and not LOCAL.kind(path)):
         return False
-    return path in step_paths(path.parent, source_of(path.parent)).values()
+    return path in step_paths(path.parent, _source_of(path.parent)).values()
 
 
 def one_step(path: PurePath) -> Committed:
     """Return the step at `path`, or the newest healthy one of a run. Raises `MissingError`, and `CorruptError` for a damaged one."""
     if is_step(path):
-        return open_step(path, source_of(path.parent))
+        return open_step(path, _source_of(path.parent))
     directory = _steps_directory(path)
-    return newest_step(directory, source_of(directory))
+    return newest_step(directory, _source_of(directory))
 
 
 def _steps_directory(path: P) -> P:
@@ -145,10 +136,10 @@ def _steps_directory(path: P) -> P:
     )
 
 
-def list_steps(say: Say, path: PurePath) -> Outcome:
+def list_steps(say: Say, path: PurePath) -> Report:
     """List a run's steps, and unfinished, damaged and removed ones."""
     root = _steps_directory(path)
-    source = source_of(root)
+    source = _source_of(root)
     steps, error = listed_steps(root, source)
     heads = ("step", "size", "saved", "state", "pinned")
     _say_section(say, str(root), [heads, *map(_row, steps)], right=2)
@@ -156,7 +147,7 @@ def list_steps(say: Say, path: PurePath) -> Outcome:
     for what, found in beside.items():
         if found:
             say(f"  {what}: {', '.join(found)}")
-    return Outcome({"path": str(root), "steps": steps, **beside}, error)
+    return {"path": str(root), "steps": steps, **beside, "error": error}
 
 
 def _row(step: dict[str, Any]) -> tuple[str, ...]:
@@ -180,7 +171,7 @@ def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
     return {"unfinished": unfinished, **names}
 
 
-def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
+def show_step(say: Say, path: PurePath, *, tensors: bool) -> Report:
     """Show one step: who wrote it, its contents, the run's position."""
     step = one_step(path)
     sets = _sets(step)
@@ -207,7 +198,7 @@ def show_step(say: Say, path: PurePath, *, tensors: bool) -> Outcome:
     }
     for name, found in listed.items():
         _say_section(say, name, [tuple(map(str, each.values())) for each in found])
-    return Outcome(report | {"tensors": listed} if tensors else report)
+    return report | {"tensors": listed} if tensors else report
 
 
 def _say_section(say: Say, title: str, rows: Sequence[Sequence[str]], right: int = 0) -> None:
@@ -244,12 +235,12 @@ def _size(entries: list[TensorEntry]) -> int:
     return sum(entry.end - entry.begin for entry in entries)
 
 
-def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
+def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Report:
     """Check a step, or every step of a run, and report each problem as it is found. Raises `MissingError` if all are gone."""
     steps = [path]
     if not is_step(path):
         root = _steps_directory(path)
-        steps = list(step_paths(root, source_of(root)).values())
+        steps = list(step_paths(root, _source_of(root)).values())
     if not steps:
         raise no_step(path)
     results = [each for step in steps if (each := _verified(step, say, fast))]
@@ -259,8 +250,8 @@ def verify_steps(say: Say, path: PurePath, *, fast: bool) -> Outcome:
             want="a step that nobody removes",
             do="check the run as a whole, or pin the step first",
         )
-    report = {"full": not fast, "steps": results, "ok": all(result["ok"] for result in results)}
-    return Outcome(report, _verdict(results))
+    ok = all(result["ok"] for result in results)
+    return {"full": not fast, "steps": results, "ok": ok, "error": _verdict(results)}
 
 
 def _verdict(results: list[dict[str, Any]]) -> BurnishError | None:
@@ -288,7 +279,7 @@ def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
     """Return the report of a step, or None if it was removed."""
     begun = time.perf_counter()
     errors: list[BurnishError] = []
-    source = source_of(path.parent)
+    source = _source_of(path.parent)
     for error in _problems(path, source, fast):
         if source.kind(path) is None:
             say(f"{path}: removed meanwhile")
@@ -342,7 +333,7 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
     return found
 
 
-def pin(say: Say, path: Path, *, reason: str) -> Outcome:
+def pin(say: Say, path: Path, *, reason: str) -> Report:
     """Keep a step whatever retention says. Raises `MissingError`, and `CorruptError` for a damaged one; does not read tensors."""
     step = _local_step(path)
     with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, LOCAL) as pins:
@@ -359,10 +350,10 @@ def pin(say: Say, path: Path, *, reason: str) -> Outcome:
         before = pins.get(step)
         pins[step] = reason
     say(f"{path} is pinned: {reason}{f' (before: {before})' if before else ''}")
-    return Outcome({"path": str(path), "step": step, "pinned": reason, "before": before})
+    return {"path": str(path), "step": step, "pinned": reason, "before": before}
 
 
-def unpin(say: Say, path: Path) -> Outcome:
+def unpin(say: Say, path: Path) -> Report:
     """Let retention decide again. Raises `MissingError` for a step that is not pinned."""
     step = _local_step(path)
     with naming_failures(f"{path} cannot be unpinned"), holding_pins(path.parent, LOCAL) as pins:
@@ -373,7 +364,7 @@ def unpin(say: Say, path: Path) -> Outcome:
             )
         before = pins.pop(step)
     say(f"{path} is no longer pinned (it was: {before})")
-    return Outcome({"path": str(path), "step": step, "pinned": None, "before": before})
+    return {"path": str(path), "step": step, "pinned": None, "before": before}
 
 
 def _local_step(path: Path) -> int:
@@ -392,7 +383,7 @@ def _local_step(path: Path) -> int:
     return step
 
 
-def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
+def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Report:
     """Remove steps that the configuration does not keep, and remains of killed processes. Refuses a directory in use."""
     root = _steps_directory(run)
     config, gone = root.parent / "config.yaml", list[Path]()
@@ -422,7 +413,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Outcome:
     would = "would be " if dry_run else ""
     say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
     report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept}
-    return Outcome(report | {"bytes": freed}, removals.error())
+    return report | {"bytes": freed, "error": removals.error()}
 
 
 def _file_bytes(path: Path) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 from burnish import __version__
 from burnish.checkpoint.layout import MODEL
 from burnish.checkpoint.steps import Committed, verify_files
-from burnish.cli.ckpt import Outcome, Say, one_step
+from burnish.cli.ckpt import Report, Say, one_step
 from burnish.errors import MissingError, UsageError, bytes_text
 from burnish.files.hub import push
 
 
 def push_step(
     say: Say, path: PurePath, repo: str, *, public: bool, branch: str | None, **which: Any
-) -> Outcome:
+) -> Report:
     """Send a step's model to OWNER/NAME, after a check of its hashes."""
     step = one_step(path)
     if not isinstance(step.path, Path):
@@ -40,7 +40,7 @@ def push_step(
         message = f"Step {step.step}, trained with Burnish {__version__}"
         address = push(folder, repo, message, private=not public, branch=branch)
     say(address)
-    return Outcome({"path": str(step.path), "repo": repo, "commit": address, "bytes": size})
+    return {"path": str(step.path), "repo": repo, "commit": address, "bytes": size}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from burnish.checkpoint.tools.diff import Compared, Distance, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
-from burnish.cli.ckpt import Outcome, Say, is_step, one_step
+from burnish.cli.ckpt import Report, Say, is_step, one_step
 from burnish.errors import UsageError, bytes_text, count_text
 from burnish.files.cache import copied, select
 from burnish.files.hub import is_elsewhere
@@ -34,7 +34,7 @@ _SHOWN_TENSORS = 5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome:
+def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Report:
     """Compare two steps or Hugging Face directories, and show the tensors that differ most; `same` says whether all are equal."""
     with _open(path) as first, _open(other) as second:
         say(f"A  {first.path}\nB  {second.path}")
@@ -57,7 +57,7 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Outcome
     all_verdicts = Counter(each.verdict for each in found)
     report = {"a": str(first.path), "b": str(second.path), "same": not differing}
     plain = [each.as_json() for each in found]
-    return Outcome({**report, "counts": dict(all_verdicts), "tensors": plain})
+    return {**report, "counts": dict(all_verdicts), "tensors": plain}
 
 
 def _open(path: PurePath) -> TensorReader:
@@ -83,7 +83,7 @@ def _words(found: Compared) -> str:
 
 def export_step(
     say: Say, path: PurePath, target: Path, *, dtype: str, shard_gb: float, **which: Any
-) -> Outcome:
+) -> Report:
     """Write the model of a step that `which` names as a Hugging Face directory."""
     if not 0 < shard_gb < math.inf:
         raise UsageError(
@@ -100,7 +100,7 @@ def export_step(
     for name in files:
         say(f"  {name}")
     report = {"path": where, "step": step.step, "dtype": dtype}
-    return Outcome({**report, "files": list(files), "bytes": size})
+    return {**report, "files": list(files), "bytes": size}
 
 
 def exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -> Exportable:
@@ -136,7 +136,7 @@ def import_weights(
     assets: Path | None,
     unsafe_pickle: bool,
     without_sandbox: bool,
-) -> Outcome:
+) -> Report:
     """Make a step from another program's weights. Copy them first if they are at a URL."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
@@ -159,7 +159,7 @@ def import_weights(
         say("it is marked unhealthy, because some weights are not finite")
     say("it has no training state; a new run begins from it with")
     say(f"  model.path={place / 'model'}")
-    report = {
+    return {
         "path": str(place),
         "step": step,
         "kind": foreign.kind,
@@ -170,7 +170,6 @@ def import_weights(
         "training": "absent",
         "guard": foreign.guard,
     }
-    return Outcome(report)
 
 
 def _foreign(
