@@ -39,7 +39,7 @@ def run_plan(arguments: Namespace) -> None:
         raise UsageError(
             "this machine's accelerator is not known",
             want="one whose memory and speed are in the table",
-            do="give --devices, or --device-memory and --device-tflops with it",
+            do="give --devices; with --device-memory and --device-tflops for one that is not in the table",
         )
     planner = planner_of(config, "rl" if config.reward.given else "sft", devices)
     plans, given = planner.all_plans(), planner.as_configured()
@@ -85,6 +85,12 @@ def devices_of(
 
     if named is not None:
         return parse_devices(named, memory, teraflops)
+    if memory is not None or teraflops is not None:
+        raise UsageError(
+            "--device-memory and --device-tflops are for --devices",
+            want="--devices COUNTxNAME beside them",
+            do="add it, or leave them out for this machine's devices",
+        )
     layout = place_of(os.environ).layout
     return devices_here(layout.world, layout.local_world)
 

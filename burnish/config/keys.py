@@ -92,6 +92,11 @@ _KINDS = {
     "object": "a mapping",
 }
 _PLURALS = {"integer": "whole numbers", "number": "numbers", "string": "texts"}
+_PATTERNS = {
+    "^.+:": "file.py:name or module:name",
+    "^https?:": "a URL, http:// or https://",
+    "^(env|https?:": "env, or a URL, http:// or https://",
+}
 _BOUNDS = {
     "minimum": "{:.15g} or more",
     "exclusiveMinimum": "more than {:.15g}",
@@ -109,8 +114,8 @@ def _words(schema: _Schema, sections: _Schema) -> str:
         return "a section of settings"
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
-    if "pattern" in schema:
-        return "file.py:name or module:name"
+    if pattern := schema.get("pattern"):
+        return next(text for start, text in _PATTERNS.items() if pattern.startswith(start))
     bounds = [text.format(schema[name]) for name, text in _BOUNDS.items() if name in schema]
     if schema["type"] != "array":
         return ", ".join([_KINDS[schema["type"]], *bounds])

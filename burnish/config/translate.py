@@ -176,7 +176,8 @@ def _of_several(names: Names) -> Names:
             _take(names, switch, coefficient)
     betas = _take(names, "adam_beta1", "adam_beta2")
     if betas != [None, None]:
-        settings["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
+        usual = zip(betas, (0.9, 0.999), strict=True)
+        settings["optim.betas"] = [each if beta is None else beta for beta, each in usual]
     for key, main, parts in (
         ("model.path", ("model_name_or_path", "model.path"), ("model_revision",)),
         ("data.train", ("dataset_name",), ("dataset_config", "dataset_train_split")),
@@ -189,7 +190,7 @@ def _of_several(names: Names) -> Names:
     settings |= _batch(names)
     ratio, steps = _take(names, "warmup_ratio", "max_steps")
     settings |= {} if steps in (None, -1) else {"steps": steps}
-    if ratio and steps:
+    if ratio and "steps" in settings:
         settings["optim.warmup_steps"] = round(ratio * steps)
     elif ratio:
         names["warmup_ratio"] = ratio

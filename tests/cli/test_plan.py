@@ -220,6 +220,7 @@ def test_a_device_that_is_not_in_the_table(work: Path, capsys: pytest.CaptureFix
     assert main(argv) == 2
     assert "--device-memory" in capsys.readouterr().err
     assert main([*argv, "--device-memory", "80", "--device-tflops", "400"]) == 0
+    assert main(["plan", "c.yaml", "--device-memory", "80"]) == 2  # this machine's is known
 
 
 def test_a_model_in_a_directory_or_a_file(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ def test_every_setting_leaves_a_choice_and_is_read() -> None:
         ("reward.functions[].kwargs", "a mapping"),
         ("reward.functions", "a list of mappings with the keys function, weight, kwargs, per_call"),
         ("rollout", "a section of settings"),
+        ("rollout.url", "a URL, http:// or https://, or null"),
+        ("tracking.traces.endpoint", "env, or a URL, http:// or https://, or null"),
     ],
 )
 def test_words_for_values(name: str, values: str) -> None:

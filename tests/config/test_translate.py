@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from burnish.config.constraints import check
 from burnish.config.load import load_config
@@ -106,6 +107,15 @@ def test_the_upper_clip_of_trl_is_a_ratio_only_for_cispo(tmp_path: Path) -> None
         [*GRPO.replace("cispo --epsilon_high 5.0", "grpo --epsilon_high 0.28").split()]
     )
     assert loaded(tmp_path, text).algorithm.clip_high == 0.28
+
+
+def test_a_share_of_unlimited_steps_is_left_out_and_a_beta_of_0_is_kept() -> None:
+    text = translated(
+        ["--warmup_ratio", "0.1", "--max_steps", "-1", "--adam_beta1", "0", "--adam_beta2", "0.95"]
+    )
+    settings, _, left_out = text.partition("# Left out:")
+    assert "warmup_ratio" in left_out
+    assert yaml.safe_load(settings) == {"optim": {"betas": [0, 0.95]}}
 
 
 def test_arguments_of_trls_sft(tmp_path: Path) -> None:
