@@ -76,7 +76,7 @@ class Loader:
             raise unfit(state)
         self.cursor = state
 
-    def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
+    def update(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
         """Take note whether all completions of each sample had equal rewards."""
 
     def takes(self, count: int, epochs: int) -> int:
@@ -171,8 +171,8 @@ class MeasuredLoader(Loader):
                 taken.append(index)
         return taken
 
-    def hear(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
-        """See `Loader.hear`."""
+    def update(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
+        """See `Loader.update`."""
         alike = bytearray(self._alike)
         for index, is_alike in zip(indices, are_alike, strict=True):
             alike[index] = min(alike[index] + 1, _MOST_ALIKE) if is_alike else 0

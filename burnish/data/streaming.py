@@ -7,7 +7,6 @@ row group of Parquet, belongs to the window in which it begins. So any window ca
 
 from __future__ import annotations
 
-import io
 import logging
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import pyarrow.parquet
 import xxhash
+from fsspec.spec import AbstractBufferedFile
 
 from burnish.data.columns import READERS, Row, is_data
 from burnish.data.loader import PERIOD, Loader, State, order, pattern, unfit
@@ -425,37 +425,19 @@ def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int,
             number += group.num_rows
 
 
-class _Bytes(io.RawIOBase):
+class _Bytes(AbstractBufferedFile):  # type: ignore[misc]
     """A shard as a file for Arrow; `data` is not fetched again."""
 
     def __init__(self, shard: StreamedFile, begin: int, data: bytes) -> None:
-        self._shard, self._begin, self._data, self._at = shard, begin, data, 0
+        super().__init__(None, shard.name, cache_type="none", size=shard.size)
+        self._shard, self._begin, self._data = shard, begin, data
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._shard.size)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin, end = self._at, min(self._at + len(buffer), self._shard.size)
-        there = self._begin + len(self._data)
-        while self._at < end:
-            if self._begin <= self._at < there:
-                piece = self._data[self._at - self._begin : end - self._begin]
-            else:
-                stop = self._begin if self._at < self._begin < end else end
-                piece = self._shard.read(self._at, stop)
-            buffer[self._at - begin : self._at - begin + len(piece)] = piece
-            self._at += len(piece)
-        return self._at - begin
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        first, last, end = self._begin, self._begin + len(self._data), min(end, self._shard.size)
+        before = self._shard.read(start, min(end, first)) if start < first else b""
+        held = self._data[max(start - first, 0) : max(end - first, 0)]
+        after = self._shard.read(max(start, last), end) if end > last else b""
+        return before + held + after
 
 
 def _remove_from_cache(name: str, kept: range) -> None:

@@ -287,26 +287,22 @@ def _status(error: BaseException) -> int:
     return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _transport() -> type[Exception]:
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError.__mro__[1]
 
 
-def _is_transient(error: Exception) -> bool:
+def _is_transient(error: BaseException | None) -> bool:
+    """Return whether the error, or one of its causes, may pass."""
     from huggingface_hub import errors
 
-    return any(
-        (_status(each) >= 500 or _status(each) == 429)
-        or (isinstance(each, _transport()) and not isinstance(each, errors.HfHubHTTPError))
-        for each in _causes(error)
-    )
+    if error is None:
+        return False
+    is_answer = isinstance(error, errors.HfHubHTTPError)
+    is_lost = isinstance(error, _transport()) and not is_answer
+    is_busy = _status(error) >= 500 or _status(error) == 429
+    return is_lost or is_busy or _is_transient(error.__cause__)
 
 
 @contextmanager

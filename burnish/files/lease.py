@@ -30,7 +30,6 @@ class Token:
     """One holder's right to write."""
 
     path: Path
-    """The lease's file."""
     number: int
     """Greater than the number of every earlier holder."""
     descriptor: int = -1

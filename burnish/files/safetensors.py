@@ -52,11 +52,9 @@ class TensorEntry(NamedTuple):
     """One tensor of a file."""
 
     name: str
-    """Its key."""
     dtype: str
     """The format's name of its dtype: "F32", "BF16", ..."""
     shape: tuple[int, ...]
-    """Its shape; () for a scalar."""
     begin: int
     """First byte, counted from the start of the *file*."""
     end: int

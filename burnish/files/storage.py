@@ -39,7 +39,6 @@ class Entry:
     name: str
     """Its last path component."""
     kind: Kind
-    """Its type."""
     size: int
     """Size of a file in bytes; 0 for any other kind."""
 

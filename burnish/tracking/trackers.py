@@ -154,12 +154,12 @@ class Observers:
         step: int,
         table: RolloutTable,
         advantages: Sequence[float] | None,
-        by_token: Mapping[str, Mapping[int, Any]] | None = None,
-        arriving: Iterable[tuple[int, Any]] = (),
-        whole: Container[int] = (),
+        by_token: Mapping[str, Mapping[int, Any]],
+        arriving: Iterable[tuple[int, Any]],
+        whole: Container[int],
     ) -> None:
         """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields them by index."""
-        known: list[Any] = [None] * len(table.owners) if arriving else table.rollouts
+        known: list[Any] = [None] * len(table.owners)
 
         def passing() -> Iterator[tuple[int, Any]]:
             for i, rollout in arriving:
@@ -170,7 +170,7 @@ class Observers:
         if _writes_rollouts(self._settings, step, self._total_steps, advantages is None):
             place = self._directory.rollouts, step
             given = table, advantages, self._token_texts, by_token
-            kept = self._rollouts.write_rollouts(*place, *given, passing() if arriving else None)
+            kept = self._rollouts.write_rollouts(*place, *given, passing())
             kind = "validation" if advantages is None else "step"
             self._thinning.wrote(step, kind)
             # Only the rollouts that are kept longest: a table of thousands would cost more than the step.

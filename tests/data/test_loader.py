@@ -172,7 +172,7 @@ def test_a_measured_curriculum_is_a_function_of_its_state(size, shuffle, counts,
             said.append(alike(index, visits[index]))
             visits[index] += 1
         before, shared = loader.state, copy(loader)  # another thread's
-        loader.hear(part, said)
+        loader.update(part, said)
         assert shared.state == before
         cursor, text = json.loads(json.dumps(loader.state))
         state = (cursor, text)
@@ -185,7 +185,7 @@ def test_prompts_that_teach_nothing_are_asked_less_often():
     while loader.cursor < 400 * 40:
         taken = loader.take(10)
         np.add.at(asked, taken, 1)
-        loader.hear(taken, [index < 200 for index in taken])
+        loader.update(taken, [index < 200 for index in taken])
     assert abs(asked[200:] - 40).max() <= 1
     assert 40 / 8 < asked[:200].mean() < 40 / 8 + 4
     assert asked[:200].min() >= 1

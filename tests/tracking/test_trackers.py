@@ -20,6 +20,7 @@ from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
+from burnish.records import Rollout
 from burnish.tracking.rollouts import rollout_files
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.services import TensorBoardTracker
@@ -197,11 +198,17 @@ def test_what_a_failing_sync_held_is_lost_and_comes_again_after_a_resume(
     assert [each.args[1] for each in caplog.records if "lost" in each.message] == [2]
 
 
+def score(told: Observers, step: int, rollouts: list[Rollout], means: list[float] | None) -> None:
+    told.rollouts_scored(
+        step, table_of(rollouts), means, {}, enumerate(rollouts), range(len(rollouts))
+    )
+
+
 def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
     for step in (0, 2):
         run, told = observers(tmp_path, "Noted Sampled", step=step, rollouts_every=1)
         for each in (1, 2, 3, 4)[step : step + 3]:
-            told.rollouts_scored(each, table_of([made_rollout()]), [0.5])
+            score(told, each, [made_rollout()], [0.5])
             told.step_finished(each, {})
         told.checkpoint_committed("/there")
         told.report("stopped")
@@ -225,7 +232,7 @@ def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
 def test_trackers_get_the_rollouts_that_are_kept_longest(tmp_path: Path) -> None:
     run, told = observers(tmp_path, "Sampled", rollouts_every=1)
     rollouts = [made_rollout(i, text=str(i), reward=i) for i in range(100)]
-    told.rollouts_scored(1, table_of(rollouts), [0.0] * 100)
+    score(told, 1, rollouts, [0.0] * 100)
     told.close()
     noted = (run.root / "sampled.txt").read_text().splitlines()[0]
     samples = re.findall(r"'(\d+)'", noted)
@@ -244,8 +251,8 @@ def test_rollouts_are_written_where_they_are_due(tmp_path: Path) -> None:
     for every, wanted in ((3, [1, 3, 6, 7]), (0, [])):
         run, told = observers(tmp_path / str(every), rollouts_every=every)
         for step in range(1, 8):
-            told.rollouts_scored(step, table_of([made_rollout()]), [0.5])
-        told.rollouts_scored(2, table_of([made_rollout()]), None)
+            score(told, step, [made_rollout()], [0.5])
+        score(told, 2, [made_rollout()], None)
         told.close()
         assert [step for step, _ in rollout_files(run.rollouts)] == wanted
         assert [step for step, _ in rollout_files(run.rollouts, "validation")] == [2] * (every > 0)

@@ -101,9 +101,7 @@ class Mirror:
     """The run's directory and its mirror."""
 
     directory: Path
-    """The run's directory."""
     remote: Remote
-    """Its copy."""
     retention: Retention | None
     """Which steps stay on the mirror; None: all."""
     start: str

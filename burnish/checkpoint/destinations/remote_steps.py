@@ -57,7 +57,6 @@ class RemoteSteps:
         self.remote = remote
         """The same directory, for changes to it."""
         self.root = RemotePath.of(remote.url)
-        """The directory."""
         self.block = lru_cache(_BLOCKS_HELD)(self._read_block)
         """Returns a block by its file's name and its number. Caches the last few."""
         self._listed: tuple[str, dict[str, int]] | None = None

@@ -79,11 +79,8 @@ class Compared:
     key: str
     """Its set and name, as `model/lm_head.weight` or `exp_avg/lm_head.weight`."""
     verdict: _Verdict
-    """The result."""
     a: TensorInfo | None
-    """Its dtype and shape in A."""
     b: TensorInfo | None
-    """The same in B."""
     distance: Distance | None = None
     """The distance, if the verdict is "equal" or "differs"."""
 
