@@ -19,8 +19,6 @@ from burnish.distributed.device import has_bf16_products, measured_matmul_peak, 
 from burnish.distributed.layout import Layout
 from burnish.errors import bytes_text, few
 
-_BYTES = {"cpu": 8 << 20}
-_BYTES_OF_ACCELERATORS = 256 << 20
 _ROUNDS = 5
 # A rank this many times slower than the median is named.
 _ODD_FACTOR = 1.5
@@ -120,7 +118,7 @@ def _compared(part: str, found: str, seconds: Sequence[float], hosts: Sequence[s
 
 
 def _bytes(device: torch.device) -> int:
-    return _BYTES.get(device.type, _BYTES_OF_ACCELERATORS)
+    return 8 << 20 if device.type == "cpu" else 256 << 20
 
 
 def _seconds(call: Callable[[], object], layout: Layout, device: torch.device) -> float:

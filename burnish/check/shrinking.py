@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from burnish.config.schema import EngineConfig
 from burnish.families import layers_with_experts
 
-LAYERS, HEAD_DIM, KEY_HEADS, WINDOW = 2, 16, 2, 16
+_LAYERS, _HEAD_DIM, _KEY_HEADS, _WINDOW = 2, 16, 2, 16
 _ROTARY, _SOFTCAP, _EPSILON = 8, 3.0, 1e-3
 _EXPERTS = r"^(num|n|moe_num)_(local_|routed_)?experts$"
 _WIDTHS = r"(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|n_inner)"
@@ -28,12 +28,12 @@ _AT_MOST = {
     r"^topk_group$": 1,
     rf"(moe|shared|expert)\w*{_WIDTHS}": 32,
     _WIDTHS: 128,
-    r"(sliding_window|attention_chunk_size|window_size)$": WINDOW,
+    r"(sliding_window|attention_chunk_size|window_size)$": _WINDOW,
     r"^(qk_nope_head_dim|v_head_dim|kv_lora_rank)$": 16,
     r"^(qk_rope_head_dim|rotary_dim)$": _ROTARY,
     r"^q_lora_rank$": 24,
     r"^linear_(num_heads|head_dim)$": 16,
-    r"^head_dim$": 2 * HEAD_DIM,
+    r"^head_dim$": 2 * _HEAD_DIM,
     r"^(hidden_size_per_layer_input|router_hidden_size|laurel_rank)$": 16,
     r"^(max_position_embeddings|n_positions)$": 4096,
     r"^(linear_(key|value)_head_dim|mamba_head_dim|(ssm_)?state_size|mamba_d_state)$": 16,
@@ -134,7 +134,7 @@ def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]
         kinds.setdefault(kind, index)
     periods = [v for n, v in fields.items() if _PERIOD.search(n) and _is_size(v) and not values]
     others = [index for index in range(own) if index not in kinds.values()]
-    count = -(-max(LAYERS, len(kinds), *periods) // stages) * stages
+    count = -(-max(_LAYERS, len(kinds), *periods) // stages) * stages
     kept = sorted([*kinds.values(), *others[: max(0, count - len(kinds))]])
     if own:
         text.num_hidden_layers = len(kept)
@@ -170,19 +170,19 @@ def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
         return
     own: int = getattr(text, "num_key_value_heads", None) or heads
     sharing = heads // own
-    key_heads = min(own, max(KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing)))
+    key_heads = min(own, max(_KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing)))
     text.num_attention_heads = key_heads * sharing
     for name, value in list(vars(text).items()):
         if re.search(r"(key_value|kv)_heads$", name) and _is_size(value):
             setattr(text, name, key_heads * sharing if value == heads else min(value, key_heads))
         elif value == hidden and _is_size(value) and "vocab" not in name:
-            setattr(text, name, key_heads * sharing * HEAD_DIM)  # the hidden size once more
-    text.hidden_size = key_heads * sharing * HEAD_DIM
+            setattr(text, name, key_heads * sharing * _HEAD_DIM)  # the hidden size once more
+    text.hidden_size = key_heads * sharing * _HEAD_DIM
     wide = vars(text).get("head_dim") or hidden // heads
     if vars(text).get("head_dim"):
-        text.head_dim = HEAD_DIM
+        text.head_dim = _HEAD_DIM
     old = getattr(text, "qk_rope_head_dim", None)
-    narrower = (_ROTARY, old) if old else (HEAD_DIM, wide)
+    narrower = (_ROTARY, old) if old else (_HEAD_DIM, wide)
     if getattr(text, "rope_parameters", None):
         text.rope_parameters = _shortened(text.rope_parameters, *narrower)
 
@@ -194,12 +194,12 @@ def _narrow_states(text: PretrainedConfig) -> None:
     if not expand or names is None:
         return
     if not getattr(text, "num_attention_heads", None):
-        text.hidden_size = 4 * HEAD_DIM
-    heads = int(expand * text.hidden_size) // HEAD_DIM
+        text.hidden_size = 4 * _HEAD_DIM
+    heads = int(expand * text.hidden_size) // _HEAD_DIM
     if getattr(text, "mamba_d_ssm", None):
-        text.mamba_d_ssm = heads * HEAD_DIM
+        text.mamba_d_ssm = heads * _HEAD_DIM
     groups = math.gcd(getattr(text, names[2], None) or 1, heads)
-    for name, value in zip(names, (heads, HEAD_DIM, groups), strict=True):
+    for name, value in zip(names, (heads, _HEAD_DIM, groups), strict=True):
         setattr(text, name, value)
 
 

@@ -14,7 +14,7 @@ from burnish import __version__
 from burnish.errors import UsageError, together
 from burnish.functions import did_you_mean
 
-HELP = """\
+_HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
   burnish init sft|rl [MODEL] [DATA]         write a first configuration
@@ -364,7 +364,7 @@ _OPTIONS = {
 
 class _Parser(ArgumentParser):
     def format_help(self) -> str:
-        return HELP
+        return _HELP
 
 
 def make_parser() -> ArgumentParser:

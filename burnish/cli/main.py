@@ -17,7 +17,7 @@ from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
 
 _RANK_PREFIX = re.compile(r"^rank \d+: ")
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _set_up_logging() -> None:
     # All ranks would log the same lines. Only rank 0 logs more than errors.
     level = os.environ.get("BURNISH_LOG_LEVEL", "info" if _layout().is_main else "error")
-    if level.lower() not in LOG_LEVELS:
+    if level.lower() not in _LOG_LEVELS:
         raise UsageError(
             "BURNISH_LOG_LEVEL is not a log level",
             have=repr(level),
-            want=f"one of {', '.join(LOG_LEVELS)}",
+            want=f"one of {', '.join(_LOG_LEVELS)}",
             do="set it to one of them, or unset it",
         )
     form = logging.Formatter(f"%(asctime)s {_rank()}%(levelname)s %(message)s", "%H:%M:%S")

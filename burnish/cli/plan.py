@@ -6,13 +6,13 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.cli.output import print_text
 from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
-from burnish.config.schema import RunConfig
+from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.launch.elastic import planner_of
@@ -26,7 +26,7 @@ _ALTERNATIVES = 6
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _ACCURACY = "Measured runs of small models, and of layers of full size, were within 15 % of the planned memory."
 
-Configured = tuple["Plan | None", BurnishError | None]
+_Configured = tuple["Plan | None", BurnishError | None]
 """The plan of the settings as they are, and why they cannot run or do not fit."""
 
 
@@ -95,7 +95,7 @@ def devices_of(
     return devices_here(layout.world, layout.local_world)
 
 
-def _as_json(plans: Sequence[Plan], given: Configured, devices: Devices) -> dict[str, Any]:
+def _as_json(plans: Sequence[Plan], given: _Configured, devices: Devices) -> dict[str, Any]:
     from burnish.plan.devices import ASSUMPTIONS
 
     plan, refused = given
@@ -126,7 +126,7 @@ def _fields(plan: Plan) -> dict[str, Any]:
 
 
 def _lines(
-    plans: Sequence[Plan], given: Configured, planner: Planner, devices: Devices
+    plans: Sequence[Plan], given: _Configured, planner: Planner, devices: Devices
 ) -> Iterator[str]:
     """Yield the best plan in full, the settings as they are, the next plans, and why others do not fit."""
     from burnish.plan.devices import ASSUMPTIONS
@@ -160,13 +160,13 @@ def _lines(
     yield f"\n{_ACCURACY}"
 
 
-def _as_configured(given: Configured, best: Plan | None) -> Iterator[str]:
+def _as_configured(given: _Configured, best: Plan | None) -> Iterator[str]:
     plan, refused = given
     if plan is None:
         yield f"\nAs configured it cannot run: {refused}"
         return
     need = f"{bytes_text(plan.need)} of {bytes_text(plan.devices.usable)} on each device, most in {plan.fullest}"
-    if best is not None and plan.divides_like(best):
+    if best is not None and plan.overrides() == best.overrides():
         yield f"\nAs configured it fits: as recommended; {need}"
         return
     if refused is None:
@@ -174,7 +174,8 @@ def _as_configured(given: Configured, best: Plan | None) -> Iterator[str]:
         yield f"\nAs configured it fits: {_layout(plan)}; {need}; {time} a step"
     else:
         yield f"\nAs configured it does not fit: {_layout(plan)}; {need}; {refused.do}"
-    if not plan.is_default:
+    default = replace(plan, engine=EngineConfig(kind=plan.engine.kind))
+    if plan.overrides() != default.overrides():
         yield ""
         yield from _phases(plan)
 

@@ -41,7 +41,7 @@ def run(given: Namespace) -> None:
     if as_json and given.dry_run:
         raise UsageError("a dry run measures nothing that --json could print", do="leave one out")
     if getattr(given, "processes", None) is not None or getattr(given, "ray", None) is not None:
-        supervise(given)
+        _supervise(given)
         return
     if not given.dry_run:
         numbers = run_command(command, config, run_dir=run_dir)
@@ -69,7 +69,7 @@ def run(given: Namespace) -> None:
         print_text("\n\n".join(paragraphs))
 
 
-def supervise(given: Namespace) -> None:
+def _supervise(given: Namespace) -> None:
     """Start the command on several processes, here or on a Ray cluster. Start all again when one dies."""
     command, world = given.command, given.processes
     if given.dry_run:

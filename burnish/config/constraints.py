@@ -21,23 +21,10 @@ Command = Literal["sft", "rl", "eval"]
 
 _LARGEST_BETA_IN_BF16 = 0.996
 """bf16 has 8 significant bits, so a number times 0.997 may round back to itself and never fall."""
-_RENDERING = frozenset(
-    [
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    ]
-)
+_RENDERING = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+}  # fmt: skip
 """Arguments of `apply_chat_template` that Burnish sets itself."""
 
 _LEAST_SHARE = 0.001
@@ -45,7 +32,7 @@ _LEAST_SHARE = 0.001
 _LONGEST_NAME = 200
 """Longest name of a run, in bytes. File systems allow 255, and names of files are made from the run's name."""
 
-Constraint = tuple[str, str, str]
+_Constraint = tuple[str, str, str]
 """If the first condition holds, the second must hold; the third text says why.
 
 A condition is `SETTING=VALUE|VALUE`, or `SETTING`, which holds if the setting (or one in the section) differs from its default.
@@ -53,7 +40,7 @@ An empty condition never holds.
 """
 _NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
 _UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
-_OF_ENGINE: Sequence[Constraint] = (
+_OF_ENGINE: Sequence[_Constraint] = (
     ("model.lora", "engine.kind=torch", ""),
     ("optim.kind=muon", "engine.kind=torch", ""),
     ("engine.replicas", "engine.kind=torch", ""),
@@ -74,18 +61,18 @@ _OF_ENGINE: Sequence[Constraint] = (
     ),
     ("engine.virtual_stages", "engine.pipeline_parallel", "they are stages of a pipeline"),
 )
-_OF_ALL: Sequence[Constraint] = (
+_OF_ALL: Sequence[_Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
     ("model.lora", "model.path", "only the adapter of a new model would be saved"),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
 )
-_OF_ACTIVATIONS: Sequence[Constraint] = (
+_OF_ACTIVATIONS: Sequence[_Constraint] = (
     ("engine.activation_offload", _NOT_SELECTIVE, "selective keeps tensors on the device"),
     ("engine.compile", _NOT_SELECTIVE, "selective cannot see the operations of compiled layers"),
 )
-_OF_TRAINING: Sequence[Constraint] = (
+_OF_TRAINING: Sequence[_Constraint] = (
     ("data.weights", "steps", "a mixture has no epochs"),
     ("data.curriculum=measured", "steps", "its epochs leave rows out"),
     ("data.curriculum=measured", "data.weights=[]", "a mixture draws by its weights alone"),
@@ -99,18 +86,18 @@ _OF_TRAINING: Sequence[Constraint] = (
     ("optim.decay_steps", "optim.schedule=wsd", ""),
     ("optim.min_lr_ratio", "optim.schedule=linear|cosine|wsd", "a constant rate does not decay"),
 )
-_OF_SFT: Sequence[Constraint] = (
+_OF_SFT: Sequence[_Constraint] = (
     ("data.curriculum=measured", "", "examples have no rewards; a column of numbers has an order"),
     ("engine.park", "", "nothing is generated; engine.optimizer_offload saves memory here"),
 )
-_OF_SAMPLING: Sequence[Constraint] = (
+_OF_SAMPLING: Sequence[_Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
     ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it needs its own process"),
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
 )
-_OF_ENDPOINTS: Sequence[Constraint] = (
+_OF_ENDPOINTS: Sequence[_Constraint] = (
     ("rollout.engine=openai", "rollout.url", ""),
     ("rollout.engine=openai", "rollout.model", ""),
     ("rollout.engine=openai", "reward.functions", "an endpoint computes no losses"),
@@ -120,7 +107,7 @@ _OF_ENDPOINTS: Sequence[Constraint] = (
     ("rollout.url", "rollout.engine=openai", ""),
     ("rollout.model", "rollout.engine=openai", ""),
 )
-_OF_RL: Sequence[Constraint] = (
+_OF_RL: Sequence[_Constraint] = (
     ("rollout.engine=openai", "", "its weights cannot be set; burnish eval can use it"),
     ("rollout.temperature=0.0", "", "all completions would be the same"),
     ("rollout.n=1", _UNGROUPED, "others compare completions, so one alone gets 0"),
@@ -199,7 +186,7 @@ def _refuse(problems: Sequence[BurnishError], subject: str) -> None:
         raise together(problems, subject)
 
 
-def _broken(config: RunConfig, constraints: Sequence[Constraint]) -> Iterator[BurnishError]:
+def _broken(config: RunConfig, constraints: Sequence[_Constraint]) -> Iterator[BurnishError]:
     for when, requires, why in constraints:
         if not _holds(config, when) or (requires and _holds(config, requires)):
             continue

@@ -117,6 +117,15 @@ def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str
             yield indent + line, "" if number else prefix + name
 
 
+def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by dotted names."""
+    if not isinstance(value, dict):
+        yield key[1:], value
+        return
+    for name, each in value.items():
+        yield from dotted(each, f"{key}.{name}")
+
+
 def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
     """Read a file that `dump_yaml` wrote, or the `content` of a remote one. Raises `CorruptError` for an invalid one."""
     with refusing(

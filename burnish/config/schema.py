@@ -29,12 +29,6 @@ FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 """file.py:name or module:name."""
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
-TokenId = Annotated[int, Field(ge=0)]
-"""A token of the model's vocabulary."""
-StopText = Annotated[str, Field(min_length=1)]
-"""A text that ends a completion."""
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
-"""A tracker that Burnish brings."""
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
@@ -285,9 +279,9 @@ class RolloutConfig(SamplingConfig):
     """Completions per prompt, which form a group."""
     max_response_length: int = Field(256, ge=1)
     """Maximum length of a completion, in tokens."""
-    stop: list[StopText] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
     engine: MayChange[Literal["builtin", "vllm", "sglang", "openai"]] = "builtin"
     """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. sglang: the same with SGLang; it has run with a stand-in only. openai: an endpoint with OpenAI's API, only for `burnish eval`."""
@@ -569,7 +563,9 @@ class TrackingConfig(Section):
     """Maximum size of rollout files, in GB (10⁹ bytes). The oldest are removed first. The best, worst and some random rollouts of each step are removed last."""
     rollout_tokens: bool = True
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
-    trackers: list[TrackerName | FunctionName] = ["tensorboard"]
+    trackers: list[
+        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"] | FunctionName
+    ] = ["tensorboard"]
     """Services that get the numbers in addition to the console and metrics.jsonl. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
     traces: TracesConfig = TracesConfig()
     """Traces of rollouts."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from string import Template
 from typing import Any
 
 from burnish.config.constraints import Command, check
-from burnish.config.document import one_line, write_yaml
+from burnish.config.document import dotted, one_line, write_yaml
 from burnish.config.keys import known_keys
 from burnish.config.load import load_settings, read_document, read_text
 from burnish.config.parsing import parse_value
@@ -88,7 +88,7 @@ def translated(words: Sequence[str]) -> str:
 
 def _of_file(name: str) -> Names:
     if name.endswith(_YAML):
-        return dict(_flat(read_document(name).values, ""))
+        return dict(dotted(read_document(name).values))
     text = re.sub(r"`#.*?`", "", read_text(name)).replace("\\\n", " ")
     assigned = re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", text, re.M)
     for variable, value in reversed(assigned):
@@ -125,14 +125,6 @@ def _of_words(words: Sequence[str]) -> Names:
     if str(given.get("config", "")).endswith(_YAML):
         given = {**_of_file(given.pop("config")), **given}
     return given
-
-
-def _flat(values: Names, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _value(text: str) -> Any:

@@ -34,7 +34,7 @@ from burnish.plan.model import (
 GIB = float(1 << 30)
 PER_MACHINE = 8
 """Devices of a machine."""
-NETWORK = 50e9
+_NETWORK = 50e9
 """Bytes per second from one device to other machines."""
 _CPU = Accelerator(flops=1e12, memory_gib=16, bandwidth=30e9, link=5e9)
 # Share of an accelerator's memory that a run can use. Driver, communication and fragmentation take the rest.
@@ -50,7 +50,7 @@ ASSUMPTIONS = (
     "every sequence is as long as allowed: without data.max_length a whole batch.tokens_per_device, "
     f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion; no two sequences share a prompt",
     f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
-    f"links at {_LINKS:.0%} of their peak, {NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
+    f"links at {_LINKS:.0%} of their peak, {_NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "
     "communication hidden behind arithmetic where that takes longer",
     f"checkpoints at {_DISK / 1e9:.0f} GB/s for each machine",
     "a pipeline is idle while its stages wait for the first and the last micro-batch, and tokens fall on experts evenly",
@@ -327,5 +327,5 @@ class Clock:
 
     def _travel(self, size: float, ranks: int) -> float:
         """Return the seconds of an all-gather of `size` bytes over `ranks`."""
-        link = min(self.devices.kind.link, NETWORK if ranks > PER_MACHINE else math.inf)
+        link = min(self.devices.kind.link, _NETWORK if ranks > PER_MACHINE else math.inf)
         return size * (ranks - 1) / ranks / (link * _LINKS)

@@ -79,15 +79,6 @@ class Plan:
         """Return the bytes of a phase."""
         return total_of(self.phases[phase])
 
-    def divides_like(self, other: Plan) -> bool:
-        """Return whether both plans divide alike."""
-        return self.overrides() == other.overrides()
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it divides as the default does."""
-        return self.divides_like(replace(self, engine=EngineConfig(kind=self.engine.kind)))
-
     def overrides(self) -> list[str]:
         """Return the layout's settings, as the command line takes them."""
         engine, kind = self.engine, self.engine.kind

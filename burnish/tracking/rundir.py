@@ -17,7 +17,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -83,15 +83,6 @@ class RunDirectory:
 
 def _read_object(path: Path) -> dict[str, Any]:
     return parse_object(path.read_bytes(), str(path)) if path.exists() else {}
-
-
-def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by dotted names."""
-    if not isinstance(value, dict):
-        yield key[1:], value
-        return
-    for name, each in value.items():
-        yield from dotted(each, f"{key}.{name}")
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:

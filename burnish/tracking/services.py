@@ -17,9 +17,9 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from burnish.config.document import recorded
+from burnish.config.document import dotted, recorded
 from burnish.errors import UsageError
-from burnish.tracking.rundir import RUN, RunDirectory, dotted
+from burnish.tracking.rundir import RUN, RunDirectory
 from burnish.tracking.trackers import FileKind, State, Tracker
 
 _PROJECT = "burnish"  # if the service's own variable names none

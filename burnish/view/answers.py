@@ -318,7 +318,7 @@ class Answers:
     def _index(self, run: RunDirectory) -> RolloutIndex:
         with self._lock:
             if run.root not in self._indices:
-                self._indices[run.root] = open_index(self._within(run.rollouts), run.root)
+                self._indices[run.root] = _open_index(self._within(run.rollouts), run.root)
             return self._indices[run.root]
 
 
@@ -340,7 +340,7 @@ def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
     return found
 
 
-def open_index(rollouts: Path, run: Path) -> RolloutIndex:
+def _open_index(rollouts: Path, run: Path) -> RolloutIndex:
     """Return the index in the run's directory, or in the cache if it cannot be there. Raises `BurnishError`."""
     cached = cache_root() / "view" / f"{sha256(str(run).encode()).hexdigest()[:24]}.sqlite"
     if not _is_on_network(run):

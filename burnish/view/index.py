@@ -29,7 +29,7 @@ from burnish.tracking.rundir import plain
 
 T = TypeVar("T")
 
-Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
+_Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
 """Orders of rollouts: "place" is newest first, "step" is the reverse."""
 # A rollout's prompt, sample, place, reward, length and source.
 _Facts = tuple[int, int, int, float, int, str]
@@ -88,7 +88,7 @@ class RolloutFilter(BaseModel, frozen=True):
     """Either limit leaves out rewards that are NaN."""
     min_length: Integer | None = None
     max_length: Integer | None = None
-    sort: Sort = "place"
+    sort: _Sort = "place"
 
     @property
     def span(self) -> tuple[int, int]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from burnish.config.document import CoreLoader, recorded
+from burnish.config.document import CoreLoader, dotted, recorded
 from burnish.errors import CorruptError
 from burnish.files.lease import LEASE, is_held
-from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory, dotted
+from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
