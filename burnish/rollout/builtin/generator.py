@@ -187,7 +187,8 @@ class Decoding:
         self._cache = _kind(model.device)(slots, longest, sampling.max_tokens)
         self._read = 0
         self._slots: list[SlotSequence | None] = [None] * slots
-        self._readbacks: deque[_Readback] = deque()
+        self._readbacks: deque[Any] = deque()
+        """Drawn tokens on their way to the host: the arguments of `_append`."""
         self._behind = steps_behind(model.device)
         self._ended = 0
         self._version: Callable[[], int] = lambda: 0
@@ -317,21 +318,41 @@ class Decoding:
         self, sequences: Sequence[SlotSequence], drawn: Drawn, experts: Tensor | None = None
     ) -> None:
         """Start copying drawn tokens to the host; append those that have arrived."""
-        self._readbacks.append(_Readback(sequences, drawn, experts, self._version()))
+        device = drawn.tokens.device
+        parts = [part.to("cpu", non_blocking=True) for part in drawn]
+        experts = None if experts is None else experts.to("cpu", non_blocking=True)
+        copied = None if device.type == "cpu" else torch.Event(device)
+        if copied is not None:
+            copied.record()
+        self._readbacks.append((tuple(sequences), parts, experts, copied, self._version()))
         while len(self._readbacks) > self._behind:
-            readback = self._readbacks.popleft()
-            tokens, sampled, logprobs, made_by = readback.wait()
-            now = time.time()
-            for row, sequence in enumerate(readback.sequences):
-                if sequence.reason is not None:
-                    continue
-                sequence.sampled_logprobs.append(sampled[row])
-                sequence.logprobs.append(logprobs[row])
-                if made_by is not None:
-                    sequence.experts.append(made_by[row : row + 1])
-                self._ended += sequence.take(
-                    tokens[row : row + 1], readback.version, self._stop_rule, now
-                )
+            self._append(*self._readbacks.popleft())
+
+    def _append(
+        self,
+        sequences: Sequence[SlotSequence],
+        parts: Sequence[Tensor],
+        experts: Tensor | None,
+        copied: torch.Event | None,
+        version: int,
+    ) -> None:
+        """Append drawn tokens, and the experts [n, L, k] of the tokens before them. Raises `BurnishError` for NaN."""
+        if copied is not None:
+            copied.synchronize()
+        if not bool(parts[2].isfinite().all()):
+            raise not_finite()
+        tokens, sampled, logprobs = (part.tolist() for part in parts)
+        # Copied out of pinned memory, because completions keep them to their end.
+        made_by = None if experts is None else experts.numpy().copy()
+        now = time.time()
+        for row, sequence in enumerate(sequences):
+            if sequence.reason is not None:
+                continue
+            sequence.sampled_logprobs.append(sampled[row])
+            sequence.logprobs.append(logprobs[row])
+            if made_by is not None:
+                sequence.experts.append(made_by[row : row + 1])
+            self._ended += sequence.take(tokens[row : row + 1], version, self._stop_rule, now)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         # Copied without blocking: a tensor made on the device would wait for everything queued there.
@@ -346,37 +367,6 @@ def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
     if has_matrix_units(device):
         return SlotCache
     return import_module("burnish.rollout.builtin.shared_cache").SharedCache
-
-
-class _Readback:
-    """Drawn tokens on their way to the host."""
-
-    def __init__(
-        self,
-        sequences: Sequence[SlotSequence],
-        drawn: Drawn,
-        experts: Tensor | None,
-        version: int,
-    ) -> None:
-        """Start copying `drawn` of n sequences and `experts` [n, L, k]."""
-        self.sequences, self.version = tuple(sequences), version
-        device = drawn.tokens.device
-        self._parts = [part.to("cpu", non_blocking=True) for part in drawn]
-        self._experts = None if experts is None else experts.to("cpu", non_blocking=True)
-        self._copied = None if device.type == "cpu" else torch.Event(device)
-        if self._copied is not None:
-            self._copied.record()
-
-    def wait(self) -> tuple[list[int], list[float], list[float], Experts | None]:
-        """Return tokens, sampled and raw log-probs, and the previous tokens' experts. Raises `BurnishError` for NaN."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        tokens, sampled, logprobs = self._parts
-        if not bool(logprobs.isfinite().all()):
-            raise not_finite()
-        # Copied out of pinned memory, because completions keep them to their end.
-        experts = None if self._experts is None else self._experts.numpy().copy()
-        return tokens.tolist(), sampled.tolist(), logprobs.tolist(), experts
 
 
 def steps_behind(device: torch.device) -> int:
