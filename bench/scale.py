@@ -68,7 +68,7 @@ from burnish.distributed.device import (
 from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
-from burnish.distributed.stall import Patience
+from burnish.distributed.stall import StallLimits
 from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
@@ -127,7 +127,7 @@ def serve_store(pipe: Connection, ranks: int) -> None:
 def serve_relay(pipe: Connection, ranks: int) -> None:
     """Serve a relay until the pipe closes."""
     processes.raise_descriptors(ranks)
-    relay = failure_watch._Relay(local=True, patience=Patience(0.0))
+    relay = failure_watch._Relay(local=True, limits=StallLimits(0.0))
     relay.start()
     pipe.send(relay.contact)
     wait_for_end(pipe)

@@ -33,12 +33,12 @@ from torch.distributed.distributed_c10d import Store
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.stall import (
-    ENDLESS,
+    NO_LIMITS,
     SHARE_OF_TIMEOUT,
     Answer,
-    Patience,
     Process,
-    Pulse,
+    StallLimits,
+    Watchdog,
     end_silent,
     likely_cause,
     place_of_work,
@@ -74,9 +74,9 @@ class FailureWatch:
     """
 
     def __init__(
-        self, layout: Layout, host: str, store: Store, patience: Patience = ENDLESS
+        self, layout: Layout, host: str, store: Store, limits: StallLimits = NO_LIMITS
     ) -> None:
-        """Connect to rank 0 on the machine `host`. All ranks share `store` and `patience`."""
+        """Connect to rank 0 on the machine `host`. All ranks share `store` and `limits`."""
         self._rank = layout.rank
         self._failure: Failure | None = None
         self._failure_known = threading.Event()
@@ -89,16 +89,16 @@ class FailureWatch:
         self._relay: _Relay | None = None
         if layout.rank == 0:
             local = layout.local_world == layout.world
-            self._relay = _Relay(patience, local=local)
+            self._relay = _Relay(limits, local=local)
             store.set("watch", json.dumps(self._relay.contact | self._me))
             self._relay.start()
         self._contact = json.loads(store.get("watch"))
         self._socket = self._connect(host)
         self._unanswered: float | None = None
-        self._patience, self._pulse = patience, Pulse(patience, self._alarm)
+        self._limits, self._watchdog = limits, Watchdog(limits, self._alarm)
         self._listener = threading.Thread(target=self._listen, name="burnish-watch", daemon=True)
         self._listener.start()
-        self._pulse.start()
+        self._watchdog.start()
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class FailureWatch:
     def leave(self) -> None:
         """Disconnect, with a goodbye unless this rank reported a failure."""
         self._left.set()
-        self._pulse.stop()
+        self._watchdog.stop()
         if not self._traceback:
             self._send({"reason": None})
         with suppress(OSError):  # the relay has closed the connection
@@ -151,7 +151,7 @@ class FailureWatch:
 
     def _alarm(self, still: float) -> None:
         """Tell the relay that this rank stands still. If it does not ask back, blame rank 0."""
-        now, limits = time.monotonic(), self._patience
+        now, limits = time.monotonic(), self._limits
         self._unanswered = self._unanswered or now
         if now - self._unanswered > 2 * limits.pause + limits.answer and 0 < limits.stall <= still:
             main = Failure(0, self._contact["host"], self._contact["pid"])
@@ -164,9 +164,9 @@ class FailureWatch:
 
     def _answer(self) -> None:
         self._unanswered = None
-        self._send(self._pulse.answer())
+        self._send(self._watchdog.answer())
         # The device may hang, and this thread has to keep listening.
-        threading.Thread(target=lambda: self._send(self._pulse.memory()), daemon=True).start()
+        threading.Thread(target=lambda: self._send(self._watchdog.memory()), daemon=True).start()
 
     def _connect(self, host: str) -> socket.socket:
         address = (self._contact["address"] or host, self._contact["port"])
@@ -269,7 +269,7 @@ class Failure:
 class _Relay(threading.Thread):
     """Tells every rank the first failure, until rank 0 leaves. Asks all where they are once one has stood still for long."""
 
-    def __init__(self, patience: Patience, *, local: bool) -> None:
+    def __init__(self, limits: StallLimits, *, local: bool) -> None:
         super().__init__(name="burnish-relay", daemon=True)
         self._listener = _listen_on("localhost" if local else "")
         _prepare(self._listener)
@@ -277,7 +277,7 @@ class _Relay(threading.Thread):
         self._token = secrets.token_hex(16)
         self._failure: Failure | None = None
         self._ranks: dict[int, tuple[Process, asyncio.StreamWriter]] = {}
-        self._patience = patience
+        self._limits = limits
         self._answers: dict[int, Answer] = {}
         self._full_answers, self._complete = 0, asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
@@ -362,17 +362,17 @@ class _Relay(threading.Thread):
             self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
-        """Ask all ranks; if they stand still, report on them, and end the run after the patience for stalls."""
+        """Ask all ranks; if they stand still, report on them, and end the run after `stall` seconds."""
         self._answers, self._complete, self._full_answers = {}, asyncio.Event(), 0
         there = {rank: process for rank, (process, _) in self._ranks.items()}
         self._broadcast({"ask": True})
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._complete.wait(), self._patience.answer)
+            await asyncio.wait_for(self._complete.wait(), self._limits.answer)
         answers = {rank: each for rank, each in self._answers.items() if "still" in each}
         silent = sorted(there.keys() - answers.keys())
         still = sorted(each["still"] for each in answers.values()) or [0.0]
-        shortest, timeout = still[0], self._patience.timeout
-        ends = 0 < self._patience.stall <= shortest
+        shortest, timeout = still[0], self._limits.timeout
+        ends = 0 < self._limits.stall <= shortest
         fails_soon = still[-1] >= SHARE_OF_TIMEOUT * timeout and shortest >= timeout / 2
         if ends or (fails_soon and not self._has_reported):
             self._has_reported = True
@@ -385,7 +385,7 @@ class _Relay(threading.Thread):
             if ends:
                 self._fail(Failure(suspect, *there[suspect], cause, still=shortest))
                 end_silent(*(there[rank] for rank in silent))
-        await asyncio.sleep(self._patience.pause)
+        await asyncio.sleep(self._limits.pause)
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
@@ -416,14 +416,9 @@ def introduced(address: tuple[str, int], rank: dict[str, Any]) -> socket.socket:
 
 
 def _listen_on(host: str) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-        )
-    if not host:
-        return socket.create_server(("", 0), backlog=_BACKLOG)
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(address[0]), 0), family=family, backlog=_BACKLOG)
+    dual = not host and socket.has_dualstack_ipv6()
+    family = socket.getaddrinfo(host or ("::" if dual else "0.0.0.0"), 0)[0][0]
+    return socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -103,10 +103,10 @@ def process_group(
         watch = None
         if layout.world > 1:
             watched = import_module("burnish.distributed.failure_watch")
-            patience = watched.Patience(stall_seconds, timeout_seconds)
+            limits = watched.StallLimits(stall_seconds, timeout_seconds)
             _arrive(store, layout, "here")
             with _named_absence(store, layout, timeout, "here"):
-                watch = watched.FailureWatch(layout, place.host, store, patience)
+                watch = watched.FailureWatch(layout, place.host, store, limits)
             held.callback(watch.leave)
         elif stall_seconds:
             stall = import_module("burnish.distributed.stall")

@@ -56,7 +56,7 @@ Process = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StallLimits:
     """How long ranks may stand still."""
 
     stall: float
@@ -80,16 +80,16 @@ class Patience:
         return min(_LONGEST_ANSWER, max(2.0, self.first / 10))
 
 
-ENDLESS = Patience(0.0)
+NO_LIMITS = StallLimits(0.0)
 
 
-class Pulse(threading.Thread):
+class Watchdog(threading.Thread):
     """Watches whether the main thread moves; if not, repeatedly calls `alarm` with the seconds."""
 
-    def __init__(self, patience: Patience, alarm: Callable[[float], None]) -> None:
-        super().__init__(name="burnish-pulse", daemon=True)
-        self._main, self._alarm, self._patience = threading.get_ident(), alarm, patience
-        self._tick = min(_TICK_SECONDS, patience.first / 8)
+    def __init__(self, limits: StallLimits, alarm: Callable[[float], None]) -> None:
+        super().__init__(name="burnish-watchdog", daemon=True)
+        self._main, self._alarm, self._limits = threading.get_ident(), alarm, limits
+        self._tick = min(_TICK_SECONDS, limits.first / 8)
         self._stopped = threading.Event()
         self._seen: deque[int] = deque(maxlen=_REMEMBERED)
         self._moves, self._phase = 0, ""
@@ -104,7 +104,7 @@ class Pulse(threading.Thread):
             if now - looked_at > 4 * self._tick + 1:  # the process was suspended
                 self._moved_at = now
             looked_at = now
-            if (still := self._still(now)) >= self._patience.first:
+            if (still := self._still(now)) >= self._limits.first:
                 self._alarm(still)
 
     def stop(self) -> None:
@@ -326,8 +326,8 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
     """End a run of one process, with a report, if it does not move."""
 
     def end(still: float) -> None:
-        answers = {0: pulse.answer()}
-        asking = threading.Thread(target=lambda: answers[0].update(pulse.memory()), daemon=True)
+        answers = {0: watchdog.answer()}
+        asking = threading.Thread(target=lambda: answers[0].update(watchdog.memory()), daemon=True)
         asking.start()  # the device may hang
         asking.join(_WRITING_SECONDS)
         _, cause = likely_cause(answers, {})
@@ -335,9 +335,9 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
         publish(report(summary, answers, {}, {0: (socket.gethostname(), os.getpid())}))
         os._exit(1)
 
-    pulse = Pulse(Patience(stall_seconds), end)
-    pulse.start()
+    watchdog = Watchdog(StallLimits(stall_seconds), end)
+    watchdog.start()
     try:
         yield
     finally:
-        pulse.stop()
+        watchdog.stop()

@@ -142,9 +142,9 @@ def test_the_memory_told_is_that_of_the_ranks_own_device(monkeypatch):
     monkeypatch.setattr(stall, "current_device", chosen)
     monkeypatch.setattr(stall, "used_memory", lambda device: 1e9 * device.index)
     monkeypatch.setattr(stall, "total_memory", lambda device: 8e9)
-    pulse = stall.Pulse(stall.ENDLESS, lambda still: None)
+    watchdog = stall.Watchdog(stall.NO_LIMITS, lambda still: None)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(pulse.memory).result()["memory"] == "cuda: 3.00 of 8.00 GB"
+        assert pool.submit(watchdog.memory).result()["memory"] == "cuda: 3.00 of 8.00 GB"
 
 
 def test_those_that_wait_for_nobody_are_the_cause():
