@@ -467,11 +467,10 @@ def exchange(pipe: Connection, ranks: int) -> None:
     sampler = GroupSampler(config, collector, [], Loader(ranks, 0, shuffle=True))
     queue = RolloutQueue(sampler, 1)
     drawn = clock("choosing", lambda: sampler.sample(0))
-    table = RolloutTable.of(drawn.groups)
-    outlines, _ = update.outlines(table, np.arange(ranks * SAMPLES), "sampled_logprobs")
+    outlines, _ = update.outlines(drawn.groups, np.arange(ranks * SAMPLES), "sampled_logprobs")
     lengths = outlines[0]
     shares = batching._assign(outlines, ranks, config.microbatch_tokens, flops)
-    table = held_by(table, shares.ranks)
+    table = held_by(drawn.groups, shares.ranks)
     drawn = replace(drawn, groups=table)
     clock("dividing", lambda: update.minibatches(table))
     credit = clock("advantages", lambda: update.assign_credit(table, []))

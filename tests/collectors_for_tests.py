@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.distributed.layout import Layout
-from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.progress import Progress
 
 
@@ -23,12 +22,14 @@ class Collected:
     stragglers: Any = None
     groups: Any = ()
     """What it collects, whatever it is asked for."""
-    judge: Any = RolloutTable.of
     parked = nullcontext
 
     @property
     def on_main(self) -> Collected:
         return self
+
+    def judged(self, table: Any) -> Any:
+        return table
 
     def collect(self, *asked: Any) -> Any:
         return self.groups

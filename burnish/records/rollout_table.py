@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from burnish.records.samples import Completion, Prompt, Rollout, StopReason, digest_of
 
-Groups = Sequence[Sequence[Rollout]]
-"""Rollouts by prompt: a `RolloutTable`, or lists."""
 EncodedTable = tuple[
     bytes, dict[str, bytes], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], list[int]
 ]
@@ -56,8 +54,8 @@ class RolloutKind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RolloutTable(Sequence[Sequence[Rollout]]):
-    """Groups of G prompts, N rollouts end to end. Only indexing makes objects."""
+class RolloutTable:
+    """Groups of G prompts, N rollouts end to end. Only iterating and `rollout` make objects."""
 
     prompts: Column
     """[G] `_PROMPT`."""
@@ -75,12 +73,8 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     objects: Sequence[Rollout] = ()
 
     @classmethod
-    def of(cls, groups: Groups, owner: int | None = None) -> RolloutTable:
-        """Return groups as a table, with another owner if one is given."""
-        if isinstance(groups, RolloutTable):
-            if owner is None:
-                return groups
-            return replace(groups, owners=np.full_like(groups.owners, owner))
+    def of(cls, groups: Sequence[Sequence[Rollout]], owner: int | None = None) -> RolloutTable:
+        """Return rollouts by prompt as a table, with another owner if one is given."""
         objects = [each for group in groups for each in group]
         prompt_kinds, kinds = dict[tuple[bool, str], int](), dict[RolloutKind, int]()
         prompts, rows = [], []
@@ -329,16 +323,9 @@ class RolloutTable(Sequence[Sequence[Rollout]]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> list[Rollout]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sequence[Rollout]]: ...
-    def __getitem__(self, index: int | slice) -> list[Any]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
-        end = int(self.prompts["count"][: number + 1].sum())
-        return [self.rollout(each) for each in range(end - int(self.sizes[number]), end)]
+    def __iter__(self) -> Iterator[list[Rollout]]:
+        rollouts = iter(self.rollouts)
+        return ([next(rollouts) for _ in range(size)] for size in self.sizes.tolist())
 
 
 def _ids(count: int) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ from burnish.errors import IncompatibleError
 from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
 from burnish.records import Completion, Prompt, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import joined_arrays, split_arrays
 from burnish.rollout.partial import SampleKey
 from burnish.tracking.trackers import json_number, json_numbers, numbers
@@ -181,7 +182,7 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
                 )
             )
         (kept if group["kept"] else left_out).append(rollouts)
-    return DrawnBatch(number, kept, left_out)
+    return DrawnBatch(number, RolloutTable.of(kept, 0), RolloutTable.of(left_out, 0))
 
 
 def _partial(

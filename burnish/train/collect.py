@@ -29,13 +29,12 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
-from burnish.records.rollout_table import Column, EncodedTable, Groups, RolloutTable
+from burnish.records.rollout_table import Column, EncodedTable, RolloutTable
 from burnish.rewards.overview import Complaints, rollout_stats
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
-from burnish.train.owners import on_main
 from burnish.train.signals import StopRequested
 
 T = TypeVar("T")
@@ -63,8 +62,7 @@ class Collector:
     progress: Progress
     complaints: Complaints
     """Warns of failing reward functions, and raises if they fail for every rollout."""
-    judge: Judge = RolloutTable.of
-    """Adds the scores of reward models."""
+    judge: Judge | None = None
     stragglers: Any = None
     """A `burnish.train.stragglers.Stragglers`, which gets each rank's seconds of generating and scoring; None with one rank."""
     parks: Sequence[Engine] = ()
@@ -102,7 +100,7 @@ class Collector:
                 return own[0].encoded()
 
             encoded = _from_main(made, self.layout)
-            return self.judge(own[0] if own else RolloutTable.gathered([encoded]))
+            return self.judged(own[0] if own else RolloutTable.gathered([encoded]))
         if isinstance(prompts, Subset):
             lengths = cast(Any, prompts.dataset).lengths[prompts.indices]
         else:
@@ -113,7 +111,7 @@ class Collector:
             Request(first_key + i, each.token_ids, samples, prompt=each) for i, each in mine.items()
         ]
         stopped: int | None = None
-        groups: Groups = []
+        groups: list[list[Rollout]] = []
         began = generated = time.monotonic()
         try:
             completions = self._generated(requests, sampling)
@@ -133,12 +131,16 @@ class Collector:
         self.complaints.hear(table)
         if self.stragglers is not None:
             self.stragglers.hear(took)
-        return self.judge(table)
+        return self.judged(table)
+
+    def judged(self, table: RolloutTable) -> RolloutTable:
+        """Add the scores of reward models, if there are any. Collective."""
+        return table if self.judge is None else self.judge(table)
 
     @property
     def on_main(self) -> Collector:
         """The collector of rank 0 alone, without reward models."""
-        return replace(self, layout=Layout(), judge=RolloutTable.of, parks=())
+        return replace(self, layout=Layout(), judge=None, parks=())
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         total = sum(request.samples for request in requests)
@@ -154,7 +156,7 @@ class Collector:
 
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> Groups:
+    ) -> list[list[Rollout]]:
         rollouts = [
             Rollout(prompt, sample, completion, self._text(completion))
             for prompt, group in zip(prompts, completions, strict=True)
@@ -186,38 +188,18 @@ class DrawnBatch:
 
     step: int
     """The step that trains on it, 0-based."""
-    groups: Groups
-    left_out: Groups = ()
+    groups: RolloutTable
+    left_out: RolloutTable
     """Groups that dynamic sampling replaced."""
-
-    @property
-    def tables(self) -> tuple[RolloutTable, RolloutTable]:
-        """The groups to train on, and those left out."""
-        return RolloutTable.of(self.groups), RolloutTable.of(self.left_out)
-
-    def on_main(self, layout: Layout) -> DrawnBatch:
-        """Return it, with all tokens and texts on rank 0. Collective."""
-        tables = self.tables
-        rollouts = iter(on_main(RolloutTable.joined(tables), layout))
-        if not layout.is_main:
-            return self
-        whole = ([[next(rollouts) for _ in range(n)] for n in table.sizes] for table in tables)
-        return DrawnBatch(self.step, *whole)
 
     def encoded(self) -> tuple[int, EncodedTable, EncodedTable]:
         """Return the numbers that all ranks share."""
-        groups, left_out = (table.encoded() for table in self.tables)
-        return self.step, groups, left_out
+        return self.step, self.groups.encoded(), self.left_out.encoded()
 
     @classmethod
-    def from_main(
-        cls, mine: DrawnBatch | None, encoded: tuple[int, EncodedTable, EncodedTable]
-    ) -> DrawnBatch:
-        """Return rank 0's batch: `mine` on rank 0, the decoded numbers elsewhere."""
-        step, *both = encoded
-        if mine is not None:
-            return cls(step, *(RolloutTable.of(table, 0) for table in mine.tables))
-        return cls(step, *(RolloutTable.gathered([table]) for table in both))
+    def decoded(cls, step: int, *encoded: EncodedTable) -> DrawnBatch:
+        """Return the numbers of rank 0's batch."""
+        return cls(step, *(RolloutTable.gathered([table]) for table in encoded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +237,10 @@ class GroupSampler:
                 prompts: Prompts = Subset(cast(Any, self.dataset), taken)
                 if config.data.streaming:
                     prompts = [self.dataset[index] for index in taken]
-            collected = RolloutTable.of(collect(prompts, first_key, config.rollout.n, how))
+            collected = collect(prompts, first_key, config.rollout.n, how)
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
-                baselines = shaped(RolloutTable.of(greedy)).rewards[collected.groups]
+                baselines = shaped(greedy).rewards[collected.groups]
                 collected = collected.with_rewards(collected.rewards, baselines)
             groups = RolloutTable.joined([groups, collected]) if refills else collected
             rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
@@ -353,8 +335,9 @@ class RolloutQueue:
         drawing.left -= count
         self._waited += time.monotonic() - began
         for number, (encoded, self._sampler.loader.state) in enumerate(drawn):
-            batch = DrawnBatch.from_main(mine[number] if mine else None, encoded)
-            self._pending.append(DrawnBatch(batch.step, *map(collector.judge, batch.tables)))
+            batch = mine[number] if mine else DrawnBatch.decoded(*encoded)
+            judged = map(collector.judged, (batch.groups, batch.left_out))
+            self._pending.append(DrawnBatch(batch.step, *judged))
 
     def idle(self) -> None:
         """Wait until drawing pauses."""
@@ -395,14 +378,14 @@ class RolloutQueue:
 
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
-        kept, left_out = batch.tables
+        kept = batch.groups
         made = np.flatnonzero(kept.lengths > 0)
         ages = kept.by_kind(lambda kind: self._age(batch.step, kind.weights_version))[made]
         lags = ages.astype(np.float64)
         for place in np.flatnonzero(kept.by_kind(lambda kind: len(kind.later_versions))[made]):
             versions = kept.rollout(made[place]).completion.versions
             lags[place] = self._age(batch.step, versions).mean()
-        stats = rollout_stats(RolloutTable.joined([left_out, kept]))
+        stats = rollout_stats(RolloutTable.joined([batch.left_out, kept]))
         stragglers = self._sampler.collector.stragglers
         if stragglers is not None:
             stats |= stragglers.stats()
@@ -511,12 +494,11 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
     return cast(T, made)
 
 
-def compared(groups: Groups, part: str | None, names: Sequence[str]) -> tuple[Column, Column]:
+def compared(table: RolloutTable, part: str | None, names: Sequence[str]) -> tuple[Column, Column]:
     """Return the values that dynamic sampling compares, the reward or its `part`, and their groups.
 
     Raises `UsageError` if this part is neither in `names` nor in any completion.
     """
-    table = RolloutTable.of(groups)
     if part is None:
         return table.rewards, table.groups
     answered = [set(kind.parts) for kind in table.kinds if kind.error is None]

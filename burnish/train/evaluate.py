@@ -32,7 +32,7 @@ from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import StoppedError
-from burnish.records.rollout_table import Groups, RolloutTable
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
@@ -82,7 +82,7 @@ def prompt_validation(
     def validate() -> tuple[dict[str, float], RolloutTable]:
         before()
         with collector.parked():
-            table = RolloutTable.of(collector.collect(prompts, 0, config.evaluation.n, how))
+            table = collector.collect(prompts, 0, config.evaluation.n, how)
         answers = _answers(table, collector.layout)
         return _by_source(table, answers, judged_by, config.evaluation.solved), table
 
@@ -192,10 +192,10 @@ def evaluate(
                 foundation = TextFoundation(local, tokenizer, layout, device)
             else:
                 foundation = _with_weights(lay_foundation(local, layout, device), step, progress)
-            measured, groups = _measure(foundation, stopper, progress)
-            if groups is not None and local.tracking.rollouts_every:
+            measured, table = _measure(foundation, stopper, progress)
+            if table is not None and local.tracking.rollouts_every:
                 number = 0 if step is None else step.step
-                _write_evaluation(root, dump_yaml(config), foundation, number, measured, groups)
+                _write_evaluation(root, dump_yaml(config), foundation, number, measured, table)
             return measured
         except StopRequested as request:
             raise StoppedError(
@@ -221,11 +221,10 @@ def _write_evaluation(
     foundation: TextFoundation,
     step: int,
     measured: Mapping[str, float],
-    groups: Groups,
+    table: RolloutTable,
 ) -> None:
     """Write `evaluations/N` below `root` as a run's directory. Collective."""
-    layout, table = foundation.layout, RolloutTable.of(groups)
-    order = table.order
+    layout, order = foundation.layout, table.order
     incoming = arriving(table, order, chosen(step, table.rewards, order), layout)
     settings, texts = foundation.config, None
     if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
@@ -262,7 +261,7 @@ def _next_directory(parent: Path) -> Path:
 
 def _measure(
     foundation: TextFoundation, stopper: Stopper, progress: Progress
-) -> tuple[dict[str, float], Groups | None]:
+) -> tuple[dict[str, float], RolloutTable | None]:
     config = foundation.config
     paths, setting = config.data.validation, "data.validation"
     with progress.phase("evaluate"):
@@ -273,7 +272,7 @@ def _measure(
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
             pool.require_answer(held_out[0], held_out.first_row)
             model: Engine | None = None
-            judge: Judge = RolloutTable.of
+            judge: Judge | None = None
             if isinstance(foundation, Foundation):
                 model = load_frozen(foundation)
                 judge = load_judge(foundation, model)

@@ -18,10 +18,11 @@ from burnish.records.rollout_table import RolloutTable
 _ROUND_TOKENS = 1 << 20
 
 
-def on_main(table: RolloutTable, layout: Layout) -> list[Rollout]:
-    """Return all rollouts on rank 0. Collective."""
+def on_main(table: RolloutTable, layout: Layout) -> RolloutTable:
+    """Return a table that has all rollouts whole on rank 0. Collective."""
     everything = range(len(table.owners))
-    return [rollout for _, rollout in arriving(table, everything, everything, layout)]
+    whole = [rollout for _, rollout in arriving(table, everything, everything, layout)]
+    return replace(table, objects=whole, held=np.arange(len(whole))) if layout.is_main else table
 
 
 def arriving(

@@ -29,7 +29,7 @@ from burnish.engines.base import Engine
 from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
-from burnish.records.rollout_table import Column, Groups, RolloutTable
+from burnish.records.rollout_table import Column, RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
 
@@ -71,12 +71,11 @@ class PolicyUpdate:
     advantage: Advantage | None
     """The function that `algorithm.advantage` names; None if critic or tokens decide."""
 
-    def minibatches(self, groups: Groups) -> list[Batch]:
+    def minibatches(self, table: RolloutTable) -> list[Batch]:
         """Divide the groups evenly into the step's mini-batches. Collective.
 
         Rollouts without a trained token are left out, and so are mini-batches that would be empty.
         """
-        table = RolloutTable.of(groups)
         trained = np.flatnonzero(self._trained(table))
         parts = np.array_split(table.sizes, self.config.batch.minibatches)
         ends = np.searchsorted(trained, np.cumsum([part.sum() for part in parts]))
@@ -84,14 +83,14 @@ class PolicyUpdate:
         return [self._batch(table, numbers, self._logprob_column) for numbers in some]
 
     def assign_credit(
-        self, groups: Groups, batches: Sequence[Batch], kl_coef: float | None = None
+        self, table: RolloutTable, batches: Sequence[Batch], kl_coef: float | None = None
     ) -> Credit:
         """Return advantages, and a critic's targets, of these mini-batches. Collective.
 
         `kl_coef` replaces an adaptive `algorithm.kl.coef`.
         """
-        table, algorithm = RolloutTable.of(groups), self.config.algorithm
-        kind, kl, scored = algorithm.advantage, algorithm.kl, list(batches)
+        kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
+        scored = list(batches)
         in_reward = kl.coef > 0 and kl.place == "reward"
         if in_reward or kind in BY_TOKEN:
             untrained = np.flatnonzero((table.lengths > 0) & ~self._trained(table))

@@ -23,7 +23,6 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.stats import Max, Stats
 from burnish.train.collect import GroupSampler, Judge, RolloutQueue
@@ -142,7 +141,7 @@ def _models(
     inputs: Inputs,
     total_steps: int,
     advantage: Advantage | None,
-) -> tuple[Run, PolicyUpdate, Judge, Sequence[Engine]]:
+) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
     config = foundation.config
     engine = make_engine(foundation, config.optim)
@@ -152,7 +151,7 @@ def _models(
         critic = made(foundation, total_steps, engine)
         learners[CRITIC] = critic.learner
     run = Run(session, learners, inputs, total_steps)
-    judge: Judge = RolloutTable.of
+    judge: Judge | None = None
     if config.reward.models:
         reward_models = import_module("burnish.train.reward_models")
         judge = reward_models.load_judge(foundation, engine)

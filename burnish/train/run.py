@@ -32,7 +32,7 @@ from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
 from burnish.files.durable import naming_failures
 from burnish.records import Batch, Completion, MicroBatch, TokenOutputs
-from burnish.records.rollout_table import Groups, RolloutTable
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
 from burnish.rollout.partial import SampleKey
 from burnish.tracking.progress import Bar
@@ -48,7 +48,7 @@ from burnish.tracking.trackers import (
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch
 from burnish.train.fingerprints import Inputs
-from burnish.train.owners import arrays_on_main, arriving
+from burnish.train.owners import arrays_on_main, arriving, on_main
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
@@ -61,7 +61,7 @@ _SAVE_SECONDS = 1800.0
 
 log = logging.getLogger("burnish")
 
-Validation = Callable[[], tuple[dict[str, float], Groups | None]]
+Validation = Callable[[], tuple[dict[str, float], RolloutTable | None]]
 """Validates the current weights. Returns `val/...`, the same on every rank, and the rollouts behind them, if any. Collective."""
 
 
@@ -186,7 +186,7 @@ class Run:
         cursor: State,
         batches: Sequence[Batch],
         kl_coef: float | None = None,
-        rollouts: Groups | None = None,
+        rollouts: RolloutTable | None = None,
         advantages: Floats | None = None,
         by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
@@ -274,13 +274,12 @@ class Run:
 
     def _write_rollouts(
         self,
-        groups: Groups,
+        table: RolloutTable,
         advantages: Floats | None = None,
         by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
         """Write rollouts on rank 0 if due. A validation has no `advantages`. Collective."""
         step, total, settings = self.position.step, self._total_steps, self._config.tracking
-        table = RolloutTable.of(groups)
         wanted = wanted_rollouts(settings, step, total, table, advantages is None)
         if wanted is None:
             return
@@ -391,7 +390,10 @@ class Run:
 
     def _contents(self) -> Contents:
         main = self._learners[MAIN]
-        pending = [batch.on_main(self._layout) for batch in self.pending]
+        pending = [
+            DrawnBatch(each.step, *(on_main(t, self._layout) for t in (each.groups, each.left_out)))
+            for each in self.pending
+        ]
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
             state=state_of(self.position, main, self._inputs, self._digest),
@@ -411,8 +413,7 @@ class Run:
             if self._layout.is_main:
                 pending, partial = read_ahead(step, files)
         told = from_main([batch.encoded() for batch in pending], self._layout)
-        mine: Sequence[DrawnBatch | None] = pending or [None] * len(told)
-        pending = [DrawnBatch.from_main(*both) for both in zip(mine, told, strict=True)]
+        pending = pending or [DrawnBatch.decoded(*each) for each in told]
         self.position = take_up(
             step,
             source,

@@ -441,7 +441,7 @@ def make_collector(
     pool: RewardPool,
     check: Callable[[], None],
     progress: Progress,
-    judge: Judge,
+    judge: Judge | None,
 ) -> Collector:
     """Make a collector; its generator has no weights."""
     generator, tokenizer = make_generator(foundation), foundation.tokenizer

@@ -35,6 +35,7 @@ from burnish.config.schema import RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.partial import SampleKey
 from burnish.train.ahead import ahead_files, read_ahead
@@ -130,6 +131,12 @@ class Weights:
         pass
 
 
+def batch_of(step: int, *groups: list[list[Rollout]]) -> DrawnBatch:
+    """Of groups to train on, and perhaps of others."""
+    kept, left_out = (RolloutTable.of(each, 0) for each in (*groups, [])[:2])
+    return DrawnBatch(step, kept, left_out)
+
+
 @dataclass
 class Scripted:
     """Stands for `GroupSampler`: a batch says which weights drew its first and its last token, and is the next that was not drawn."""
@@ -148,7 +155,7 @@ class Scripted:
         drawn = rollout_of(np.arange(2), first)
         later = () if last == first else ((last, 1),)
         completion = replace(drawn.completion, later_versions=later)
-        return DrawnBatch(step, [[replace(drawn, completion=completion)]])
+        return batch_of(step, [[replace(drawn, completion=completion)]])
 
 
 def queue_of(
@@ -174,7 +181,7 @@ def versions(total: int, starts: Sequence[tuple[int, int]], place: str) -> list[
             queue.publish(NOTHING, step)
             for number in range(step, min(step + steps, total)):
                 batch = queue.take(number)
-                (made,) = batch.tables[0].rollouts
+                (made,) = batch.groups.rollouts
                 assert made.completion.later_versions == ()
                 found.append(made.completion.weights_version)
                 queue.publish(NOTHING, number + 1)
@@ -243,7 +250,7 @@ def test_in_flight_no_token_is_staler_than_so_many_steps(
                 batch = queue.take(number)
                 assert batch.step == number
                 time.sleep(learns[number % len(learns)])
-                (made,) = batch.tables[0].rollouts
+                (made,) = batch.groups.rollouts
                 assert made.completion.versions.min() >= number - ahead
                 assert (np.diff(made.completion.versions) >= 0).all()
                 stats = queue.stats(batch).values_by_name()
@@ -331,7 +338,7 @@ def plain(value: Any) -> Any:
         return (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, DrawnBatch | Rollout | Completion | Prompt):
         return [plain(getattr(value, each.name)) for each in fields(value)]
-    if isinstance(value, list):
+    if isinstance(value, list | RolloutTable):
         return [plain(each) for each in value]
     return repr(value)
 
@@ -343,7 +350,7 @@ def unfinished(completion: Completion) -> Completion:
 @given(st.data(), st.booleans())
 def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
     batches = [
-        DrawnBatch(number, data.draw(groups_of(routed)), data.draw(groups_of(routed)))
+        batch_of(number, data.draw(groups_of(routed)), data.draw(groups_of(routed)))
         for number in range(4, 4 + data.draw(st.integers(0, 2)))
     ]
     ended, unended = (data.draw(groups_of(routed=end and routed)) for end in (True, False))
@@ -359,14 +366,14 @@ def test_what_is_written_is_read(data: st.DataObject, routed: bool) -> None:
     assert [plain(partial[key]) for key in begun] == [plain(each) for each in begun.values()]
     torch.from_numpy(
         np.concatenate(
-            [np.zeros(0), *(r.completion.logprobs for b in read for r in b.tables[0].rollouts)]
+            [np.zeros(0), *(r.completion.logprobs for b in read for r in b.groups.rollouts)]
         )
     )
 
 
 def damages() -> Iterator[tuple[str, dict[str, bytes]]]:
     begun = {SampleKey(5, 3, 1, greedy=False, prompt="ab"): unfinished(rollout_of([4]).completion)}
-    files = ahead_files([DrawnBatch(4, [[rollout_of([1, 2])]], [[rollout_of([])]])], begun)
+    files = ahead_files([batch_of(4, [[rollout_of([1, 2])]], [[rollout_of([])]])], begun)
     lines, tensors, begun_lines, begun_tensors = sorted(files)
     text = files[begun_lines].decode()
     for old, new in (
@@ -419,7 +426,7 @@ def test_files_and_state_have_to_agree() -> None:
     with pytest.raises(IncompatibleError):
         read_ahead(step_of(4, 1), {})
     with pytest.raises(IncompatibleError):
-        read_ahead(step_of(4, 0), ahead_files([DrawnBatch(4, [[rollout_of([1])]])], {}))
+        read_ahead(step_of(4, 0), ahead_files([batch_of(4, [[rollout_of([1])]])], {}))
     assert read_ahead(step_of(4, 0), {}) == ((), {})
 
 

@@ -70,19 +70,20 @@ class Script:
     def parked(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
-        return [[rollout(p.index, *each) for each in self.told[p.index]] for p in prompts]
+    def collect(self, prompts: Sequence[Prompt], *_: object) -> RolloutTable:
+        told = {p.index: self.told[p.index] for p in prompts}
+        return RolloutTable.of([[rollout(i, *each) for each in told[i]] for i in told])
 
 
 def collected(
     told: Sequence[Sequence[tuple[float, int]]], config: RunConfig
-) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
+) -> tuple[RolloutTable, RolloutTable]:
     loader = Loader(len(told), 0, shuffle=False)
     batch = GroupSampler(config, Script(told), PROMPTS[: len(told)], loader).sample(step=0)
     return batch.groups, batch.left_out
 
 
-def rewards(groups: Sequence[Sequence[Rollout]]) -> dict[int, list[float]]:
+def rewards(groups: RolloutTable) -> dict[int, list[float]]:
     """By prompt."""
     return {group[0].prompt.index: [each.reward for each in group] for group in groups}
 
@@ -104,9 +105,9 @@ def test_unequal_lengths_alone_keep_no_group() -> None:
 class InParts(Script):
     """Rewards of two parts, (right, well written) in place of (reward, length)."""
 
-    def collect(self, prompts: Sequence[Prompt], *_: object) -> list[list[Rollout]]:
+    def collect(self, prompts: Sequence[Prompt], *_: object) -> RolloutTable:
         told = {p.index: self.told[p.index] for p in prompts}
-        return [
+        groups = [
             [
                 replace(
                     rollout(i, right + 0.1 * form, 3), reward_parts={"numeric": right, "form": form}
@@ -115,6 +116,7 @@ class InParts(Script):
             ]
             for i in told
         ]
+        return RolloutTable.of(groups)
 
 
 @pytest.mark.parametrize(("part", "kept"), [(None, [0, 1]), ("numeric", [2, 3]), ("form", [0, 1])])
@@ -137,13 +139,13 @@ def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_th
     dynamic = {"dynamic_sampling": {"enabled": True, "part": "score/right"}}
     config = configured(algorithm=dynamic, reward={"functions": [{"function": "f.py:score"}]})
     parts = [{"score": 1.0}, {"score": 1.0, "score/right": 0.0}, {"score": 1.0, "score/right": 1.0}]
-    groups = [[replace(rollout(0, 1, 3), reward_parts=each) for each in parts]]
-    names = config.reward.part_names
-    assert [each.tolist() for each in compared(groups, "score/right", names)] == [[0, 1], [0, 0]]
-    failed = replace(groups[0][0], reward_error="score: it raised")
-    assert not compared([[failed]], "score/right", names)[0].size
+    group = [replace(rollout(0, 1, 3), reward_parts=each) for each in parts]
+    table, names = RolloutTable.of([group]), config.reward.part_names
+    assert [each.tolist() for each in compared(table, "score/right", names)] == [[0, 1], [0, 0]]
+    failed = replace(group[0], reward_error="score: it raised")
+    assert not compared(RolloutTable.of([[failed]]), "score/right", names)[0].size
     with pytest.raises(UsageError, match=r"part: score/right\n.*want: .*score\n"):
-        compared([groups[0][:1]], "score/right", names)
+        compared(RolloutTable.of([group[:1]]), "score/right", names)
 
 
 def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
@@ -152,7 +154,7 @@ def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
         reward={"functions": [{"function": "f.py:score"}]},
     )
     groups = [[replace(rollout(0, 0, 3), reward_parts={})]]
-    assert not compared(groups, "score", config.reward.part_names)[0].size
+    assert not compared(RolloutTable.of(groups), "score", config.reward.part_names)[0].size
 
 
 def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
@@ -222,7 +224,7 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
     foundation: Any = SimpleNamespace(config=config, tokenizer=None, layout=Layout())
     pool: Any = SimpleNamespace(score=None)
     progress = Progress(enabled=False)
-    collector = make_collector(foundation, pool, lambda: None, progress, RolloutTable.of)
+    collector = make_collector(foundation, pool, lambda: None, progress, None)
 
     @contextmanager
     def parked() -> Iterator[None]:
@@ -259,7 +261,7 @@ def test_a_completion_cut_at_its_limit_is_learned_from_like_any_other(advantage:
     ended = [[rollout(0, 1, 3), rollout(0, 0, LIMIT)], [rollout(1, 0, 2), rollout(1, 1, LIMIT)]]
     cut = [[_cut(each) for each in group] for group in ended]
     found = []
-    for groups in (ended, cut):
+    for groups in map(RolloutTable.of, (ended, cut)):
         update = made(config)
         credit = update.assign_credit(groups, update.minibatches(groups))
         (batch,) = credit.batches
@@ -293,7 +295,8 @@ def test_the_policy_is_scored_before_the_first_of_several_updates(
 
     engine = SimpleNamespace(layout=Layout(), forward=forward)
     config = configured(batch={"prompts": 2, **updates}, algorithm={"old_logprobs": kept})
-    groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
+    group, other = [rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]
+    groups = RolloutTable.of([group, other])
     update = made(config, engine)
     batches = update.assign_credit(groups, update.minibatches(groups)).batches
     measured = update.with_logprobs(batches, 0)
@@ -305,7 +308,8 @@ def test_the_policy_is_scored_before_the_first_of_several_updates(
 
 def test_selected_tokens_are_those_of_the_whole_mini_batch_in_any_cut() -> None:
     """Of 13 tokens, the 3 of highest entropy, however few fit into a micro-batch."""
-    groups = [[rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]]
+    group, other = [rollout(0, 1, 3), rollout(0, 0, 4)], [rollout(1, 0, 2), rollout(1, 1, 4)]
+    groups = RolloutTable.of([group, other])
     found = []
     for tokens in (64, 8):
         config = configured(

@@ -22,9 +22,8 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import in_groups
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
-from burnish.records.rollout_table import Groups, RolloutTable
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import StopReason
-from burnish.train.collect import DrawnBatch
 from burnish.train.owners import arriving, on_main
 from burnish.train.policy_update import PolicyUpdate
 
@@ -53,7 +52,7 @@ OWN = {"algorithm": {"advantage": "advantages_for_tests:less_the_largest_penalty
 """The one function that needs tokens of other ranks."""
 
 
-def groups_of(count: int, samples: int = SAMPLES) -> Groups:
+def groups_of(count: int, samples: int = SAMPLES) -> list[list[Rollout]]:
     """Of prompts of which some are equal, with completions of all lengths, one of them empty."""
     rng = np.random.default_rng(7)
     found = []
@@ -73,7 +72,7 @@ def groups_of(count: int, samples: int = SAMPLES) -> Groups:
     return found
 
 
-def divided(groups: Groups, layout: Layout) -> RolloutTable:
+def divided(groups: list[list[Rollout]], layout: Layout) -> RolloutTable:
     """What a rank knows of groups that ranks made in turns."""
     tables = [RolloutTable.of(groups[rank :: layout.world], rank) for rank in range(layout.world)]
     told = [table.encoded() for table in tables]
@@ -93,7 +92,7 @@ def engine_of(layout: Layout, salt: int = 0) -> Any:
     return SimpleNamespace(layout=layout, forward=forward)
 
 
-def updates(layout: Layout, settings: Mapping[str, Any], groups: Groups) -> list[Batch]:
+def updates(layout: Layout, settings: Mapping[str, Any], groups: RolloutTable) -> list[Batch]:
     batch = {"prompts": len(groups), "tokens_per_device": 2000, **settings.get("batch", {})}
     config = RunConfig.model_validate(
         {**settings, "batch": batch, "rollout": {"n": SAMPLES, "max_response_length": LONGEST}}
@@ -112,7 +111,7 @@ def train_on_what_arrives(layout: Layout) -> list[tuple[int, int, int]]:
         here = replace(layout, **degrees)
         for settings in SETTINGS:
             groups = groups_of(24)
-            wanted = updates(here, settings, groups)
+            wanted = updates(here, settings, RolloutTable.of(groups))
             with Traffic(here) as traffic:
                 batches = updates(here, settings, divided(groups, here))
             for mine, theirs in zip(batches, wanted, strict=True):
@@ -224,13 +223,9 @@ def test_what_is_computed_is_the_formula_over_the_whole_step(
 
 
 def write_on_main(layout: Layout) -> list[str]:
-    """Texts on this rank after rank 0 was to get all, in a batch too; elsewhere those of the batch."""
+    """Texts on this rank after rank 0 was to get all."""
     groups = divided(groups_of(6), layout)
-    batch = DrawnBatch(3, groups.take(range(4)), groups.take(range(4, 6))).on_main(layout)
-    flat = [each.text for each in on_main(groups, layout)]
-    texts = [each.text for group in (*batch.groups, *batch.left_out) for each in group]
-    assert flat == (texts if layout.is_main else [])
-    return texts
+    return [each.text for group in on_main(groups, layout) for each in group]
 
 
 def test_rank_0_gets_all_texts_and_nobody_else_does() -> None:
@@ -345,6 +340,5 @@ def test_numbers_of_others_are_those_of_their_rollouts() -> None:
     greedy = turned.with_rewards(turned.rewards + 1, turned.rewards)
     assert [each.reward - 1 for each in greedy.rollouts] == pytest.approx(turned.rewards)
     assert [each.greedy_reward for each in greedy.rollouts] == turned.rewards.tolist()
-    everyone = RolloutTable.of(groups)
-    assert set(everyone.owners.tolist()) == {-1}
-    assert set(RolloutTable.of(everyone, 0).owners.tolist()) == {0}
+    assert set(RolloutTable.of(groups).owners.tolist()) == {-1}
+    assert set(RolloutTable.of(groups, 0).owners.tolist()) == {0}

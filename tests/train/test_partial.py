@@ -22,6 +22,7 @@ from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
 from burnish.data.loader import Loader
 from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import digest_of
 from burnish.rollout.base import Sampling, Underway
 from burnish.rollout.partial import PartialCompletions, SampleKey, joined
@@ -149,7 +150,7 @@ class Sampled:
                         each.logprobs.tolist() == (-each.token_ids.astype(np.float32) / 3).tolist()
                     )
                     assert each.stop_reason == "stop"
-        return DrawnBatch(step, groups)
+        return DrawnBatch(step, RolloutTable.of(groups), RolloutTable.of([]))
 
 
 def stored(
@@ -192,7 +193,7 @@ def test_a_killed_run_goes_on_with_what_was_begun(
             first, old = step + len(pending), partial
             for number in range(step, min(step + steps, total)):
                 batch = queue.take(number)
-                for each in batch.tables[0].rollouts:
+                for each in batch.groups.rollouts:
                     versions = each.completion.versions
                     assert (np.diff(versions) >= 0).all()
                     assert number < first or versions.min() >= number - ahead
