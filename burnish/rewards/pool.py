@@ -12,18 +12,16 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -47,7 +45,7 @@ LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeri
 """Functions that run in this process, because they take linear time. Regular expressions and sympy can run for ever."""
 START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
-MAX_TIMEOUTS = 8
+MAX_LOST_CALLS = 8
 """Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
@@ -58,10 +56,7 @@ Check = Callable[[], None]
 """A function that is called at least each second during a wait for answers. An exception that it raises ends the wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of one function."""
-
+class _Call(NamedTuple):
     function: int
     """The function's index in `reward.functions`."""
     arguments: Mapping[str, Any]
@@ -70,20 +65,27 @@ class Call:
 
 
 class RewardPool:
-    """Score rollouts with configured functions."""
+    """Score rollouts with configured functions, in up to `reward.workers` processes that each load all of them."""
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
         """Load every function; `moved()` is called as calls end. Raises `UsageError` for an unusable function."""
-        self._config = config
-        self._workers: Workers | None = None
-        if any(each.function not in LOCAL for each in config.functions):
-            self._workers = Workers(config, moved)
-            self._signatures = self._workers.signatures
-        else:
+        self._config, self._moved = config, moved
+        self._workers: list[_Worker] = []
+        self._signatures: Sequence[Signature] = ()
+        if all(each.function in LOCAL for each in config.functions):
             self._signatures = [
                 read_signature(each.function, LOCAL[each.function], each.kwargs)
                 for each in config.functions
             ]
+            return
+        try:
+            self._workers.append(_Worker(config))
+            while not self._workers[0].signatures:
+                _Round([], self._workers, config, moved).listen()
+        except BaseException:
+            self._end(0)
+            raise
+        self._signatures = self._workers[0].signatures
 
     def check_columns(self, columns: Collection[str], setting: str) -> None:
         """Raise `MissingError` if `columns` lack a required one."""
@@ -118,7 +120,7 @@ class RewardPool:
         """
         calls = self._calls(rollouts)
         remote = [each for each in calls if self._local(each.function) is None]
-        results = iter(self._workers.run(remote, check) if self._workers and remote else [])
+        results = iter(self._run(remote, check) if remote else [])
         answers: list[list[Answer]] = [[] for _ in self._signatures]
         for each in calls:
             local = self._local(each.function)
@@ -132,7 +134,7 @@ class RewardPool:
     def _local(self, function: int) -> Callable[..., float] | None:
         return LOCAL.get(self._config.functions[function].function)
 
-    def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
+    def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
         calls = []
         for index, signature in enumerate(self._signatures):
             config = self._config.functions[index]
@@ -140,7 +142,7 @@ class RewardPool:
             for start in range(0, len(rollouts), most):
                 members = rollouts[start : start + most]
                 given = arguments(signature, config.kwargs, members)
-                calls.append(Call(index, given, len(members)))
+                calls.append(_Call(index, given, len(members)))
         return calls
 
     def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
@@ -165,10 +167,38 @@ class RewardPool:
         )
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error, calls=calls)
 
+    def _run(self, calls: Sequence[_Call], check: Check) -> list[list[Answer]]:
+        """Return the workers' answers to the calls, in order; if `check` raises, kill all workers."""
+        under_way = _Round(calls, self._workers, self._config, self._moved, self._signatures)
+        try:
+            while len(under_way.answers) < len(calls):
+                under_way.hand_out()
+                check()
+                under_way.listen()
+        except BaseException:
+            self._end(0)  # the next round must not find late answers of this one
+            raise
+        return [under_way.answers[number] for number in range(len(calls))]
+
+    def waits_for(self) -> str:
+        """Return the function that runs longest, and its current line. For any thread."""
+        busy = [each for each in list(self._workers) if each.left]
+        if not busy:
+            return ""
+        worker = min(busy, key=lambda each: each.began)
+        return f"the reward {self._config.functions[worker.function].function} ({worker.line()})"
+
     def close(self) -> None:
-        """End the workers."""
-        if self._workers:
-            self._workers.close()
+        """End all workers."""
+        self._end(_CLOSE_SECONDS)
+
+    def _end(self, patience: float) -> None:
+        for worker in self._workers:
+            worker.kill_programs()  # before the worker ends and orphans them
+            worker.release()
+        for worker in self._workers:
+            worker.end(patience)
+        self._workers.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -177,137 +207,29 @@ class RewardPool:
         self.close()
 
 
-class Workers:
-    """Up to `reward.workers` processes that each load all functions."""
+class _Round:
+    """Calls that workers are to make.
 
-    def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
-        """Start one worker. Raises the error with which the worker fails to load functions."""
-        self._config, self._moved = config, moved
-        self._all: list[_Worker] = []
-        self._idle = [self._started()]
-        self.signatures = self._idle[0].signatures
+    A missed deadline or a worker's death is an error for the call. A function is given up as `MAX_LOST_CALLS` says. One worker makes an
+    async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed.
+    """
 
-    def run(self, calls: Sequence[Call], check: Check) -> list[list[Answer]]:
-        """Return the answers to the calls, in order.
-
-        A missed deadline or a worker's death is an error for the call. A function is given up as `MAX_TIMEOUTS` says. One worker makes an
-        async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed. If `check` raises, all
-        workers are killed.
-        """
-        todo = _Todo(calls, self.signatures, self._config, self._moved)
-        count = min(self._config.workers, len(todo.waiting))
-        with futures.ThreadPoolExecutor(count) as threads:
-            serving = {threads.submit(self._serve, todo) for _ in range(count)}
-            try:
-                while serving:
-                    check()
-                    ended, serving = futures.wait(serving, _CHECK_SECONDS, futures.FIRST_EXCEPTION)
-                    for each in ended:
-                        each.result()
-            except BaseException:
-                # After an interruption, the next `run` must not find late answers of this one.
-                todo.given_up |= dict.fromkeys(range(len(self.signatures)), "the run stops")
-                while serving:
-                    for worker in list(self._all):
-                        worker.end(0)
-                    serving = futures.wait(serving, 0.1).not_done
-                self.close()
-                raise
-        return [todo.answers[number] for number in range(len(calls))]
-
-    def waits_for(self) -> str:
-        """Return the function that runs longest, and its current line. For any thread."""
-        asked = [(each.asked, each) for each in list(self._all) if each.asked is not None]
-        if not asked:
-            return ""
-        (_, function), worker = min(asked, key=lambda each: each[0])
-        return f"the reward {self._config.functions[function].function} ({worker.line()})"
-
-    def close(self) -> None:
-        """End all workers."""
-        for worker in self._all:
-            worker.kill_programs()  # before the worker ends and orphans them
-            worker.release()
-        for worker in self._all:
-            worker.end(_CLOSE_SECONDS)
-        self._all, self._idle = [], []
-
-    def _started(self) -> _Worker:
-        worker = _Worker(self._config)
-        self._all.append(worker)
-        try:
-            worker.load()
-        except BaseException:
-            self._discard(worker)
-            raise
-        return worker
-
-    def _discard(self, worker: _Worker) -> None:
-        worker.end(0)
-        worker.release()
-        self._all.remove(worker)
-
-    def _serve(self, todo: _Todo) -> None:
-        """Make calls in one worker, or another if it was killed, until none waits."""
-        worker: _Worker | None = None
-        with suppress(IndexError):
-            worker = self._idle.pop()
-        while bundle := todo.take():
-            worker = worker or self._started()
-            if not self._make(worker, bundle, todo):
-                self._discard(worker)
-                worker = None
-        if worker:
-            self._idle.append(worker)
-
-    def _make(self, worker: _Worker, bundle: list[int], todo: _Todo) -> bool:
-        """Make calls of one function; return whether the worker can go on."""
-        function = todo.calls[bundle[0]].function
-        at_once, patience = 1, self._config.timeout_seconds
-        if self.signatures[function].is_async:
-            at_once, patience = self._config.concurrency, patience + _LATE_SECONDS
-        asked = [(i, todo.calls[i].arguments, todo.calls[i].count) for i in bundle]
-        began = time.time()
-        worker.asked = began, function
-        try:
-            worker.connection.send((function, asked))
-            while bundle and function not in todo.given_up:
-                number, answers = worker.receive(patience)
-                bundle.remove(number)
-                if answers is None:
-                    todo.lose([number], todo.late, began)
-                else:
-                    todo.answer(number, answers)
-            at_once = 0
-        except TimeoutError:
-            todo.lose(bundle[:at_once], todo.late, began)
-        except (EOFError, OSError):
-            todo.lose(bundle[:at_once], f"its process ended ({worker.status()})", began)
-        worker.asked = None
-        if bundle[at_once:]:
-            todo.waiting.appendleft(bundle[at_once:])
-        return not bundle
-
-
-class _Todo:
     def __init__(
         self,
-        calls: Sequence[Call],
-        signatures: Sequence[Signature],
+        calls: Sequence[_Call],
+        workers: list[_Worker],
         config: RewardConfig,
         moved: Callable[[], None],
+        signatures: Sequence[Signature] = (),
     ) -> None:
-        self.calls, self._moved = calls, moved
+        self._calls, self._workers, self._config, self._moved = calls, workers, config, moved
         self.answers: dict[int, list[Answer]] = {}
-        self.given_up: dict[int, str] = {}
-        """Functions that were given up, by index, each with the error of its calls."""
-        self.late = f"no answer within {config.timeout_seconds:g} s"
-        share = 1 + MAX_TIMEOUTS / config.workers
+        self._late = f"no answer within {config.timeout_seconds:g} s"
+        share = 1 + MAX_LOST_CALLS / config.workers
         self._most_lost = [
             share * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]
         self._lost: Counter[int] = Counter()
-        self._lock = threading.Lock()
         bundles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for number, each in enumerate(calls):
             together = signatures[each.function].is_async
@@ -316,50 +238,92 @@ class _Todo:
         rng = random.Random(0)
         mixed = [rng.sample(bundle, len(bundle)) for bundle in bundles.values()]
         rng.shuffle(mixed)
-        self.waiting = deque(sorted(mixed, key=len, reverse=True))
+        self._waiting = deque(sorted(mixed, key=len, reverse=True))
         """Bundles of calls that a worker gets together: all calls of an async function, or one call of another."""
 
-    def take(self) -> list[int] | None:
-        with self._lock:
-            while self.waiting:
-                bundle = self.waiting.popleft()
-                error = self.given_up.get(self.calls[bundle[0]].function)
-                if error is None:
-                    return bundle
-                self._fail(bundle, f"given up: call after call: {error}")
-        return None
+    def hand_out(self) -> None:
+        """Give waiting calls to idle workers, and start workers for the others."""
+        idle = [each for each in self._workers if each.is_idle]
+        while idle and self._waiting:
+            idle.pop().ask(self._waiting.popleft(), self._calls)
+        loading = sum(not each.signatures for each in self._workers)
+        missing = min(len(self._waiting) - loading, self._config.workers - len(self._workers))
+        self._workers += [_Worker(self._config) for _ in range(missing)]
 
-    def answer(self, number: int, answers: list[Answer]) -> None:
-        self.answers[number] = answers
-        self._moved()
-        del self._lost[self.calls[number].function]
+    def listen(self) -> None:
+        """Wait at most a second for messages of workers, and take them in."""
+        working = {each.connection: each for each in self._workers if not each.is_idle}
+        patience = min(each.deadline for each in working.values()) - time.monotonic()
+        ready = wait(working, min(max(patience, 0.0), _CHECK_SECONDS))
+        for connection, worker in working.items():
+            try:
+                message = worker.receive(is_there=connection in ready)
+            except (EOFError, OSError) as error:
+                late = isinstance(error, TimeoutError)
+                if not worker.signatures:
+                    raise worker.refusal(late) from error
+                why = self._late if late else f"its process ended ({worker.status()})"
+                self._lose(worker, worker.left[: worker.at_once], why, ended=True)
+                continue
+            if isinstance(message, BurnishError):
+                raise message
+            if message is None:
+                continue
+            if not worker.signatures:
+                worker.signatures = message
+                continue
+            number, answers = message
+            if answers is None:
+                self._lose(worker, [number], self._late, ended=False)
+            else:
+                worker.left.remove(number)
+                self.answers[number] = answers
+                self._moved()
+                del self._lost[worker.function]
+
+    def _lose(self, worker: _Worker, numbers: list[int], error: str, *, ended: bool) -> None:
+        """Fail calls of a worker. After too many in a row, give their function up."""
+        self._fail(numbers, error, worker.began)
+        self._lost[worker.function] += len(numbers)
+        is_given_up = self._lost[worker.function] >= self._most_lost[worker.function]
+        worker.left = [number for number in worker.left if number not in numbers]
+        if ended or (is_given_up and worker.left):
+            self._workers.remove(worker)
+            worker.end(0)
+            worker.release()
+            self._waiting.extendleft([worker.left] if worker.left else [])
+        if is_given_up:
+            bundles, self._waiting = self._waiting, deque[list[int]]()
+            for bundle in bundles:
+                if self._calls[bundle[0]].function == worker.function:
+                    self._fail(bundle, f"given up: call after call: {error}")
+                else:
+                    self._waiting.append(bundle)
 
     def _fail(self, numbers: Sequence[int], error: str, began: float | None = None) -> None:
         self._moved()
         for number in numbers:
-            count = self.calls[number].count
+            count = self._calls[number].count
             text = error if count == 1 else f"{error} for {count} completions"
             answers = [Answer(None, text)] * count
             self.answers[number] = answers if began is None else timed(answers, began)
 
-    def lose(self, numbers: Sequence[int], error: str, began: float) -> None:
-        """Fail calls; after too many in a row give their function up."""
-        self._fail(numbers, error, began)
-        function = self.calls[numbers[0]].function
-        with self._lock:
-            self._lost[function] += len(numbers)
-            if self._lost[function] >= self._most_lost[function]:
-                self.given_up[function] = error
-
 
 class _Worker:
+    signatures: Sequence[Signature] = ()
+    """Of all functions; empty while it loads them."""
+
     def __init__(self, config: RewardConfig) -> None:
+        """Start a process that loads the functions."""
         self._config = config
+        self.function, self.began, self.at_once = 0, 0.0, 1
+        """The function of its current calls, when it got them, and how many of them run at a time."""
+        self.left: list[int] = []
+        """Numbers of its current calls that it has not answered."""
+        self._patience = START_SECONDS
+        self.deadline = time.monotonic() + START_SECONDS
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
-        self.signatures: Sequence[Signature] = ()
-        self.asked: tuple[float, int] | None = None
-        """When the worker got its current calls, and the function's index."""
         self._stack = TemporaryFile()  # noqa: SIM115 - closed by `release`
         with theirs:
             command = [sys.executable, "-m", "burnish.rewards.worker"]
@@ -371,36 +335,48 @@ class _Worker:
                 # With a session of its own, the worker does not get the terminal's ctrl-C, and its group can be killed.
                 start_new_session=True,
             )
+        named = [(each.function, each.kwargs) for each in config.functions]
+        self._send((named, config.concurrency, config.timeout_seconds, sys.argv, sys.path))
 
-    def load(self) -> None:
-        named = [(each.function, each.kwargs) for each in self._config.functions]
-        limits = self._config.concurrency, self._config.timeout_seconds
-        try:
-            self.connection.send((named, *limits, sys.argv, sys.path))
-            message = self.receive(START_SECONDS)
-        except (EOFError, OSError) as error:
-            late = isinstance(error, TimeoutError) and f"still importing after {START_SECONDS:g} s"
-            raise UsageError(
-                "A process for reward functions did not start.",
-                have=late or f"ended while importing ({self.status()})",
-                want=f"to import {', '.join(name for name, _ in named)}",
-                do="see what it wrote to the terminal, and what those modules do when imported",
-            ) from error
-        if isinstance(message, BurnishError):
-            raise message
-        self.signatures = message
+    @property
+    def is_idle(self) -> bool:
+        return bool(self.signatures) and not self.left
 
-    def receive(self, patience: float) -> Any:
-        """Return the next message. Raises `TimeoutError`, or `EOFError` or `OSError` if the worker died."""
-        deadline = time.monotonic() + patience
-        while not self.connection.poll(min(patience, _CHECK_SECONDS)):
-            patience = deadline - time.monotonic()
-            if patience <= 0:
-                raise TimeoutError
-            # A process that the worker started may hold its end of the connection open.
-            if self._process.poll() is not None and not self.connection.poll():
-                raise EOFError
-        return self.connection.recv()
+    def ask(self, bundle: list[int], calls: Sequence[_Call]) -> None:
+        """Send calls of one function."""
+        self.function, self.began = calls[bundle[0]].function, time.time()
+        is_async = self.signatures[self.function].is_async
+        self.at_once = self._config.concurrency if is_async else 1
+        self._patience = self._config.timeout_seconds + (_LATE_SECONDS if is_async else 0)
+        self.deadline, self.left = time.monotonic() + self._patience, bundle
+        self._send((self.function, [(i, calls[i].arguments, calls[i].count) for i in bundle]))
+
+    def _send(self, message: Any) -> None:
+        with suppress(OSError):  # `receive` finds that the process has ended
+            self.connection.send(message)
+
+    def receive(self, *, is_there: bool) -> Any:
+        """Return the message that is there, or None. Raises `TimeoutError`, or `EOFError` or `OSError` if the worker died."""
+        if is_there:
+            message = self.connection.recv()
+            self.deadline = time.monotonic() + self._patience
+            return message
+        # A process that the worker started may hold its end of the connection open.
+        if self._process.poll() is not None and not self.connection.poll():
+            raise EOFError
+        if time.monotonic() >= self.deadline:
+            raise TimeoutError
+        return None
+
+    def refusal(self, late: bool) -> UsageError:
+        """Return the error of a worker that does not load the functions."""
+        ended = f"ended while importing ({self.status()})"
+        return UsageError(
+            "A process for reward functions did not start.",
+            have=f"still importing after {START_SECONDS:g} s" if late else ended,
+            want=f"to import {', '.join(each.function for each in self._config.functions)}",
+            do="see what it wrote to the terminal, and what those modules do when imported",
+        )
 
     def line(self) -> str:
         """Return a call's current line, such as `rewards.py line 12 in check`."""
