@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
 from burnish.records.rollout_table import Column
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which of a step's groups to train on."""
-
-    keep: tuple[int, ...]
-    """Indices of the groups to train on, in the order they came. Empty when no group has variance."""
-    refill: int
-    """How many further prompts to generate for before training; 0: train on `keep` as it is."""
 
 
 def has_variance(rewards: Column, groups: Column, count: int) -> Column:
@@ -32,17 +20,16 @@ def has_variance(rewards: Column, groups: Column, count: int) -> Column:
 
 def select_groups(
     varied: Column, wanted: int, refills: int, config: DynamicSamplingConfig
-) -> Selection:
-    """Keep the first `wanted` groups; with dynamic sampling, the first that have variance.
+) -> tuple[Column, int]:
+    """Return the groups to train on, and how many prompts to generate for before.
 
-    `refills` are the rounds of further generation so far. After `max_refills` rounds the step has the
-    groups there are, perhaps none.
+    The groups are the first `wanted`; with dynamic sampling, the first that have variance. `refills` are
+    the rounds of further generation so far. After `max_refills` rounds the step has the groups there are, perhaps none.
     """
     if not config.enabled:
-        return Selection(tuple(range(len(varied)))[:wanted], 0)
-    keep = tuple(np.flatnonzero(varied)[:wanted].tolist())
-    refill = wanted - len(keep) if refills < config.max_refills else 0
-    return Selection(keep, refill)
+        return np.arange(min(wanted, len(varied))), 0
+    keep = np.flatnonzero(varied)[:wanted]
+    return keep, wanted - len(keep) if refills < config.max_refills else 0
 
 
 def overlong_penalty(lengths: Column, max_response_length: int, config: OverlongConfig) -> Column:

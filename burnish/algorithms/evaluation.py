@@ -39,7 +39,7 @@ def evaluation_stats(
     answers: Sequence[Sequence[Hashable | None]],
     solved: float = 1.0,
 ) -> Stats:
-    """Return `val/mean@n`, and with n > 1 `val/pass@n` and `val/maj@n`: means over prompts.
+    """Return `mean@n`, and with n > 1 `pass@n` and `maj@n`: means over prompts.
 
     `scores` and `answers` are by prompt, then by sample. A score of at least `solved` is correct. Raises
     `ValueError` for prompts with different numbers of samples.
@@ -51,11 +51,11 @@ def evaluation_stats(
         raise ValueError(f"every prompt needs the same number of samples, at least 1: {sizes}")
     n = sizes.pop()
     prompts = len(scores)
-    stats = Stats({f"val/mean@{n}": Mean(sum(sum(group) / n for group in scores), prompts)})
+    stats = Stats({f"mean@{n}": Mean(sum(sum(group) / n for group in scores), prompts)})
     if n > 1:
         correct = [sum(score >= solved for score in group) for group in scores]
         passes = sum(pass_at_k(n, c, n) for c in correct)
         majority = sum(map(majority_score, answers, scores))
-        stats[f"val/pass@{n}"] = Mean(passes, prompts)
-        stats[f"val/maj@{n}"] = Mean(majority, prompts)
+        stats[f"pass@{n}"] = Mean(passes, prompts)
+        stats[f"maj@{n}"] = Mean(majority, prompts)
     return stats

@@ -28,12 +28,9 @@ def kl_loss(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask
     return value.detach() + (gradient_of - gradient_of.detach())
 
 
-def kl_penalty(
-    estimator: KLEstimator, coef: float, logprobs: Floats, ref_logprobs: Floats
-) -> Floats:
-    """Return the penalty on each token's reward, `coef` times the estimate, [T] fp32."""
-    difference = torch.from_numpy(logprobs).float() - torch.from_numpy(ref_logprobs).float()
-    return (coef * _estimate(estimator, difference)).numpy()
+def kl_estimates(estimator: KLEstimator, logprobs: Floats, ref_logprobs: Floats) -> Floats:
+    """Return each token's estimate, by which the reward is penalised, [T] fp32."""
+    return _estimate(estimator, torch.from_numpy(logprobs - ref_logprobs)).numpy()
 
 
 def adapted(coef: float, kl: float, rollouts: int, config: KLConfig) -> float:

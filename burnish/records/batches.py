@@ -149,13 +149,13 @@ class Batch:
                     found[number] = array[start:end]
         return found
 
-    def with_old_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """Add `old_logprobs` from `Engine.forward` of this batch."""
-        return self._with("old_logprobs", outputs)
-
-    def with_ref_logprobs(self, outputs: Sequence[TokenOutputs]) -> Batch:
-        """Add `ref_logprobs` from the reference engine's `forward` of this batch."""
-        return self._with("ref_logprobs", outputs)
+    def with_logprobs(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
+        """Add the field `name` from an engine's `forward` of this batch."""
+        filled = []
+        for micro, output in zip(self.microbatches, outputs, strict=True):
+            given: dict[str, Any] = {name: output.logprobs.detach()}
+            filled.append(replace(micro, **given))
+        return self._of(filled)
 
     def with_experts(self, outputs: Sequence[TokenOutputs]) -> Batch:
         """Add the experts that this batch's `Engine.forward` recorded, for later passes."""
@@ -178,13 +178,6 @@ class Batch:
                     if number >= 0:
                         whole[end - len(arrays[number]) : end] = arrays[number]
                 given[name] = torch.from_numpy(whole)
-            filled.append(replace(micro, **given))
-        return self._of(filled)
-
-    def _with(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
-        filled = []
-        for micro, output in zip(self.microbatches, outputs, strict=True):
-            given: dict[str, Any] = {name: output.logprobs.detach()}
             filled.append(replace(micro, **given))
         return self._of(filled)
 

@@ -245,14 +245,14 @@ class GroupSampler:
             groups = RolloutTable.joined([groups, collected]) if refills else collected
             rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
             varied = has_variance(rewards, of_groups, len(groups))
-            self.loader.update(taken, (~varied[-len(taken) :]).tolist())
-            selection = select_groups(varied, config.batch.prompts, refills, dynamic)
-            if selection.refill == 0:
+            self.loader.hear(taken, (~varied[-len(taken) :]).tolist())
+            keep, wanted = select_groups(varied, config.batch.prompts, refills, dynamic)
+            if wanted == 0:
                 break
-            wanted, refills = selection.refill, refills + 1
+            refills += 1
         groups = shaped(groups) if overlong.buffer else groups
-        left_out = np.delete(np.arange(len(groups)), selection.keep)
-        return DrawnBatch(step, groups.take(selection.keep), groups.take(left_out))
+        left_out = np.delete(np.arange(len(groups)), keep)
+        return DrawnBatch(step, groups.take(keep), groups.take(left_out))
 
 
 class RolloutQueue:

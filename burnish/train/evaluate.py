@@ -136,7 +136,7 @@ def _numbers(
     all_of_it = rollout_stats(table).values_by_name()
     parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
     return {
-        **{name.removeprefix("val/"): x for name, x in worth.items()},
+        **worth,
         "reward": all_of_it["reward/mean"],
         **(parts if len(parts) > 1 else {}),
         **{name: all_of_it[name] for name in _LENGTHS},

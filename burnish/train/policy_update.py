@@ -20,7 +20,7 @@ from burnish.algorithms.base import (
     fixed,
     selects_tokens,
 )
-from burnish.algorithms.kl import kl_penalty
+from burnish.algorithms.kl import kl_estimates
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import Outlines, make_batch
 from burnish.data.loader import order
@@ -194,7 +194,7 @@ class PolicyUpdate:
             for number, batch in enumerate(batches):
                 outputs = self.engine.forward(batch, experts=replayed and several)
                 if several and not has_old:
-                    batch = batch.with_old_logprobs(outputs)
+                    batch = batch.with_logprobs("old_logprobs", outputs)
                 if several and replayed:
                     batch = batch.with_experts(outputs)
                 if selecting:
@@ -203,7 +203,7 @@ class PolicyUpdate:
                 batches[number] = batch
         if self.reference is not None and algorithm.kl.place == "loss":
             batches = [
-                batch.with_ref_logprobs(self.reference(batch.without_experts()))
+                batch.with_logprobs("ref_logprobs", self.reference(batch.without_experts()))
                 for batch in batches
             ]
         return batches
@@ -277,12 +277,13 @@ class PolicyUpdate:
         for place, batch in enumerate(batches):
             mine, theirs = self.engine.forward(batch), self.reference(batch.without_experts())
             if updates > 1 and algorithm.old_logprobs == "recompute":
-                batches[place] = batch.with_old_logprobs(mine)
-            pairs = [
-                (_to_numpy(own.logprobs), _to_numpy(other.logprobs))
+                batches[place] = batch.with_logprobs("old_logprobs", mine)
+            rows = [
+                kl_estimates(
+                    algorithm.kl.estimator, _to_numpy(own.logprobs), _to_numpy(other.logprobs)
+                )
                 for own, other in zip(mine, theirs, strict=True)
             ]
-            rows = [kl_penalty(algorithm.kl.estimator, 1.0, *pair) for pair in pairs]
             found |= _cut_prompts(table, batch, rows)
         return found
 

@@ -26,7 +26,6 @@ from burnish.engines.base import Engine
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.stats import Max, Stats
 from burnish.train.collect import GroupSampler, Judge, RolloutQueue
-from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import Session, open_run
 from burnish.train.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.train.run import Run, Validation, counted
@@ -41,7 +40,7 @@ from burnish.train.setup import (
     prompt_dataset,
     train_dataset,
 )
-from burnish.train.trainer_state import weights_version
+from burnish.train.trainer_state import Inputs, weights_version
 
 
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:

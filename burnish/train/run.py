@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -47,12 +47,11 @@ from burnish.tracking.trackers import (
 )
 from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch
-from burnish.train.fingerprints import Inputs
 from burnish.train.owners import arrays_on_main, arriving, on_main
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
-from burnish.train.trainer_state import Position, Updates, counts, state_of, take_up
+from burnish.train.trainer_state import Inputs, Position, Updates, counts, state_of, take_up
 
 # Seconds that a run waits for its mirror after a signal to stop. The step is on the local disk already.
 _GRACE_SECONDS = 10.0
@@ -97,7 +96,7 @@ class Run:
         self._compared_step: int | None = None
         self._saved_at = time.monotonic()
         self._finite_loss = True
-        given = json.dumps(inputs.as_state())
+        given = json.dumps(asdict(inputs))
         same_on_all_ranks(given, "what data.train and the tokenizer hold", self._layout)
         self._digest = digest(self._config)
         self._peak_flops = peak_flops(session.device, compute_dtype(self._config.engine))

@@ -16,7 +16,6 @@ from burnish.data.loader import State
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.records import Batch
-from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
 from burnish.train.run import Run, Validation, counted
 from burnish.train.setup import (
@@ -27,6 +26,7 @@ from burnish.train.setup import (
     make_loader,
     train_dataset,
 )
+from burnish.train.trainer_state import Inputs
 
 
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:

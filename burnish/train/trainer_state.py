@@ -1,27 +1,35 @@
-"""The trainer's state: how far a run is, its record in state.json, and how a run resumes from it."""
+"""The trainer's state: how far a run is, on which inputs, its record in state.json, and how a run resumes from it."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
+import xxhash
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
+from transformers import PreTrainedTokenizerBase
 
 from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import Committed
+from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
+from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.engines.base import Engine, Part
-from burnish.errors import IncompatibleError, table
+from burnish.errors import BurnishError, IncompatibleError, table
+from burnish.files.safetensors import model_digest
 from burnish.files.strict_json import clipped, shortened
-from burnish.train.fingerprints import INPUTS, Inputs
+from burnish.functions import fingerprint
+from burnish.rewards.signature import BUILTINS
 from burnish.train.setup import Learner
 
-CONFIG_DIGEST, WEIGHTS_VERSION = "config_digest", "weights_version"
-"""Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.resume`), and `weights_version`. Steps may lack them."""
+# Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.resume`), and `weights_version`. Steps may
+# lack these two. Then the fingerprints of the run's inputs.
+_CONFIG_DIGEST, _WEIGHTS_VERSION, _INPUTS = "config_digest", "weights_version", "inputs"
 
 Count = Annotated[int, Strict(), Field(ge=0)]
 """A number that only grows."""
@@ -81,6 +89,89 @@ class Position:
         return self.roles[role]
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Digests of a run's inputs: data, tokenizer, model and formula by content, not by path."""
+
+    vocabulary: str
+    """Digest of every token with its id, and of the ids of bos, eos and pad."""
+    tokenizer: str
+    """Digest of the tokenizer's rules and chat template."""
+    samples: int
+    """Number of samples to train on; for streamed data, of bytes."""
+    data: str
+    """Digest of the samples' tokens and answers, in order; for streamed data, of the list of files."""
+    formula: str = ""
+    """Digest of the files of the functions that algorithm.advantage and algorithm.policy_loss name."""
+    model: str = ""
+    """Digest of the model that training started from; "" if its weights are not on this machine."""
+    rewards: str = ""
+    """Digest of the files of reward functions."""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        data: ExampleDataset | PromptDataset | Mixture[Any],
+        model: str | None,
+        algorithm: AlgorithmConfig | None = None,
+        rewards: Iterable[RewardFunctionConfig] = (),
+    ) -> Inputs:
+        """Fingerprint the inputs. `model` is a local directory."""
+        special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+        vocabulary = [sorted(tokenizer.get_vocab().items()), special]
+        rules = [_rules(tokenizer), tokenizer.chat_template]
+        formula = "" if algorithm is None else _formula_digest(algorithm)
+        digests = _digest(vocabulary), _digest(rules), len(data), data.digest
+        scores = [fingerprint(each.function, "reward.functions", BUILTINS) for each in rewards]
+        return cls(*digests, formula, _weights_digest(model), _digest(scores))
+
+    def changed_since(self, recorded: Any, where: PurePath) -> list[str]:
+        """Return the changed inputs that are allowed to change, worded for a warning.
+
+        Raises `IncompatibleError` if vocabulary, formula or number of samples changed.
+        """
+        names = {field.name: type(getattr(self, field.name)) for field in fields(self)}
+        if not isinstance(recorded, Mapping) or {k: type(v) for k, v in recorded.items()} != names:
+            raise IncompatibleError(
+                f"{where} does not say what it was trained on",
+                want=f"the {_INPUTS} that this version of Burnish writes",
+                do=f"begin another run with name=NAME model.path={where}/model",
+            )
+        before = Inputs(**recorded)
+        if self.vocabulary != before.vocabulary:
+            raise IncompatibleError(
+                f"{where} was trained with another vocabulary",
+                have="token ids that mean something else",
+                want="the tokenizer that the run began with",
+                do="restore model.tokenizer, or begin another run with name=NAME",
+            )
+        if self.samples != before.samples:
+            raise IncompatibleError(
+                f"{where} was trained on other data",
+                have=f"{before.samples} samples, and a position among them (of streamed data, bytes)",
+                want=f"{self.samples} samples, as data.train holds",
+                do="restore data.train and the settings that leave samples out, or begin another run with name=NAME",
+            )
+        if self.formula != before.formula:
+            raise IncompatibleError(
+                f"{where} was trained with another formula",
+                have="a function of algorithm.advantage or algorithm.policy_loss with other content",
+                want="the file that the run began with",
+                do="restore the file, or begin another run with name=NAME",
+            )
+        told = []
+        if self.tokenizer != before.tokenizer:
+            told.append("the tokenizer's rules or its chat template")
+        if self.data != before.data:
+            told.append("the content of data.train")
+        if self.model and before.model and self.model != before.model:
+            told.append("the model at model.path")
+        if self.rewards != before.rewards:
+            told.append("the files of reward.functions")
+        return told
+
+
 _POSITION = TypeAdapter(Position)
 # Fields that older checkpoints lack.
 _WRITTEN_LATER = {"roles", "measured_later", "kl_coef", "ahead"}
@@ -106,9 +197,9 @@ def state_of(
         asdict(position)
         | written
         | {
-            INPUTS: inputs.as_state(),
-            CONFIG_DIGEST: config_digest,
-            WEIGHTS_VERSION: weights_version(position.step, critic.warmup_steps),
+            _INPUTS: asdict(inputs),
+            _CONFIG_DIGEST: config_digest,
+            _WEIGHTS_VERSION: weights_version(position.step, critic.warmup_steps),
         }
     )
 
@@ -123,12 +214,12 @@ def position_of(step: Committed) -> Position:
             do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
         )
     names = {field.name for field in fields(Position)}
-    beside = {CONFIG_DIGEST, WEIGHTS_VERSION, INPUTS, ADAPTER_STATE}
+    beside = {_CONFIG_DIGEST, _WEIGHTS_VERSION, _INPUTS, ADAPTER_STATE}
     given = {name: value for name, value in step.state.items() if name not in beside}
     wrong = names - _WRITTEN_LATER - given.keys()
-    wrong |= {CONFIG_DIGEST} if type(step.state.get(CONFIG_DIGEST, "")) is not str else set()
-    version = step.state.get(WEIGHTS_VERSION, 0)
-    wrong |= {WEIGHTS_VERSION} if type(version) is not int or version < 0 else set()
+    wrong |= {_CONFIG_DIGEST} if type(step.state.get(_CONFIG_DIGEST, "")) is not str else set()
+    version = step.state.get(_WEIGHTS_VERSION, 0)
+    wrong |= {_WEIGHTS_VERSION} if type(version) is not int or version < 0 else set()
     position = Position()
     try:
         position = _POSITION.validate_python(given)
@@ -162,8 +253,8 @@ def take_up(
     main = learners[MAIN]
     position = position_of(step)
     require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
-    changed = inputs.changed_since(step.state.get(INPUTS), step.path)
-    if step.state.get(CONFIG_DIGEST, config_digest) != config_digest:
+    changed = inputs.changed_since(step.state.get(_INPUTS), step.path)
+    if step.state.get(_CONFIG_DIGEST, config_digest) != config_digest:
         changed.append("the settings that decide the outcome, or which of them there are")
     if changed and main.engine.layout.is_main:
         _log.warning("changed since %s was saved: %s", step.path, ", ".join(changed))
@@ -206,3 +297,34 @@ def require_same_adapter(
         want=kinds[1],
         do="restore model.path and model.lora, or begin another run with name=NAME",
     )
+
+
+def _formula_digest(algorithm: AlgorithmConfig) -> str:
+    names = {
+        "algorithm.advantage": algorithm.advantage,
+        "algorithm.policy_loss": algorithm.policy_loss,
+    }
+    found = {s: fingerprint(name, s) for s, name in names.items() if ":" in name}
+    return _digest(found) if found else ""
+
+
+def _weights_digest(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return model_digest(Path(path).expanduser())
+    except (BurnishError, OSError):
+        return ""
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return a fast tokenizer's rules, except padding and truncation, which calls change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    rules = json.loads(backend.to_str())
+    return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())

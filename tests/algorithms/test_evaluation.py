@@ -50,10 +50,10 @@ def test_stats_of_several_prompts() -> None:
     answers = [["a", "b", "a"], ["x", "x", "y"], [None, "q", None]]
     values = evaluation_stats(scores, answers).values_by_name()
     assert values == pytest.approx(
-        {"val/mean@3": (2 / 3 + 1 / 3 + 0.5 / 3) / 3, "val/pass@3": 2 / 3, "val/maj@3": 0.5}
+        {"mean@3": (2 / 3 + 1 / 3 + 0.5 / 3) / 3, "pass@3": 2 / 3, "maj@3": 0.5}
     )
     lenient = evaluation_stats(scores, answers, solved=0.5).values_by_name()
-    assert lenient["val/pass@3"] == 1
+    assert lenient["pass@3"] == 1
 
 
 def test_shares_of_prompts_merge() -> None:
@@ -67,7 +67,7 @@ def test_shares_of_prompts_merge() -> None:
 
 
 def test_one_sample_has_only_a_mean() -> None:
-    assert list(evaluation_stats([[1.0], [0.0]], [["a"], ["b"]])) == ["val/mean@1"]
+    assert list(evaluation_stats([[1.0], [0.0]], [["a"], ["b"]])) == ["mean@1"]
     assert evaluation_stats([], []) == {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.train.fingerprints import Inputs
 from burnish.train.ownership import open_run
 from burnish.train.run import Run
+from burnish.train.trainer_state import Inputs
 
 STEP = Path("step-00000007")
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(6)]
@@ -59,11 +59,11 @@ def test_what_is_the_same_is_fine(tmp_path):
     used = char_tokenizer()
     used(["a", "bcd"], padding=True, truncation=True, max_length=3)
     assert inputs(tmp_path, tokenizer=used) == one
-    assert one.changed_since(json.loads(json.dumps(one.as_state())), STEP) == []
+    assert one.changed_since(json.loads(json.dumps(asdict(one))), STEP) == []
 
 
 def test_what_may_change_is_told(tmp_path):
-    before = inputs(tmp_path).as_state()
+    before = asdict(inputs(tmp_path))
     changed = [{**ROWS[0], "completion": "7"}, *ROWS[1:]]
     assert inputs(tmp_path, changed).changed_since(before, STEP) == ["the content of data.train"]
     tokenizer = copy.deepcopy(char_tokenizer())
@@ -74,7 +74,7 @@ def test_what_may_change_is_told(tmp_path):
 
 def test_another_number_of_samples_is_refused(tmp_path):
     with pytest.raises(IncompatibleError, match=r"6 samples(.|\n)*7 samples"):
-        inputs(tmp_path, [*ROWS, ROWS[0]]).changed_since(inputs(tmp_path).as_state(), STEP)
+        inputs(tmp_path, [*ROWS, ROWS[0]]).changed_since(asdict(inputs(tmp_path)), STEP)
 
 
 def test_another_vocabulary_is_refused(tmp_path):
@@ -82,7 +82,7 @@ def test_another_vocabulary_is_refused(tmp_path):
     tokenizer.add_tokens(["<new>"])
     for other in (inputs(tmp_path, tokenizer=tokenizer), replace(inputs(tmp_path), vocabulary="")):
         with pytest.raises(IncompatibleError):
-            other.changed_since(inputs(tmp_path).as_state(), STEP)
+            other.changed_since(asdict(inputs(tmp_path)), STEP)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_another_vocabulary_is_refused(tmp_path):
 def test_what_does_not_say_so_is_refused(tmp_path, change):
     one = inputs(tmp_path)
     state = {
-        name: value for name, value in {**one.as_state(), **change}.items() if value is not ...
+        name: value for name, value in {**asdict(one), **change}.items() if value is not ...
     }
     for recorded in (state, None, [], {}):
         with pytest.raises(IncompatibleError, match="step-00000007"):
@@ -126,7 +126,7 @@ def test_another_formula_is_refused_and_the_same_one_elsewhere_is_not(tmp_path):
     assert given("b.py", "def mine(rollouts): return rollouts.rewards") == before
     with pytest.raises(IncompatibleError):
         given("a.py", "def mine(rollouts): return 2 * rollouts.rewards").changed_since(
-            before.as_state(), STEP
+            asdict(before), STEP
         )
 
 
@@ -142,4 +142,4 @@ def test_another_reward_is_told_and_the_same_one_elsewhere_is_not(tmp_path):
     other = given("b.py", "def mine(completions, **columns): return [1.0] * len(completions)")
     assert other == before
     changed = given("a.py", "def mine(completions, **columns): return [0.0] * len(completions)")
-    assert changed.changed_since(before.as_state(), STEP) == ["the files of reward.functions"]
+    assert changed.changed_since(asdict(before), STEP) == ["the files of reward.functions"]
