@@ -34,7 +34,7 @@ from burnish.train.setup import (
     train_dataset,
 )
 
-SEQUENCES = 12
+_SEQUENCES = 12
 
 
 def check_layout(config: RunConfig) -> None:
@@ -87,7 +87,7 @@ def material(foundation: Foundation) -> Material:
     )
     if not config.reward.given:
         rows = train_dataset(partial(example_dataset, foundation), config.data)
-        return replace(given, examples=[_cut(rows[i]) for i in range(min(SEQUENCES, len(rows)))])
+        return replace(given, examples=[_cut(rows[i]) for i in range(min(_SEQUENCES, len(rows)))])
     return replace(
         given,
         examples=_random_examples(foundation, given.hf_config),
@@ -114,7 +114,7 @@ def _random_examples(foundation: Foundation, hf_config: PretrainedConfig) -> lis
     config = foundation.config
     prompts = train_dataset(partial(prompt_dataset, foundation), config.data)
     samples = min(config.rollout.n, 4)
-    numbers = range(min(SEQUENCES // samples, len(prompts)))
+    numbers = range(min(_SEQUENCES // samples, len(prompts)))
     vocabulary = hf_config.get_text_config().vocab_size
     return [
         _random_example(prompts[i].token_ids, vocabulary, derive_seed(config.seed, "check", i, s))

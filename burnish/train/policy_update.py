@@ -161,7 +161,10 @@ class PolicyUpdate:
         values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
         has_values = self.config.algorithm.advantage == "gae"
         if has_values:
-            values, gamma, lam = self._values(table, batches), config.gamma, config.lam
+            gamma, lam = config.gamma, config.lam
+            for batch in batches:
+                outputs = self.critic.learner.engine.forward(batch.without_experts())
+                values |= _cut_prompts(table, batch, [_to_numpy(each.values) for each in outputs])
         found = of_critic.gae(
             table.rewards[numbers],
             [values[n] for n in numbers],
@@ -301,16 +304,6 @@ class PolicyUpdate:
         ]
         found = _cut_prompts(table, batch, apart)
         return self._gather(table, {n: each.sum(dtype=float) for n, each in found.items()})
-
-    def _values(self, table: RolloutTable, batches: Sequence[Batch]) -> dict[int, Floats]:
-        if self.critic is None:
-            raise ValueError("generalized advantage estimation needs a critic")
-        engine: Engine = self.critic.learner.engine
-        found = dict[int, Floats]()
-        for batch in batches:
-            outputs = engine.forward(batch.without_experts())
-            found |= _cut_prompts(table, batch, [_to_numpy(output.values) for output in outputs])
-        return found
 
     def _gather(
         self, table: RolloutTable, own: Mapping[int, Any], columns: int | None = None

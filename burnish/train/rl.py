@@ -92,7 +92,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 validate = evaluation.prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
         policy, critic = update.engine, update.critic
-        with run.training(validate, queue.pending, queue.partial):
+        with run.training(validate, queue):
             for step in run.steps():
                 learning = step >= waiting
                 with spans("rollout"):

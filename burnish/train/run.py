@@ -46,7 +46,7 @@ from burnish.tracking.trackers import (
     wanted_rollouts,
 )
 from burnish.train.ahead import ahead_files, read_ahead
-from burnish.train.collect import DrawnBatch
+from burnish.train.collect import DrawnBatch, RolloutQueue
 from burnish.train.owners import arrays_on_main, arriving, on_main
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
@@ -90,8 +90,7 @@ class Run:
         self._learners, self._inputs, self._total_steps = learners, inputs, total_steps
         self._observers: Observers | None = None
         self._validate: Validation | None = None
-        self._drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple
-        self._begun: Callable[[], Mapping[SampleKey, Completion]] = dict
+        self._queue: RolloutQueue | None = None
         self._saved_step: int | None = None
         self._compared_step: int | None = None
         self._saved_at = time.monotonic()
@@ -140,17 +139,13 @@ class Run:
 
     @contextmanager
     def training(
-        self,
-        validate: Validation | None,
-        drawn_ahead: Callable[[], Sequence[DrawnBatch]] = tuple,
-        begun: Callable[[], Mapping[SampleKey, Completion]] = dict,
+        self, validate: Validation | None, queue: RolloutQueue | None = None
     ) -> Iterator[None]:
         """Train inside the block: validate first if configured, and commit at the end. Collective.
 
-        A save stores the batches of `drawn_ahead` and the completions of `begun`. A signal ends the block with a commit and
-        `StoppedError`.
+        A save stores the batches and completions of `queue`. A signal ends the block with a commit and `StoppedError`.
         """
-        self._validate, self._drawn_ahead, self._begun = validate, drawn_ahead, begun
+        self._validate, self._queue = validate, queue
         try:
             self._begin()
             yield
@@ -194,7 +189,7 @@ class Run:
         `batches` are its updates' mini-batches, made of `rollouts`.
         """
         self._note_finished_save(wait=False)
-        main, pending = self._learners[MAIN].engine, self._drawn_ahead()
+        main, pending = self._learners[MAIN].engine, self._queue.pending() if self._queue else ()
         self.position = Position(
             step=self.position.step + 1,
             cursor=cursor,
@@ -266,7 +261,16 @@ class Run:
                     self._write_rollouts(rollouts)
             require_measured(self._config.checkpoint.keep_best.metric, measured)
             values = spans.added(values) | measured
-            self._keep_measured(json_numbers(measured), json_numbers(values))
+            kept, later = json_numbers(measured), self.position.measured_later
+            if self._saved_step == self.position.step:
+                later = {**later, str(self.position.step): kept}
+            self.position = replace(
+                self.position,
+                measured=kept,
+                measured_later=later,
+                unlogged=json_numbers(values),
+                unvalidated=False,
+            )
         if save:
             self._save(background=self._config.checkpoint.background)
         self._log(spans.added(values))
@@ -295,21 +299,6 @@ class Run:
             finally:
                 for _ in incoming:  # every rank has to exhaust it, even after an error
                     pass
-
-    def _keep_measured(
-        self, measured: Mapping[str, float | str], line: Mapping[str, float | str]
-    ) -> None:
-        """Keep a validation's numbers for the save of this or a later step."""
-        later = self.position.measured_later
-        if self._saved_step == self.position.step:
-            later = {**later, str(self.position.step): measured}
-        self.position = replace(
-            self.position,
-            measured=measured,
-            measured_later=later,
-            unlogged=line,
-            unvalidated=False,
-        )
 
     def _log(self, values: Mapping[str, float]) -> None:
         with self._writing():
@@ -393,10 +382,13 @@ class Run:
             DrawnBatch(each.step, *(on_main(t, self._layout) for t in (each.groups, each.left_out)))
             for each in self.pending
         ]
+        files: dict[str, bytes] = {}
+        if self._layout.is_main and self._queue is not None:
+            files = ahead_files(pending, self._queue.partial())
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
             state=state_of(self.position, main, self._inputs, self._digest),
-            files=ahead_files(pending, self._begun()) if self._layout.is_main else {},
+            files=files,
             healthy=self._finite_loss,
             check_finite=True,
             split=self._config.checkpoint.model_dtype == "bf16",

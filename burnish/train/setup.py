@@ -66,11 +66,6 @@ class TextFoundation:
     """The processes. An engine's own layout says how they divide its model."""
     device: torch.device
 
-    @property
-    def prompt_limits(self) -> dict[str, int]:
-        """Return the most tokens of a prompt, by the limit's name."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
 class Foundation(TextFoundation):
@@ -90,26 +85,6 @@ class Foundation(TextFoundation):
     """The README.md of the trained model; "" for none."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
     """The files beside the weights, by name; only on rank 0 of a run that trains."""
-
-    @property
-    def prompt_limits(self) -> dict[str, int]:
-        """Return the most tokens of a prompt. Raises `UsageError` if a completion leaves no room."""
-        response = self.config.rollout.max_response_length
-        budgets = {"batch.tokens_per_device": self.config.microbatch_tokens}
-        positions = getattr(self.hf_config, "max_position_embeddings", None)
-        if positions is not None:
-            budgets["the model's max_position_embeddings"] = positions
-        for name, most in budgets.items():
-            if response >= most:
-                raise UsageError(
-                    "rollout.max_response_length leaves no room for a prompt",
-                    have=f"{response} of {name}: {most}",
-                    want=f"less than {most}",
-                    do=f"lower rollout.max_response_length, or raise {name}",
-                )
-        return {
-            f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()
-        }
 
     @property
     def costs(self) -> ModelFlops:
@@ -274,10 +249,29 @@ def prompt_dataset(
     rows = _rows(foundation, paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
-    limits, layout = foundation.prompt_limits, foundation.layout
+    limits = _prompt_limits(foundation) if isinstance(foundation, Foundation) else {}
+    layout = foundation.layout
     return PromptDataset(
         rows, foundation.tokenizer, config.data, limits=limits, progress=progress, layout=layout
     )
+
+
+def _prompt_limits(foundation: Foundation) -> dict[str, int]:
+    """Return the most tokens of a prompt, by the limit's name. Raises `UsageError` if a completion leaves no room."""
+    response = foundation.config.rollout.max_response_length
+    budgets = {"batch.tokens_per_device": foundation.config.microbatch_tokens}
+    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
+    if positions is not None:
+        budgets["the model's max_position_embeddings"] = positions
+    for name, most in budgets.items():
+        if response >= most:
+            raise UsageError(
+                "rollout.max_response_length leaves no room for a prompt",
+                have=f"{response} of {name}: {most}",
+                want=f"less than {most}",
+                do=f"lower rollout.max_response_length, or raise {name}",
+            )
+    return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
 
 
 def _rows(

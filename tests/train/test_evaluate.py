@@ -12,6 +12,7 @@ from collectors_for_tests import Collected
 
 from burnish.config.schema import RunConfig
 from burnish.records import Completion, Prompt, Rollout, StopReason
+from burnish.records.rollout_table import RolloutTable
 from burnish.train.evaluate import prompt_validation
 
 NOTHING = Completion(
@@ -41,11 +42,11 @@ def prompt(index: int, source: str) -> Prompt:
 
 def validated(
     groups: list[list[Rollout]], **evaluation: Any
-) -> tuple[dict[str, float], Sequence[Rollout] | None]:
+) -> tuple[dict[str, float], RolloutTable | None]:
     functions = [{"function": "rewards.py:correct"}, {"function": "rewards.py:style"}]
     settings = {"reward": {"functions": functions}, "evaluation": evaluation}
     prompts = [group[0].prompt for group in groups]
-    collector = Collected(groups=groups)
+    collector = Collected(groups=RolloutTable.of(groups))
     foundation = SimpleNamespace(config=RunConfig.model_validate(settings))
     return prompt_validation(foundation, collector, prompts)()
 

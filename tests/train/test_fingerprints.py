@@ -90,9 +90,7 @@ def test_another_vocabulary_is_refused(tmp_path):
 )
 def test_what_does_not_say_so_is_refused(tmp_path, change):
     one = inputs(tmp_path)
-    state = {
-        name: value for name, value in {**asdict(one), **change}.items() if value is not ...
-    }
+    state = {name: value for name, value in {**asdict(one), **change}.items() if value is not ...}
     for recorded in (state, None, [], {}):
         with pytest.raises(IncompatibleError, match="step-00000007"):
             one.changed_since(recorded, STEP)
