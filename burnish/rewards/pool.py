@@ -60,7 +60,7 @@ class _Call(NamedTuple):
     function: int
     """The function's index in `reward.functions`."""
     arguments: Mapping[str, Any]
-    count: int
+    size: int
     """How many rollouts it is about."""
 
 
@@ -303,7 +303,7 @@ class _Round:
     def _fail(self, numbers: Sequence[int], error: str, began: float | None = None) -> None:
         self._moved()
         for number in numbers:
-            count = self._calls[number].count
+            count = self._calls[number].size
             text = error if count == 1 else f"{error} for {count} completions"
             answers = [Answer(None, text)] * count
             self.answers[number] = answers if began is None else timed(answers, began)
@@ -349,7 +349,7 @@ class _Worker:
         self.at_once = self._config.concurrency if is_async else 1
         self._patience = self._config.timeout_seconds + (_LATE_SECONDS if is_async else 0)
         self.deadline, self.left = time.monotonic() + self._patience, bundle
-        self._send((self.function, [(i, calls[i].arguments, calls[i].count) for i in bundle]))
+        self._send((self.function, [(i, calls[i].arguments, calls[i].size) for i in bundle]))
 
     def _send(self, message: Any) -> None:
         with suppress(OSError):  # `receive` finds that the process has ended
