@@ -55,7 +55,7 @@ class RolloutKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutTable:
-    """Groups of G prompts, N rollouts end to end. Only iterating and `rollout` make objects."""
+    """Groups of G prompts, N rollouts end to end. Only iterating and `rollout` make objects, which pickles lack."""
 
     prompts: Column
     """[G] `_PROMPT`."""
@@ -319,6 +319,11 @@ class RolloutTable:
             kind.later_versions,
         )
         return Rollout(prompt, row["sample"], made, "", **known)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle only the numbers."""
+        numbers = self.prompts, self.groups, self.rows, self.prompt_kinds, self.kinds, self.owners
+        return RolloutTable, (*numbers, np.full_like(self.held, -1))
 
     def __len__(self) -> int:
         return len(self.prompts)

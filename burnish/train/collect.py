@@ -92,15 +92,12 @@ class Collector:
         if reward functions fail for all rollouts in several rounds.
         """
         if self.generator.central and self.layout.world > 1:
-            own: list[RolloutTable] = []
 
-            def made(beat: Callable[[], None]) -> EncodedTable:
+            def made(beat: Callable[[], None]) -> RolloutTable:
                 main = replace(self.on_main, check=_both(self.check, beat))
-                own.append(main.collect(prompts, first_key, samples, sampling))
-                return own[0].encoded()
+                return main.collect(prompts, first_key, samples, sampling)
 
-            encoded = _from_main(made, self.layout)
-            return self.judged(own[0] if own else RolloutTable.gathered([encoded]))
+            return self.judged(_from_main(made, self.layout))
         if isinstance(prompts, Subset):
             lengths = cast(Any, prompts.dataset).lengths[prompts.indices]
         else:
@@ -191,15 +188,6 @@ class DrawnBatch:
     groups: RolloutTable
     left_out: RolloutTable
     """Groups that dynamic sampling replaced."""
-
-    def encoded(self) -> tuple[int, EncodedTable, EncodedTable]:
-        """Return the numbers that all ranks share."""
-        return self.step, self.groups.encoded(), self.left_out.encoded()
-
-    @classmethod
-    def decoded(cls, step: int, *encoded: EncodedTable) -> DrawnBatch:
-        """Return the numbers of rank 0's batch."""
-        return cls(step, *(RolloutTable.gathered([table]) for table in encoded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,18 +312,13 @@ class RolloutQueue:
         if drawing is None or count == 0:
             return
 
-        mine: list[DrawnBatch] = []
-
-        def taken(beat: Callable[[], None]) -> list[tuple[Any, State]]:
-            drawn = [drawing.next(_both(check, beat)) for _ in range(count)]
-            mine.extend(batch for batch, _ in drawn)
-            return [(batch.encoded(), state) for batch, state in drawn]
+        def taken(beat: Callable[[], None]) -> list[tuple[DrawnBatch, State]]:
+            return [drawing.next(_both(check, beat)) for _ in range(count)]
 
         drawn = _from_main(taken, collector.layout)
         drawing.left -= count
         self._waited += time.monotonic() - began
-        for number, (encoded, self._sampler.loader.state) in enumerate(drawn):
-            batch = mine[number] if mine else DrawnBatch.decoded(*encoded)
+        for batch, self._sampler.loader.state in drawn:
             judged = map(collector.judged, (batch.groups, batch.left_out))
             self._pending.append(DrawnBatch(batch.step, *judged))
 
@@ -465,7 +448,7 @@ def _both(check: Callable[[], None], beat: Callable[[], None]) -> Callable[[], N
 
 
 def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
-    """Return rank 0's result of `make`, or raise its error, on all ranks. Collective.
+    """Return rank 0's result of `make`, or raise its error, on all ranks; on others its pickle. Collective.
 
     `make` keeps calling its argument, so that it may outlast the time-out of a collective.
     """

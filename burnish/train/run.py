@@ -403,8 +403,7 @@ class Run:
         with agree(self._layout):
             if self._layout.is_main:
                 pending, partial = read_ahead(step, files)
-        told = from_main([batch.encoded() for batch in pending], self._layout)
-        pending = pending or [DrawnBatch.decoded(*each) for each in told]
+        pending = from_main(pending, self._layout)
         self.position = take_up(
             step,
             source,
