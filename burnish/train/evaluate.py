@@ -225,11 +225,11 @@ def _write_evaluation(
 ) -> None:
     """Write `evaluations/N` below `root` as a run's directory. Collective."""
     layout, order = foundation.layout, table.order
-    incoming = arriving(table, order, chosen(step, table.rewards, order), layout)
+    rollouts = arriving(table, order, chosen(step, table.rewards, order), layout)
     settings, texts = foundation.config, None
     if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
         texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
-    with agree(layout):
+    with agree(layout), rollouts as incoming:
         try:
             if layout.is_main:
                 kept = RunDirectory(_next_directory(root / "evaluations"))
@@ -243,9 +243,6 @@ def _write_evaluation(
                 log.info("the completions are in %s", kept.rollouts)
         except OSError as error:  # another user's run directory, or a full disk
             log.warning("the completions are not saved: %s", error)
-        finally:
-            for _ in incoming:  # every rank has to exhaust it, even after an error
-                pass
 
 
 def _next_directory(parent: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +22,30 @@ _ROUND_TOKENS = 1 << 20
 def on_main(table: RolloutTable, layout: Layout) -> RolloutTable:
     """Return a table that has all rollouts whole on rank 0. Collective."""
     everything = range(len(table.owners))
-    whole = [rollout for _, rollout in arriving(table, everything, everything, layout)]
+    with arriving(table, everything, everything, layout) as incoming:
+        whole = [rollout for _, rollout in incoming]
     return replace(table, objects=whole, held=np.arange(len(whole))) if layout.is_main else table
 
 
+@contextmanager
 def arriving(
     table: RolloutTable, order: Sequence[int], whole: Collection[int], layout: Layout
-) -> Iterator[tuple[int, Rollout]]:
-    """Yield numbers and rollouts on rank 0, in `order`. Collective.
+) -> Iterator[Iterator[tuple[int, Rollout]]]:
+    """Iterate over numbers and rollouts on rank 0, in `order`. Collective.
 
-    Rank 0 gets texts of all, and tokens only of `whole`, in rounds of about a million tokens. Every rank
-    must exhaust the iterator.
+    Rank 0 gets texts of all, and tokens only of `whole`, in rounds of about a million tokens.
     """
+    incoming = _arriving(table, order, whole, layout)
+    try:
+        yield incoming
+    finally:
+        for _ in incoming:  # every rank takes part in all rounds, even after an error
+            pass
+
+
+def _arriving(
+    table: RolloutTable, order: Sequence[int], whole: Collection[int], layout: Layout
+) -> Iterator[tuple[int, Rollout]]:
     if not (table.owners > 0).any():
         yield from ((number, table.rollout(number)) for number in order if layout.is_main)
         return

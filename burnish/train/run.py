@@ -287,18 +287,14 @@ class Run:
         if wanted is None:
             return
         order, whole = wanted
-        incoming = arriving(table, order, whole, self._layout)
         if settings.rollout_tokens:
             by_token = arrays_on_main(by_token, whole, self._layout)
-        with agree(self._layout), self._writing():
-            try:
-                if self._observers is not None:
-                    means = None if advantages is None else advantages.tolist()
-                    told = (step, table, means, by_token, incoming, whole)
-                    self._observers.rollouts_scored(*told)
-            finally:
-                for _ in incoming:  # every rank has to exhaust it, even after an error
-                    pass
+        rollouts = arriving(table, order, whole, self._layout)
+        with agree(self._layout), self._writing(), rollouts as incoming:
+            if self._observers is not None:
+                means = None if advantages is None else advantages.tolist()
+                told = (step, table, means, by_token, incoming, whole)
+                self._observers.rollouts_scored(*told)
 
     def _log(self, values: Mapping[str, float]) -> None:
         with self._writing():

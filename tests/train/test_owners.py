@@ -243,11 +243,12 @@ def stream_to_main(layout: Layout) -> tuple[list[tuple[int, str, str, Any, bool]
     order, whole = range(len(table.owners) - 1, -1, -1), {2, 9}
     with pytest.MonkeyPatch.context() as patch, Traffic(layout) as traffic:
         patch.setattr("burnish.train.owners._ROUND_TOKENS", 1000)
-        found = [
-            (n, each.text, each.prompt.text, each.prompt.answer, each.completion.token_ids[0] >= 0)
-            for n, each in arriving(table, order, whole, layout)
-            if len(each.completion.token_ids)
-        ]
+        with arriving(table, order, whole, layout) as incoming:
+            found = [
+                (n, e.text, e.prompt.text, e.prompt.answer, e.completion.token_ids[0] >= 0)
+                for n, e in incoming
+                if len(e.completion.token_ids)
+            ]
     return found, traffic.received
 
 
