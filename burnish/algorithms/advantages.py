@@ -20,7 +20,7 @@ EPSILON = 1e-6
 
 def grpo(scored: ScoredRollouts) -> Array:
     """A_i = (r_i - mean) / (std + ε) (GRPO, arXiv 2402.03300, section 4.1.2)."""
-    return scored.in_rows(standardised, scored.rewards)
+    return scored.in_rows(_standardised, scored.rewards)
 
 
 def dr_grpo(scored: ScoredRollouts) -> Array:
@@ -90,10 +90,10 @@ def gdpo(scored: ScoredRollouts) -> Array:
     weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
     remainder[np.abs(remainder) < 1e-9 * (1 + np.abs(scored.rewards))] = 0.0
-    total = scored.in_rows(standardised, remainder)
+    total = scored.in_rows(_standardised, remainder)
     for name, values in scored.parts.items():
-        total = total + scored.weights[name] * scored.in_rows(standardised, values)
-    return standardised(total)
+        total = total + scored.weights[name] * scored.in_rows(_standardised, values)
+    return _standardised(total)
 
 
 def remax(scored: ScoredRollouts) -> Array:
@@ -155,7 +155,7 @@ def _centred(values: Array) -> Array:
     return np.where(_all_equal(values), 0.0, values - values.mean(axis=-1, keepdims=True))
 
 
-def standardised(values: Array) -> Array:
+def _standardised(values: Array) -> Array:
     """Subtract each row's mean and divide by its std; 0 where all are equal."""
     centred = _centred(values)
     if not centred.any():

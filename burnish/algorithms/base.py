@@ -36,7 +36,7 @@ POLICY_LOSSES: Registry = {
     name: f"burnish.algorithms.policy_loss:{name}" for name in get_args(PolicyLossName)
 }
 """Policy losses by name."""
-LARGEST_REWARD = 1e30
+_LARGEST_REWARD = 1e30
 """Larger rewards are refused: their differences would not fit in fp32."""
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this before exp, so that no ratio overflows; no gradient flows beyond it."""
@@ -185,13 +185,13 @@ def _misshapen(have: str, count: int) -> BurnishError:
 
 
 def check_finite(totals: Array) -> None:
-    """Refuse total rewards [N] that are not finite or beyond `LARGEST_REWARD`."""
-    bad = np.flatnonzero(~(np.abs(totals) <= LARGEST_REWARD))
+    """Refuse total rewards [N] that are not finite or beyond `_LARGEST_REWARD`."""
+    bad = np.flatnonzero(~(np.abs(totals) <= _LARGEST_REWARD))
     if bad.size:
         raise BurnishError(
             f"The reward of rollout {bad[0]} cannot be learned from.",
             have=f"{totals[bad[0]]} ({bad.size} of {totals.size} rollouts)",
-            want=f"a finite number of at most {LARGEST_REWARD:g}",
+            want=f"a finite number of at most {_LARGEST_REWARD:g}",
             do="look at the reward function and, with KL in the reward, at the log-probs",
         )
 

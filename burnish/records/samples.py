@@ -55,11 +55,9 @@ class Request:
     prompt_key: int
     """Identifies the prompt when random draws are derived. Unique within a step."""
     token_ids: TokenIds
-    """The prompt."""
     samples: int = 1
     """How many completions to draw; their sample indices are `first_sample`, `first_sample` + 1, ..."""
     first_sample: int = 0
-    """Index of the first sample."""
     drawn: int = 0
     """How many tokens at the end of `token_ids` were generated earlier. Completions continue after them and leave them out."""
     prompt: Prompt | None = None
@@ -152,11 +150,9 @@ class Rollout:
     """A completion with its prompt and reward."""
 
     prompt: Prompt
-    """The prompt it answers."""
     sample: int
     """Index within the prompt's group, 0-based."""
     completion: Completion
-    """The generated ids and their log-probs."""
     text: str
     """The completion decoded, special tokens removed."""
     reward: float = 0.0

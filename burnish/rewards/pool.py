@@ -43,9 +43,9 @@ from burnish.rewards.signature import (
 
 LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
 """Functions that run in this process, because they take linear time. Regular expressions and sympy can run for ever."""
-START_SECONDS = 120.0
+_START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
-MAX_LOST_CALLS = 8
+_MAX_LOST_CALLS = 8
 """Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
@@ -210,7 +210,7 @@ class RewardPool:
 class _Round:
     """Calls that workers are to make.
 
-    A missed deadline or a worker's death is an error for the call. A function is given up as `MAX_LOST_CALLS` says. One worker makes an
+    A missed deadline or a worker's death is an error for the call. A function is given up as `_MAX_LOST_CALLS` says. One worker makes an
     async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed.
     """
 
@@ -225,7 +225,7 @@ class _Round:
         self._calls, self._workers, self._config, self._moved = calls, workers, config, moved
         self.answers: dict[int, list[Answer]] = {}
         self._late = f"no answer within {config.timeout_seconds:g} s"
-        share = 1 + MAX_LOST_CALLS / config.workers
+        share = 1 + _MAX_LOST_CALLS / config.workers
         self._most_lost = [
             share * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]
@@ -320,8 +320,8 @@ class _Worker:
         """The function of its current calls, when it got them, and how many of them run at a time."""
         self.left: list[int] = []
         """Numbers of its current calls that it has not answered."""
-        self._patience = START_SECONDS
-        self.deadline = time.monotonic() + START_SECONDS
+        self._patience = _START_SECONDS
+        self.deadline = time.monotonic() + _START_SECONDS
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
         self._stack = TemporaryFile()  # noqa: SIM115 - closed by `release`
@@ -373,7 +373,7 @@ class _Worker:
         ended = f"ended while importing ({self.status()})"
         return UsageError(
             "A process for reward functions did not start.",
-            have=f"still importing after {START_SECONDS:g} s" if late else ended,
+            have=f"still importing after {_START_SECONDS:g} s" if late else ended,
             want=f"to import {', '.join(each.function for each in self._config.functions)}",
             do="see what it wrote to the terminal, and what those modules do when imported",
         )

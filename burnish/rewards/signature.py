@@ -36,9 +36,9 @@ BUILTINS: Mapping[str, str] = {
     for name in ("exact_match", "numeric", "regex", "math_verify")
 }
 
-TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
+_TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments of a TRL function besides the data's columns."""
-VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+_VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     required = {p.name for p in by_keyword if p.default is p.empty} - kwargs.keys()
     positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
     trl, verl = "completions" in named, "solution_str" in named
-    unmet = required - VERL_ARGUMENTS if verl else set()
+    unmet = required - _VERL_ARGUMENTS if verl else set()
     if trl == verl or positional or unmet:
         raise UsageError(
             f"The reward function {name!r} fits no known signature.",
@@ -93,7 +93,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
         raise UsageError(
             f"The reward function {name!r} takes no argument {key!r}.",
             have=f"reward.functions kwargs {sorted(kwargs)}",
-            do=did_you_mean(key, named - TRL_ARGUMENTS - VERL_ARGUMENTS),
+            do=did_you_mean(key, named - _TRL_ARGUMENTS - _VERL_ARGUMENTS),
         )
     if name == "regex":
         problem = (
@@ -105,7 +105,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     return Signature(
         style="trl" if trl else "verl",
         accepts=None if anything else named,
-        columns=frozenset(required - TRL_ARGUMENTS) if trl else frozenset(),
+        columns=frozenset(required - _TRL_ARGUMENTS) if trl else frozenset(),
         is_async=any(map(inspect.iscoroutinefunction, declared)),
     )
 
@@ -128,7 +128,7 @@ def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     names = {name for rollout in rollouts for name in rollout.prompt.columns}
     columns: dict[str, Any] = {
         name: [rollout.prompt.columns.get(name) for rollout in rollouts]
-        for name in names - TRL_ARGUMENTS - {"prompt", "completion"}
+        for name in names - _TRL_ARGUMENTS - {"prompt", "completion"}
     }
     return columns | {
         "prompts": [rollout.prompt.messages or rollout.prompt.text for rollout in rollouts],

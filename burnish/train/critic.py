@@ -57,10 +57,9 @@ def critic_foundation(policy: Foundation) -> Foundation:
 
 
 @dataclass(frozen=True, slots=True)
-class Critic:
+class Critic(Learner):
     """The critic on this rank."""
 
-    learner: Learner
     total_steps: int
 
     @classmethod
@@ -69,18 +68,17 @@ class Critic:
         foundation = critic_foundation(policy)
         config = foundation.config
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        engine = make_engine(foundation, optim, beside)
-        return cls(Learner(engine, foundation), total_steps)
+        return cls(make_engine(foundation, optim, beside), foundation, total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:
         """Learn from a mini-batch with returns and old values. Collective."""
-        config, engine = self.learner.foundation.config, self.learner.engine
+        config = self.foundation.config
         loss = value_loss_fn(
             config.algorithm.aggregation, config.critic.clip, config.rollout.max_response_length
         )
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        stats = engine.forward_backward(batch.without_experts(), loss)
-        stats = stats.merge(engine.optim_step(learning_rate(step, self.total_steps, optim)))
+        stats = self.engine.forward_backward(batch.without_experts(), loss)
+        stats = stats.merge(self.engine.optim_step(learning_rate(step, self.total_steps, optim)))
         return stats.prefixed(f"{CRITIC}/")
 
 
@@ -91,20 +89,17 @@ def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) ->
     has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
     head = {spec.name for spec in tensor_specs(build_on_meta(hf_config))} - has
     read, fresh = weights_source(config, backbone, seed), FreshSource(hf_config, seed)
-    return PartlyFresh(read, fresh, frozenset(head))
+    return _PartlyFresh(read, fresh, frozenset(head))
 
 
 @dataclass(frozen=True, slots=True)
-class PartlyFresh:
-    """Weights partly read from files, partly initialized at random."""
-
+class _PartlyFresh:
     read: ShardSource
     fresh: FreshSource
     names: frozenset[str]
     """The tensors that are initialized at random."""
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """See `ShardSource.fill`."""
         shards = list(shards)
         self.read.fill(shard for shard in shards if shard.spec.name not in self.names)
         self.fresh.fill(shard for shard in shards if shard.spec.name in self.names)

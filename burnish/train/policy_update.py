@@ -163,7 +163,7 @@ class PolicyUpdate:
         if has_values:
             gamma, lam = config.gamma, config.lam
             for batch in batches:
-                outputs = self.critic.learner.engine.forward(batch.without_experts())
+                outputs = self.critic.engine.forward(batch.without_experts())
                 values |= _cut_prompts(table, batch, [_to_numpy(each.values) for each in outputs])
         found = of_critic.gae(
             table.rewards[numbers],

@@ -41,7 +41,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """A tokenizer's directory holds at least one of these."""
 
 _CONFIG_LIMIT = 1 << 24
-SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
+_SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 """Inference engines that need their own package, by package."""
@@ -252,7 +252,7 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
 
 
 def _trackers(names: Sequence[str]) -> Iterator[BurnishError]:
-    for name in SERVICES.intersection(names):
+    for name in _SERVICES.intersection(names):
         do = f"{install(name)}, or take {name} out of tracking.trackers"
         yield from _package(name, f"tracking.trackers {name}", f"{name}'s own client", do)
 

@@ -37,9 +37,7 @@ from burnish.train.setup import Foundation, prove
 
 
 @dataclass(frozen=True, slots=True)
-class RewardModel:
-    """A reward model."""
-
+class _RewardModel:
     part: str
     """The model's name in `Rollout.reward_parts`."""
     weight: float
@@ -92,7 +90,7 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
         engine.load(weights, Part.WEIGHTS)
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
-        models.append(RewardModel(name, settings.weight, engine, encoder, flops, positions))
+        models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))
     return partial(_judged, models, config.microbatch_tokens, config.reward.on_error)
 
 
@@ -119,7 +117,7 @@ def read_judge(
 
 
 def _judged(
-    models: Sequence[RewardModel], budget: int, on_error: float, table: RolloutTable
+    models: Sequence[_RewardModel], budget: int, on_error: float, table: RolloutTable
 ) -> RolloutTable:
     for model in models:
         began = time.time()

@@ -144,11 +144,12 @@ def _models(
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
     config = foundation.config
     engine = make_engine(foundation, config.optim)
-    learners, critic = {MAIN: Learner(engine, foundation)}, None
+    learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
+    critic = None
     if config.algorithm.advantage == "gae":
         made = import_module("burnish.train.critic").Critic.make
         critic = made(foundation, total_steps, engine)
-        learners[CRITIC] = critic.learner
+        learners[CRITIC] = critic
     run = Run(session, learners, inputs, total_steps)
     judge: Judge | None = None
     if config.reward.models:

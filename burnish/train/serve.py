@@ -78,12 +78,12 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         servers = [Server(*each, timeout) for each in from_main(found, layout)]
         others = partial(_replacements, look, layout)
         return make(servers, revive=others)
-    own: list[Child] = []
+    own: list[_Child] = []
     with ExitStack() as stack:
         with agree(layout):
             if _starts_generator(layout, config.rollout.tensor_parallel):
                 seen = visible_devices(foundation.device, config.rollout.tensor_parallel)
-                own = [Child(foundation, seen)]
+                own = [_Child(foundation, seen)]
                 stack.callback(own[0].close)
                 own[0].wait()
         told = gather_objects([(child.url, child.token) for child in own], layout)
@@ -126,7 +126,7 @@ def visible_devices(device: torch.device, count: int) -> str | None:
     return ",".join(shown)
 
 
-class Child:
+class _Child:
     """A generator in a process beside this one."""
 
     def __init__(self, foundation: Foundation, devices: str | None = None) -> None:

@@ -97,7 +97,7 @@ def updates(layout: Layout, settings: Mapping[str, Any], groups: RolloutTable) -
     config = RunConfig.model_validate(
         {**settings, "batch": batch, "rollout": {"n": SAMPLES, "max_response_length": LONGEST}}
     )
-    critic = SimpleNamespace(learner=SimpleNamespace(engine=engine_of(layout, 2)))
+    critic = SimpleNamespace(engine=engine_of(layout, 2))
     reference = engine_of(layout, 1).forward
     advantage = load_advantage(config.algorithm.advantage)
     update = PolicyUpdate(engine_of(layout), reference, critic, COSTS, config, advantage)
