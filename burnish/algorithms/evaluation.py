@@ -1,22 +1,11 @@
-"""Score answers to held-out prompts: mean@n, pass@k, maj@n."""
+"""Score answers to held-out prompts: mean@n, pass@n, maj@n."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from burnish.tracking.stats import Mean, Stats
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return 1 - C(n - correct, k) / C(n, k), without bias (arXiv 2107.03374, equation 1).
-
-    Raises `ValueError` unless 0 <= correct <= n and 1 <= k <= n.
-    """
-    if not (0 <= correct <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= correct <= n and 1 <= k <= n: {n=}, {correct=}, {k=}")
-    return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
@@ -53,8 +42,7 @@ def evaluation_stats(
     prompts = len(scores)
     stats = Stats({f"mean@{n}": Mean(sum(sum(group) / n for group in scores), prompts)})
     if n > 1:
-        correct = [sum(score >= solved for score in group) for group in scores]
-        passes = sum(pass_at_k(n, c, n) for c in correct)
+        passes = sum(any(score >= solved for score in group) for group in scores)
         majority = sum(map(majority_score, answers, scores))
         stats[f"pass@{n}"] = Mean(passes, prompts)
         stats[f"maj@{n}"] = Mean(majority, prompts)

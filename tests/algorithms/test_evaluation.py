@@ -1,31 +1,8 @@
 from __future__ import annotations
 
-from itertools import combinations
-
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from burnish.algorithms.evaluation import evaluation_stats, majority_score, pass_at_k
-
-
-@given(data=st.data(), n=st.integers(1, 8))
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(data: st.DataObject, n: int) -> None:
-    k, correct = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
-    samples = [True] * correct + [False] * (n - correct)
-    subsets = [any(subset) for subset in combinations(samples, k)]
-    assert pass_at_k(n, correct, k) == pytest.approx(np.mean(subsets))
-
-
-def test_pass_at_k_of_many() -> None:
-    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
-
-
-@pytest.mark.parametrize("bad", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_pass_at_k_refuses_impossible_counts(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="pass@k"):
-        pass_at_k(*bad)
+from burnish.algorithms.evaluation import evaluation_stats, majority_score
 
 
 @pytest.mark.parametrize(
