@@ -52,13 +52,15 @@ def test_the_loop_ends_within_its_bound(kinds: list[bool], wanted: int) -> None:
     stream = iter(kinds + [FLAT] * 100)
     groups = [next(stream) for _ in range(wanted)]
     refills = 0
-    while (chosen := select_groups(np.array(groups), wanted, refills, ON)).refill:
-        groups += [next(stream) for _ in range(chosen.refill)]
+    keep, refill = chosen(np.array(groups), wanted, refills, ON)
+    while refill:
+        groups += [next(stream) for _ in range(refill)]
         refills += 1
+        keep, refill = chosen(np.array(groups), wanted, refills, ON)
     assert refills <= ON.max_refills
-    assert len(chosen.keep) <= wanted
-    assert all(groups[i] for i in chosen.keep)
-    assert len(chosen.keep) == wanted or refills == ON.max_refills
+    assert len(keep) <= wanted
+    assert all(groups[i] for i in keep)
+    assert len(keep) == wanted or refills == ON.max_refills
 
 
 @pytest.mark.parametrize(
