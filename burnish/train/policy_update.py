@@ -80,7 +80,9 @@ class PolicyUpdate:
         parts = np.array_split(table.sizes, self.config.batch.minibatches)
         ends = np.searchsorted(trained, np.cumsum([part.sum() for part in parts]))
         some = filter(len, np.split(trained, ends[:-1]))
-        return [self._batch(table, numbers, self._logprob_column) for numbers in some]
+        of_rollout = self.config.algorithm.old_logprobs == "rollout"
+        column = "old_logprobs" if of_rollout else "sampled_logprobs"
+        return [self._batch(table, numbers, column) for numbers in some]
 
     def assign_credit(
         self, table: RolloutTable, batches: Sequence[Batch], kl_coef: float | None = None
@@ -265,11 +267,6 @@ class PolicyUpdate:
     @property
     def _replayed(self) -> bool:
         return self.config.algorithm.router_replay == "rollout"
-
-    @property
-    def _logprob_column(self) -> str:
-        of_rollout = self.config.algorithm.old_logprobs == "rollout"
-        return "old_logprobs" if of_rollout else "sampled_logprobs"
 
     def _kl_estimates(self, table: RolloutTable, batches: list[Batch]) -> dict[int, Floats]:
         """Return the KL estimates of tokens, by rollout; for several updates, add old log-probs to `batches`."""
