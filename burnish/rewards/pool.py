@@ -45,7 +45,7 @@ LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeri
 """Functions that run in this process, because they take linear time. Regular expressions and sympy can run for ever."""
 _START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
-_MAX_LOST_CALLS = 8
+_MAX_TIMEOUTS = 8
 """Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
@@ -210,7 +210,7 @@ class RewardPool:
 class _Round:
     """Calls that workers are to make.
 
-    A missed deadline or a worker's death is an error for the call. A function is given up as `_MAX_LOST_CALLS` says. One worker makes an
+    A missed deadline or a worker's death is an error for the call. A function is given up as `_MAX_TIMEOUTS` says. One worker makes an
     async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed.
     """
 
@@ -225,7 +225,7 @@ class _Round:
         self._calls, self._workers, self._config, self._moved = calls, workers, config, moved
         self.answers: dict[int, list[Answer]] = {}
         self._late = f"no answer within {config.timeout_seconds:g} s"
-        share = 1 + _MAX_LOST_CALLS / config.workers
+        share = 1 + _MAX_TIMEOUTS / config.workers
         self._most_lost = [
             share * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]

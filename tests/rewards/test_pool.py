@@ -190,7 +190,7 @@ def test_weighted_sum_of_functions_of_both_signatures(make_pool, texts) -> None:
 
 
 def test_each_call_is_known_with_its_time_and_its_error(make_pool, texts, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.rewards.pool._MAX_LOST_CALLS", 0)
+    monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 0)
     pool = make_pool("exact_match", "length", "temper", timeout_seconds=0.5, workers=1)
     before = time.time()
     scored = pool.score(texts("fine", "sleep", "sleep", "sleep"))
@@ -320,7 +320,7 @@ def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts)
 
 
 def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.rewards.pool._MAX_LOST_CALLS", 2)
+    monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 2)
     pool = make_pool("temper", "score", timeout_seconds=1.0, workers=2, on_error=-1.0)
     scored = pool.score(texts(*["sleep"] * 40))
     errors = [rollout.reward_error for rollout in scored]
@@ -338,7 +338,7 @@ def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monke
 def test_a_function_that_ends_its_process_on_everything_is_given_up(
     make_pool, texts, monkeypatch
 ) -> None:
-    monkeypatch.setattr("burnish.rewards.pool._MAX_LOST_CALLS", 1)
+    monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 1)
     pool = make_pool("temper", workers=1, timeout_seconds=100.0)
     errors = [rollout.reward_error for rollout in pool.score(texts(*["die"] * 9))]
     assert sum("given up" in error for error in errors) == 7
@@ -379,7 +379,7 @@ def test_a_program_with_a_session_of_its_own_ends_with_the_worker(
 def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
     make_pool, texts, monkeypatch
 ) -> None:
-    monkeypatch.setattr("burnish.rewards.pool._MAX_LOST_CALLS", 2)
+    monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 2)
     pool = make_pool("temper", timeout_seconds=0.5, workers=1)
     scored = pool.score(texts(*["fine"] * 4, *["sleep"] * 4, *["fine"] * 8))
     errors = [rollout.reward_error for rollout in scored]
@@ -467,7 +467,7 @@ def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
 
 
 def test_an_async_function_that_always_hangs_is_given_up(make_pool, texts, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.rewards.pool._MAX_LOST_CALLS", 2)
+    monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 2)
     pool = make_pool("async_temper", concurrency=8, workers=2, timeout_seconds=0.5)
     errors = [rollout.reward_error for rollout in pool.score(texts(*["hang"] * 400))]
     late = errors.count("async_temper: no answer within 0.5 s")
