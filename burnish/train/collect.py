@@ -233,7 +233,7 @@ class GroupSampler:
             groups = RolloutTable.joined([groups, collected]) if refills else collected
             rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
             varied = has_variance(rewards, of_groups, len(groups))
-            self.loader.hear(taken, (~varied[-len(taken) :]).tolist())
+            self.loader.update(taken, (~varied[-len(taken) :]).tolist())
             keep, wanted = select_groups(varied, config.batch.prompts, refills, dynamic)
             if wanted == 0:
                 break
