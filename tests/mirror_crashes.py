@@ -85,9 +85,9 @@ class FaultyRemote(Remote):
         self.trouble.meet(done, f"{self.url.below(name)}".rpartition("checkpoints/")[2])
 
     def _retry(self, name, done, call):
-        def attempt(backend, pulse):
+        def attempt(*where):
             self._meet(done, name)
-            return call(backend, pulse)
+            return call(*where)
 
         return super()._retry(name, done, attempt)
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from burnish.files.durable import make_dirs_durably
+from burnish.files.durable import make_dirs_durably, replacing
 from burnish.files.storage import LOCAL, Bytes
 from burnish.files.urls import Url
 
@@ -62,10 +62,6 @@ class RemoteFile:
     version: str = ""
     """Differs whenever the content differs: an ETag, or the time of the last change."""
     is_file: bool = True
-
-
-def _unfinished(name: str) -> str:
-    return f".{name}.{uuid.uuid4().hex}{_UNFINISHED}"
 
 
 def _is_unfinished(name: str) -> bool:
@@ -313,21 +309,13 @@ class _Local(Backend):
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
         target, size, offset = Path(path), _size_of(source), 0
         make_dirs_durably(LOCAL, target.parent, above=2)
-        temporary = target.with_name(_unfinished(target.name))
-        try:
-            with LOCAL.create(temporary, size) as file:
-                for piece in _pieces_of(source):
-                    file.pwrite(piece, offset)
-                    offset += len(piece)
-                    pulse(len(piece))
-                if offset != size:
-                    raise OSError(f"{offset} of {size} bytes were written")
-                file.sync()
-            LOCAL.rename(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        LOCAL.sync_dir(target.parent)
+        with replacing(LOCAL, target, size, _UNFINISHED) as file:
+            for piece in _pieces_of(source):
+                file.pwrite(piece, offset)
+                offset += len(piece)
+                pulse(len(piece))
+            if offset != size:
+                raise OSError(f"{offset} of {size} bytes were written")
 
     def remove(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
@@ -378,7 +366,8 @@ class _Hdfs(Backend):
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
         folder, _, name = path.rpartition("/")
-        temporary, size = f"{folder}/{_unfinished(name)}", _size_of(source)
+        temporary = f"{folder}/.{name}.{uuid.uuid4().hex}{_UNFINISHED}"
+        size = _size_of(source)
         writer = self._client.create(temporary, self._write_options)
         try:
             for piece in _pieces_of(source):

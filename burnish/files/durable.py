@@ -19,10 +19,19 @@ _SYNCS = 8
 
 def write_durably(storage: LocalStorage, path: Path, data: Bytes) -> None:
     """Create or replace a file: whole or absent after a crash, and safe from a power loss on return."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with replacing(storage, path) as file:
+        file.pwrite(data, 0)
+
+
+@contextmanager
+def replacing(
+    storage: LocalStorage, path: Path, size: int = 0, suffix: str = ""
+) -> Iterator[LocalFile]:
+    """Yield a new file of a temporary name with this suffix. After the block it durably replaces `path`, unless the block raises."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{suffix}")
     try:
-        with storage.create(temporary, 0) as file:
-            file.pwrite(data, 0)
+        with storage.create(temporary, size) as file:
+            yield file
             file.sync()
         storage.rename(temporary, path)
     except BaseException:

@@ -85,7 +85,7 @@ class Remote:
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
         """Return a directory's files, sorted by name below the URL, with `deep` at any depth; [] if absent."""
-        root = self._key("")
+        root = self.url.key
         found = [
             replace(each, name=each.name.removeprefix(root).strip("/"))
             for each in self._entries(below, deep=deep)
@@ -98,25 +98,23 @@ class Remote:
         return sorted({each.name.rpartition("/")[2] for each in self._entries(below, deep=False)})
 
     def _entries(self, below: str, *, deep: bool) -> list[RemoteFile]:
-        key = self._key(below)
-        return self._retry(below, "listed", lambda b, pulse: list(b.entries(key, deep=deep)))
+        return self._retry(below, "listed", lambda b, key, _: list(b.entries(key, deep=deep)))
 
     def stat(self, name: str = "") -> RemoteFile | None:
         """Return a file's size and version; None if absent."""
-        key = self._key(name)
         try:
-            found = self._retry(name, "looked at", lambda backend, pulse: backend.info(key))
+            found = self._retry(name, "looked at", lambda backend, key, _: backend.info(key))
         except MissingError:
             return None
         return replace(found, name=name)
 
     def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
         """Fill the buffer from byte `offset` of a file. Raises `MissingError`, and `CorruptError` if it ends too early."""
-        view, key = memoryview(buffer).cast("B"), self._key(name)
+        view = memoryview(buffer).cast("B")
         if not view:
             return
 
-        def read(backend: Backend, pulse: Pulse) -> bytes:
+        def read(backend: Backend, key: str, pulse: Pulse) -> bytes:
             try:
                 data = backend.read(key, offset, len(view))
             except backend.faults as error:
@@ -154,8 +152,7 @@ class Remote:
 
     def put(self, name: str, data: Bytes) -> None:
         """Create or replace a file, which appears whole."""
-        key = self._key(name)
-        self._retry(name, "written", lambda backend, pulse: backend.write(key, data, pulse))
+        self._retry(name, "written", lambda backend, key, pulse: backend.write(key, data, pulse))
 
     def put_file(
         self, name: str, source: Path, advance: Callable[[int], None] | None = None
@@ -165,10 +162,9 @@ class Remote:
         Another thread calls `advance` with bytes sent; a retry counts them again. Raises `BurnishError`, and `OSError` if the
         source is unreadable.
         """
-        key = self._key(name)
         source.stat()  # an unreadable source raises here, not as an error of the service
 
-        def send(backend: Backend, pulse: Pulse) -> None:
+        def send(backend: Backend, key: str, pulse: Pulse) -> None:
             def moved(count: int) -> None:
                 pulse(count)
                 if advance is not None:
@@ -184,13 +180,11 @@ class Remote:
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
-        key = self._key(name)
-        self._retry(name, "removed", lambda backend, pulse: backend.remove(key))
+        self._retry(name, "removed", lambda backend, key, _: backend.remove(key))
 
     def remove_below(self, name: str) -> None:
         """Remove a directory tree, in any order."""
-        key = self._key(name)
-        self._retry(name, "removed", lambda backend, pulse: backend.remove_below(key, pulse))
+        self._retry(name, "removed", lambda backend, key, pulse: backend.remove_below(key, pulse))
 
     def below(self, name: str) -> Remote:
         """Return the files at and below a name."""
@@ -214,8 +208,8 @@ class Remote:
             )
         return self.url.below(name).key
 
-    def _retry(self, name: str, done: str, call: Callable[[Backend, Pulse], T]) -> T:
-        backend, url = self._connection.backend(), self.url.below(name)
+    def _retry(self, name: str, done: str, call: Callable[[Backend, str, Pulse], T]) -> T:
+        key, backend, url = self._key(name), self._connection.backend(), self.url.below(name)
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
         def again(error: Exception, failures: int) -> bool:
@@ -227,7 +221,7 @@ class Remote:
             return transient
 
         try:
-            return retry(lambda pulse: call(backend, pulse), again, self.policy)
+            return retry(lambda pulse: call(backend, key, pulse), again, self.policy)
         except faults as error:
             verdict = backend.verdict(error)
             if verdict == "missing" and done != "written":
