@@ -121,18 +121,16 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
         factor = ctx.options.transform.scale / ctx.options.temperature
         of_logprobs, of_entropy = (None if g is None else g[rows] * factor for g in gradients)
-        few = _Rows(
-            hidden[rows],
-            columns[rows],
-            normalizer[rows],
-            entropy[rows],
-            normalizer.new_zeros(len(rows)) if of_logprobs is None else of_logprobs,
-            of_entropy,
-        )
+        if of_logprobs is None:
+            of_logprobs = normalizer.new_zeros(len(rows))
+        known = [normalizer[rows], of_logprobs]
+        if of_entropy is not None:
+            known += [entropy[rows], of_entropy]
         if len(rows) < len(hidden):
             ctx.last.clear()
+        few = hidden[rows], columns[rows], torch.stack(known)
         few_gradient, weight_gradient = _gradients(
-            few, weight, ctx.options, ctx.needs_input_grad[1], ctx.last
+            *few, weight, ctx.options, ctx.needs_input_grad[1], ctx.last
         )
         hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, few_gradient)
         return hidden_gradient, weight_gradient, None, None, None
@@ -169,49 +167,38 @@ def _sums_of(
     return torch.stack([top[:, 0], total, dot, chosen[:, 0]])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    hidden: Tensor
-    columns: Tensor
-    """The row of the weight for each target, -1 if it is another rank's."""
-    normalizer: Tensor
-    entropy: Tensor
-    logprob_gradient: Tensor
-    """Upstream gradient times the constant ∂z / ∂(raw logit)."""
-    entropy_gradient: Tensor | None
-    """The same for entropies; None if the loss does not use them."""
-
-    def known(self, rows: slice) -> Tensor:
-        # [2 or 4, n]: m + log S, the gradient of log-probs, and if the loss uses H, H and its gradient
-        found = [self.normalizer, self.logprob_gradient]
-        if self.entropy_gradient is not None:
-            found += [self.entropy, self.entropy_gradient]
-        return torch.stack([values[rows] for values in found])
-
-
 def _gradients(
-    few: _Rows, weight: Tensor, options: LogprobOptions, wants_weight: bool, last: list[Tensor]
+    hidden: Tensor,
+    columns: Tensor,
+    known: Tensor,
+    weight: Tensor,
+    options: LogprobOptions,
+    wants_weight: bool,
+    last: list[Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    # Returns the gradients of the rows' hidden states and, if wanted, of the weight. Overwrites `last`.
-    exact, kernels = _exact_dtype(few.hidden), _kernels(few.hidden)
-    hidden_gradient = torch.empty_like(few.hidden)
-    chunks = list(_slices(len(few.hidden), options.chunk))
-    total = torch.zeros_like(weight, dtype=exact) if wants_weight and len(chunks) != 1 else None
+    # Returns the gradients of hidden states and, if wanted, of the weight. Overwrites `last`. `known` [2 or 4, N] has m + log S, the
+    # gradient of log-probs, and if the loss uses entropies, H and its gradient; both gradients times the constant ∂z / ∂(raw logit).
+    kernels = _kernels(hidden)
+    hidden_gradient = torch.empty_like(hidden)
+    chunks = list(_slices(len(hidden), options.chunk))
+    total = (
+        torch.zeros_like(weight, dtype=known.dtype) if wants_weight and len(chunks) != 1 else None
+    )
     alone: Tensor | None = None
     for rows in reversed(chunks):
-        logits = last.pop() if last else few.hidden[rows] @ weight.T
+        logits = last.pop() if last else hidden[rows] @ weight.T
         if kernels is not None:
-            known = few.known(rows)
-            kernels.write_gradients(logits, few.columns[rows], known, *options.factors)
+            part = known[:, rows].contiguous()
+            kernels.write_gradients(logits, columns[rows], part, *options.factors)
         else:
             for local, own in _pieces(rows, logits):
                 # Not named, because a name would keep its tensor after the loop.
-                logits[local] = _logit_gradient(logits[local], few, own, options)
+                logits[local] = _logit_gradient(logits[local], columns[own], known[:, own], options)
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
-            _add_product(total, logits.T, few.hidden[rows])
+            _add_product(total, logits.T, hidden[rows])
         elif wants_weight:
-            alone = logits.T @ few.hidden[rows]
+            alone = logits.T @ hidden[rows]
         del logits  # frees them before the next are computed
     return hidden_gradient, alone if total is None else total.to(weight.dtype)
 
@@ -224,18 +211,18 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total[some] += left[some] @ right
 
 
-def _logit_gradient(logits: Tensor, few: _Rows, rows: slice, options: LogprobOptions) -> Tensor:
-    exact = few.normalizer.dtype
-    z, slope = _transformed(logits, options, exact)
-    chosen = few.logprob_gradient[rows, None]
-    log_p = z.sub_(few.normalizer[rows, None])
-    if few.entropy_gradient is None:
-        gradient = log_p.exp_().mul_(-chosen)
+def _logit_gradient(
+    logits: Tensor, columns: Tensor, known: Tensor, options: LogprobOptions
+) -> Tensor:
+    z, slope = _transformed(logits, options, known.dtype)
+    (normalizer, upstream, *of_entropy), column = known[..., None], columns[:, None]
+    log_p = z.sub_(normalizer)
+    if of_entropy:
+        (entropy, outer), p = of_entropy, log_p.exp()
+        gradient = log_p.add_(entropy).mul_(outer).add_(upstream).mul_(p).neg_()
     else:
-        p, outer = log_p.exp(), few.entropy_gradient[rows, None]
-        gradient = log_p.add_(few.entropy[rows, None]).mul_(outer).add_(chosen).mul_(p).neg_()
-    column = few.columns[rows, None]
-    gradient.scatter_add_(1, column.clamp(min=0), chosen.masked_fill(column < 0, 0))
+        gradient = log_p.exp_().mul_(-upstream)
+    gradient.scatter_add_(1, column.clamp(min=0), upstream.masked_fill(column < 0, 0))
     return gradient if slope is None else gradient.mul_(slope)
 
 
@@ -243,12 +230,12 @@ def _transformed(
     logits: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     # Returns z, a copy in fp32, and the softcap's derivative if there is one.
-    transform, factor = options.transform, options.transform.scale / options.temperature
-    if transform.softcap is None:
+    factor, bound = options.factors
+    if bound is None:
         z = logits.to(exact, copy=True)
         return (z if factor == 1 else z.mul_(factor)), None
-    bounded = logits.to(exact).mul(transform.scale / transform.softcap).tanh_()
-    return bounded * (transform.softcap / options.temperature), 1 - bounded.square()
+    bounded = logits.to(exact).mul(factor).tanh_()
+    return bounded * bound, 1 - bounded.square()
 
 
 def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -116,7 +116,7 @@ def softmax_sums(logits: Tensor, columns: Tensor, scale: float, bound: float | N
 def write_gradients(
     logits: Tensor, columns: Tensor, known: Tensor, scale: float, bound: float | None
 ) -> None:
-    """Write gradients over `logits`; `known` is from `burnish.models.logprobs`."""
+    """Write gradients over `logits`; see `burnish.models.logprobs` for `known`."""
     count, words = logits.shape
     launched: Any = _gradient_kernel[(count, triton.cdiv(words, _BLOCK))]
     launched(
