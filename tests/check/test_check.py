@@ -23,10 +23,7 @@ from burnish.config.schema import CriticConfig, RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine
-from burnish.engines.factory import make_engine
-from burnish.engines.megatron.compatibility import (
-    require_fitting as require_megatron_fitting,
-)
+from burnish.engines.factory import make_engine, require_fitting
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import BurnishError
 from burnish.train.layout_check import critic_material, material
@@ -403,7 +400,7 @@ def test_a_shrunken_model_can_be_cut_as_the_whole_one(
     fresh = {**whole.to_diff_dict(), "vocab_size": len(char_tokenizer())}
     model = {"tokenizer": str(root / "tokenizer"), "fresh": fresh}
     config = config_of(root, SFT, engine={"kind": "megatron"} | degrees, model=model)
-    require_megatron_fitting(material(lay_foundation(config)).hf_config, config.engine)
+    require_fitting(material(lay_foundation(config)).hf_config, config.engine)
 
 
 @pytest.mark.nightly

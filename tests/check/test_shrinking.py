@@ -8,10 +8,7 @@ from transformers import AutoConfig
 
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig
-from burnish.engines.megatron.compatibility import (
-    require_fitting as require_megatron_fitting,
-)
-from burnish.engines.torch.parallelize import require_fitting
+from burnish.engines.factory import require_fitting
 from burnish.families import layers_with_experts
 
 
@@ -81,4 +78,4 @@ def test_a_shrunken_model_has_no_more_key_heads_than_the_whole_one() -> None:
     engine = EngineConfig(kind="megatron", tensor_parallel=4)
     small = shrunk(config, engine)
     assert (small.num_attention_heads, small.num_key_value_heads) == (16, 2)
-    require_megatron_fitting(small, engine)
+    require_fitting(small, engine)

@@ -13,7 +13,7 @@ from tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig
-from burnish.engines.torch.parallelize import require_fitting
+from burnish.engines.factory import require_fitting
 from burnish.engines.torch.tensor_parallel import share_matrices
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.meta_init import build_on_meta

@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import LossFn, Part
-from burnish.engines.torch.parallelize import require_fitting
+from burnish.engines.factory import require_fitting
 from burnish.engines.torch.tensor_parallel import share_matrices
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError, UsageError

@@ -15,7 +15,7 @@ from training_files import FRESH, MIXTURE, RL, metrics
 from burnish.api import run_command
 from burnish.config.schema import RunConfig
 from burnish.engines.base import LossFn
-from burnish.engines.torch.parallelize import require_fitting
+from burnish.engines.factory import require_fitting
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Batch, Completion, Request

@@ -27,11 +27,10 @@ from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.tensor_collectives import all_gather_rows
 from burnish.engines.base import LossFn, Part
-from burnish.engines.megatron.compatibility import llama_shape, require_fitting
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.model import build_stages
+from burnish.engines.megatron.model import build_stages, llama_shape
 from burnish.engines.offload import parked
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.meta_init import has_value_head
@@ -71,7 +70,6 @@ class MegatronEngine(ShardedEngine):
         device: torch.device,
         mesh: MegatronMesh | None = None,
     ) -> None:
-        require_fitting(hf_config, config)
         layout = replace(
             layout,
             sequence=config.sequence_parallel,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.base import compute_dtype
-from burnish.engines.megatron.compatibility import llama_shape
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.modules import (
     LayerModules,
@@ -50,7 +50,8 @@ from burnish.engines.megatron.modules import (
     RoutedLayer,
     layer_modules,
 )
-from burnish.families import ModelShape
+from burnish.errors import UsageError
+from burnish.families import ModelShape, family_of, names_of
 from burnish.models.kernels.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
 from burnish.models.meta_init import has_value_head
@@ -70,6 +71,45 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
+
+
+def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
+    """Return the model's sizes. Raises `UsageError` naming a feature that this engine lacks."""
+    kind = hf_config.model_type
+    if not family_of(kind).has_llama_layers:
+        raise UsageError(
+            f"the Megatron engine does not know models of type {kind}",
+            have=f"model_type: {kind}",
+            want=f"one of {names_of('has_llama_layers')}",
+            do="set engine.kind=torch",
+        )
+    if problem := next(_uncomputed(hf_config), None):
+        raise UsageError(
+            f"the Megatron engine does not compute {problem}",
+            have=f"a model of type {kind} that has it",
+            want="a model without it",
+            do="set engine.kind=torch",
+        )
+    return ModelShape.of(hf_config.to_dict())
+
+
+def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
+    if hf_config.hidden_act != "silu":
+        yield f"the activation {hf_config.hidden_act}"
+    if getattr(hf_config, "attention_bias", False):
+        yield "a bias in attention (attention_bias)"
+    if getattr(hf_config, "mlp_bias", False):
+        yield "a bias in the MLP (mlp_bias)"
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] in ("dynamic", "longrope"):
+        yield f"rotary positions that depend on the length ({rope['rope_type']})"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "heads that are rotated in part (partial_rotary_factor)"
+    if has_value_head(hf_config):
+        if hf_config.num_labels != 1:
+            yield f"a head with {hf_config.num_labels} values per token"
+    elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
+        yield "a head that is neither a language model's nor a value head"
 
 
 class PackedGPT(GPTModel):

@@ -19,13 +19,11 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
-from burnish.distributed.layout import require_divisible
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import compute_dtype
-from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.scorer import Scorer
 
 Run = Callable[..., Any]
@@ -47,22 +45,6 @@ _PRODUCTS = frozenset(
 """Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, and would add twice."""
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 """Others that it keeps, unless experts have biases, which transformers adds in place."""
-
-_TENSOR_PARALLEL = "burnish.engines.torch.tensor_parallel"
-
-
-def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-    """Raise `UsageError` if a setting cannot divide the model, or needs routers that are not known.
-
-    Raises `IncompatibleError` for a model that tensor parallelism cannot cut.
-    """
-    if config.router_aux_loss:
-        routing = import_module("burnish.models.routing")
-        routing.require_routers(hf_config, "engine.router_aux_loss")
-    require_divisible(model_sizes(hf_config), config)
-    if config.tensor_parallel > 1:
-        model = build_on_meta(hf_config)
-        import_module(_TENSOR_PARALLEL).layer_cuts(model, 0, config.tensor_parallel)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -114,7 +96,8 @@ def parallelize(
     """
     cuts: dict[str, Any] = {}
     if mesh.tensor is not None:
-        cuts = import_module(_TENSOR_PARALLEL).share_matrices(scorer, mesh.tensor)
+        cutting = import_module("burnish.engines.torch.tensor_parallel")
+        cuts = cutting.share_matrices(scorer, mesh.tensor)
     keep_activations(scorer.model, config, around)
     layers = decoder_layers(scorer)
     if config.compile:

@@ -25,7 +25,7 @@ from burnish.distributed.processes import Mesh
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
 from burnish.engines.sharded_engine import ShardedEngine, trained
-from burnish.engines.torch.parallelize import global_norm, parallelize, require_fitting, sum_over
+from burnish.engines.torch.parallelize import global_norm, parallelize, sum_over
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -57,7 +57,6 @@ class TorchEngine(ShardedEngine):
         mesh: Mesh | None = None,
     ) -> None:
         """`mesh` is that of another engine at this layout; None makes one."""
-        require_fitting(hf_config, config)
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
         self.mesh = mesh or Mesh.of(layout, config.replicas, device)
         """The engine's process groups and host memory."""

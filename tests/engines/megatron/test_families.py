@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
-from burnish.engines.megatron.compatibility import require_fitting
+from burnish.engines.factory import require_fitting
 from burnish.engines.megatron.model import pipeline_layout
 from burnish.errors import UsageError
 from burnish.models.value_head import value_config
