@@ -64,14 +64,14 @@ class GeneratorServer:
         self._owner = self._asker = ""
         """Owner of the loaded weights, and of the running requests."""
         # Not a SimpleQueue, whose `get` can wait for ever if a signal arrives at the end of its time-out.
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._http = _Http(listen(host, port), partial(_Handler, self, timeout))
         self.url = url_of(self._http.socket)
         """The server's address."""
 
     def run(self, check: Callable[[], None] = lambda: None) -> None:
-        """Answer requests until `stop`, or until `check` raises between two calls."""
+        """Answer requests until `check` raises between two calls."""
         serve = partial(self._http.serve_forever, _POLL_SECONDS)
         threading.Thread(target=serve, daemon=True).start()
         try:
@@ -79,17 +79,10 @@ class GeneratorServer:
                 check()
                 self._moved = time.monotonic()
                 with suppress(queue.Empty):
-                    call = self._calls.get(timeout=_POLL_SECONDS)
-                    if call is None:
-                        return
-                    call()
+                    self._calls.get(timeout=_POLL_SECONDS)()
         finally:
             self._http.shutdown()
             self._http.server_close()
-
-    def stop(self) -> None:
-        """End `run` after the running call."""
-        self._calls.put(None)
 
     def knows(self, header: str | None) -> bool:
         """Return whether an Authorization header has the token."""

@@ -56,12 +56,22 @@ def own(model: PreTrainedModel, slots: int = 4, eos: Sequence[int] = ()) -> Buil
 def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> Iterator[Server]:
     """A server in a thread."""
     server = GeneratorServer(generator, token=TOKEN, about={}, timeout=timeout, host=host)
-    thread = threading.Thread(target=server.run, daemon=True)
+    ended = threading.Event()
+
+    def check() -> None:
+        if ended.is_set():
+            raise InterruptedError
+
+    def run() -> None:
+        with suppress(InterruptedError):
+            server.run(check)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield Server(server.url, TOKEN, max(timeout, 30.0))
     finally:
-        server.stop()
+        ended.set()
         thread.join(30)
         assert not thread.is_alive()
 
