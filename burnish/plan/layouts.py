@@ -161,8 +161,7 @@ class Planner:
         engine = self._config.engine
         limited = engine.kind == "torch" and (engine.activation_offload or engine.compile)
         kinds = [kind for kind in _CHECKPOINTING if kind != "selective" or not limited]
-        settings = self._of_megatron() if engine.kind == "megatron" else self._of_torch()
-        plans = [plan for each in settings for plan in self._plans(each, kinds)]
+        plans = [plan for each in self._layouts() for plan in self._plans(each, kinds)]
         return sorted(
             plans, key=lambda p: (not p.fits, p.step_seconds if p.fits else p.need, p.need)
         )
@@ -183,50 +182,44 @@ class Planner:
             yield from indivisible(shape, settings)
 
     def _divides(self, engine: EngineConfig) -> bool:
-        config = self._config
-        if self._devices.count // engine.sharing > self.work.sequences // self.work.updates:
-            return False
+        config, shape, count = self._config, self.model.shape, self._devices.count
+        stages, virtual = engine.pipeline_parallel, engine.virtual_stages
+        tensor, within = engine.tensor_parallel, engine.expert_tensor_parallel
         longest = config.longest_completed if self.work.slots else config.data.max_length or 0
-        if longest > config.batch.tokens_per_device * engine.sequence_parallel:
-            return False
-        return next(self._indivisible(engine), None) is None
+        return (
+            tensor * engine.sequence_parallel <= PER_MACHINE
+            and count % (engine.sharing * engine.replicas) == 0
+            and (engine.reshard_after_forward or shards_of(engine, count) > 1)
+            and (virtual == 1 or stages > 1)
+            and stages * virtual <= shape.depth
+            and (not shape.experts or within in (None, 1, tensor))
+            and (not shape.experts or count // stages % engine.expert_sharing == 0)
+            and count // engine.sharing <= self.work.sequences // self.work.updates
+            and longest <= config.batch.tokens_per_device * engine.sequence_parallel
+            and next(self._indivisible(engine), None) is None
+        )
 
-    def _machine(self) -> Iterator[EngineConfig]:
-        """Yield ways to share a micro-batch within a machine."""
-        for tensor, sequence in product(divisors(PER_MACHINE), repeat=2):
-            if tensor * sequence <= PER_MACHINE and self._devices.count % (tensor * sequence) == 0:
-                yield self._config.engine.model_copy(
-                    update={"tensor_parallel": tensor, "sequence_parallel": sequence}
-                )
-
-    def _of_torch(self) -> Iterator[EngineConfig]:
-        for engine in filter(self._divides, self._machine()):
-            for replicas in divisors(self._devices.count // engine.sharing):
-                shards = self._devices.count // (replicas * engine.tensor_parallel)
-                for reshard in (True, False) if shards > 1 else (True,):
-                    found = {"replicas": replicas, "reshard_after_forward": reshard}
-                    yield engine.model_copy(update=found)
-
-    def _of_megatron(self) -> Iterator[EngineConfig]:
-        experts = self.model.shape.experts
-        single = {"pipeline_parallel": 1, "virtual_stages": 1, "expert_parallel": 1}
-        for given in self._machine():
-            engine = given.model_copy(update=single)
-            rest = self._devices.count // engine.sharing
-            within = {1, engine.tensor_parallel} if experts else {1}
-            if next(self._indivisible(engine), None) is not None:
-                continue
-            for stages, virtual in product(divisors(rest), _VIRTUAL_STAGES):
-                if stages == 1 < virtual or stages * virtual > self.model.shape.depth:
-                    continue
-                staged = {"pipeline_parallel": stages, "virtual_stages": virtual}
-                for inner, ranks in product(sorted(within), divisors(max(experts, 1))):
-                    shared = {"expert_parallel": ranks, "expert_tensor_parallel": inner}
-                    found = engine.model_copy(update=staged | (shared if experts else {}))
-                    if self._devices.count // stages % (inner * ranks) == 0 and self._divides(
-                        found
-                    ):
-                        yield found
+    def _layouts(self) -> Iterator[EngineConfig]:
+        engine, experts, within = (
+            self._config.engine,
+            self.model.shape.experts,
+            divisors(PER_MACHINE),
+        )
+        every = divisors(self._devices.count)
+        values: dict[str, Sequence[object]] = {
+            "tensor_parallel": within,
+            "sequence_parallel": within,
+        }
+        if engine.kind == "torch":
+            values |= {"replicas": every, "reshard_after_forward": (True, False)}
+        else:
+            values |= {"pipeline_parallel": every, "virtual_stages": _VIRTUAL_STAGES}
+        if engine.kind == "megatron" and experts:
+            values |= {"expert_tensor_parallel": within, "expert_parallel": divisors(experts)}
+        for each in product(*values.values()):
+            found = engine.model_copy(update=dict(zip(values, each, strict=True)))
+            if self._divides(found):
+                yield found
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         stages = list(self._needs(engine))
