@@ -18,7 +18,7 @@ from burnish.config.keys import known_keys
 from burnish.config.load import load_settings, read_document, read_text
 from burnish.config.parsing import parse_value
 from burnish.config.suggestions import counterpart, is_default, suggestion
-from burnish.errors import UsageError
+from burnish.errors import UsageError, count_text
 
 _NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
@@ -159,9 +159,16 @@ def _of_several(names: Names) -> Names:
     if functions:
         listed = functions if isinstance(functions, list) else [functions]
         given = weights if isinstance(weights, list) else [weights or 1.0] * len(listed)
+        if len(given) != len(listed):
+            raise UsageError(
+                "reward_weights does not fit reward_funcs",
+                have=f"{count_text(len(given), 'weight')}, {count_text(len(listed), 'function')}",
+                want="a weight for each function",
+                do="correct reward_weights, or leave it out",
+            )
         settings["reward.functions"] = [
             {"function": _function(str(each)), "weight": weight}
-            for each, weight in zip(listed, given, strict=False)
+            for each, weight in zip(listed, given, strict=True)
         ]
     for switch, coefficient in (("use_kl_loss", "kl_loss_coef"), ("use_kl_in_reward", "kl_coef")):
         if not any(name.endswith(switch) and value for name, value in names.items()):

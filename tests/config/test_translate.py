@@ -155,6 +155,7 @@ def test_yaml(tmp_path: Path, written: str, settings: dict[str, Any]) -> None:
         ["trl", "sft"],
         ["--num_generations", "many"],
         ["data.train_batch_size=x", "ppo_mini_batch_size=3"],
+        ["--reward_funcs", "a.b", "c.d", "e.f", "--reward_weights", "1", "2"],
     ],
 )
 def test_what_cannot_be_translated(words: list[str]) -> None:
