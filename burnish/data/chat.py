@@ -38,6 +38,7 @@ _ANCHOR = "\n"
 _CONTENTS = ("0", "x")
 """Two contents of a message without a common beginning."""
 _MARKING = {
+    "tokenize": True,
     "return_assistant_tokens_mask": True,
     "tokenizer_kwargs": {"return_offsets_mapping": True},
 }
@@ -158,7 +159,7 @@ class ChatEncoder:
     def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
         """Render up to the assistant's next turn; leave a last assistant turn open."""
         if messages[-1].get("role") == "assistant":
-            text = self._whole(messages, name, tools, continue_final_message=True)
+            text = self._render(messages, name, tools, continue_final_message=True)
         else:
             text = self._before(messages, name, tools)
             if messages[-1].get("role") == "user":
@@ -170,10 +171,10 @@ class ChatEncoder:
         """Render with the assistant's answer, or the rest of its open turn."""
         *before, last = messages
         if last.get("role") == "assistant":
-            return self._whole(
+            return self._render(
                 [*before, last | {"content": f"{last['content']}{answer}"}], name, None
             )
-        return self._whole([*messages, {"role": "assistant", "content": answer}], name, None)
+        return self._render([*messages, {"role": "assistant", "content": answer}], name, None)
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
         """Encode prompt, text and end of sequence. Text and end are trained on, but never the first token.
@@ -271,7 +272,7 @@ class ChatEncoder:
             texts.append(self._checked(row))
             for turn in row.turns:
                 texts.append(self._before(row.messages[:turn], row.name, row.tools))
-                texts.append(self._whole(row.messages[: turn + 1], row.name, row.tools))
+                texts.append(self._render(row.messages[: turn + 1], row.name, row.tools))
         tokenized = iter(zip(texts, self.ids(texts, special=False), strict=True))
         encoded = []
         for row in rows:
@@ -308,7 +309,7 @@ class ChatEncoder:
     def _with_contents(self, row: Conversation, turn: int) -> list[str]:
         before, after = row.messages[:turn], row.messages[turn + 1 :]
         changed = ([*before, row.messages[turn] | {"content": c}, *after] for c in _CONTENTS)
-        return [self._whole(messages, row.name, row.tools) for messages in changed]
+        return [self._render(messages, row.name, row.tools) for messages in changed]
 
     def _turn_end(
         self,
@@ -360,10 +361,10 @@ class ChatEncoder:
                 want="a user or system message before the assistant's first",
                 do="correct the row, or use a chat template with {% generation %}",
             )
-        return self._whole(messages, name, tools, add_generation_prompt=True)
+        return self._render(messages, name, tools, add_generation_prompt=True)
 
     def _checked(self, row: Conversation) -> str:
-        text = self._whole(row.messages, row.name, row.tools)
+        text = self._render(row.messages, row.name, row.tools)
         self._require_calls(row.messages, row.name, text)
         for turn in row.turns:
             self._look_for(row.messages[turn], text, f"message {turn} of {row.name}")
@@ -389,11 +390,6 @@ class ChatEncoder:
                     do="set model.chat_template to one, or write the calls into content",
                 )
 
-    def _whole(
-        self, messages: list[Message], name: str, tools: Tools | None, **options: Any
-    ) -> str:
-        return str(self._render(messages, name, tools, tokenize=False, **options))
-
     def _render(
         self, messages: list[Message], name: str, tools: Tools | None, **options: Any
     ) -> Any:
@@ -404,7 +400,7 @@ class ChatEncoder:
             )
         variables = self._template_kwargs | ({} if tools is None else {"tools": tools})
         try:
-            return render(self._tokenizer, messages, **variables, **options)
+            return render(self._tokenizer, messages, **{"tokenize": False} | variables | options)
         except jinja2.TemplateError as error:
             raise UsageError(
                 f"the chat template refuses {name}: {error}",

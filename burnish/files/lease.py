@@ -141,11 +141,7 @@ def _is_dead(holder: dict[str, Any]) -> bool:
         return True
     except (PermissionError, OverflowError):
         return False
-    return _is_unreaped(holder["pid"])
-
-
-def _is_unreaped(pid: int) -> bool:
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    with suppress(OSError):  # a process that nobody has waited for
+        state = Path(f"/proc/{holder['pid']}/stat").read_text().rpartition(")")[2]
         return state.split()[0] in ("Z", "X")
     return False

@@ -80,14 +80,6 @@ class RankLog(RotatingFileHandler):
             faulthandler.enable(stream)
         return stream
 
-    def take(self, error: BaseException) -> None:
-        """Write the error that ends the run."""
-        self.last = tail(Path(self.baseFilename))
-        if isinstance(error, StoppedError):
-            self.say(logging.INFO, str(error))
-        else:
-            self.say(logging.CRITICAL, "the run ends with an error", error)
-
     def say(self, level: int, text: str, error: BaseException | None = None) -> None:
         """Write a line of Burnish, with an error's traceback."""
         stack = None if error is None else (type(error), error, error.__traceback__)
@@ -142,7 +134,11 @@ def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"])
         try:
             yield
         except BaseException as error:
-            handler.take(error)
+            handler.last = tail(Path(handler.baseFilename))
+            if isinstance(error, StoppedError):
+                handler.say(logging.INFO, str(error))
+            else:
+                handler.say(logging.CRITICAL, "the run ends with an error", error)
             raise
 
 

@@ -26,7 +26,7 @@ class Spans:
         peak: Callable[[], int] = lambda: 0,
     ) -> None:
         """Take hooks for the device: `settle` waits for a span's work, `peak` is the most bytes in use since `reset_peak`."""
-        self._clock, self._settle, self._reset_peak, self._peak = clock, settle, reset_peak, peak
+        self.now, self._settle, self._reset_peak, self._peak = clock, settle, reset_peak, peak
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, int] = {}
         self._highest = 0
@@ -39,7 +39,6 @@ class Spans:
         """Functions that turn a span's path, such as rollout/generate, into a context that the span runs in."""
         self.ended: list[Callable[[str, float, float], None]] = []
         """Functions that get each ended span: its path, its start on the clock `now`, its seconds."""
-        self.now = clock
         self.moves = 0
         """Count of signs of progress: starts and ends of spans, and calls of `move`."""
 
@@ -63,7 +62,7 @@ class Spans:
             self.current = name
             self._note_peak()
             self._reset_peak()
-        start = self._clock()
+        start = self.now()
         try:
             with ExitStack() as stack:
                 for each in self.around:
@@ -71,7 +70,7 @@ class Spans:
                 yield
                 self._settle()
         finally:
-            seconds = self._clock() - start
+            seconds = self.now() - start
             self._seconds[path] = self._seconds.get(path, 0.0) + seconds
             for told in self.ended:
                 told(path, start, seconds)
@@ -88,7 +87,7 @@ class Spans:
         Seconds are `timing_s/NAME` and `timing_s/step`, added to those in `values`. Memory, in 10⁹ bytes, is `perf/max_memory_gb` and,
         for each outermost span, `perf/max_memory_gb/NAME`.
         """
-        now = self._clock()
+        now = self.now()
         self._note_peak()
         found = dict(values)
         for path, seconds in {**self._seconds, "step": now - self._taken_at}.items():
