@@ -27,9 +27,9 @@ VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/tes
 	models/test_attention.py models/test_loading.py engines/test_torch_engine.py engines/megatron/test_layers.py \
 	train/test_training.py tracking check/test_machine.py)
 
-# What is slow and far from training. Run it before an issue ends.
+# What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends.
 nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(OLDEST)/.installed
-	$(PYTEST) -m nightly $(WORKERS)
+	$(PYTEST) -m '(nightly or hypothesis) and not contract' $(WORKERS)
 	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
 	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py tests/gpu/test_vllm.py
 	$(subst $(VENV),$(RAY),$(PYTEST)) -m nightly tests/launch/test_ray.py

@@ -25,12 +25,17 @@ os.environ.setdefault(
     "HF_HUB_OFFLINE", "1"
 )  # before huggingface_hub reads it: no test asks the hub
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")  # how long an example takes says only what else the machine does
+# How long an example takes says only what else the machine does.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("night", UNTIMED, max_examples=100)
+settings.register_profile("day", UNTIMED, max_examples=30)
+settings.load_profile("day")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start what forks all workers and their processes, which find it by the environment."""
+    if config.getoption("markexpr", "").startswith("(nightly or hypothesis)"):
+        settings.load_profile("night")
     if workers := config.getoption("numprocesses", None):
         fork_server.address()
         python = shlex.join([sys.executable, str(fork_server.__file__)])
@@ -75,6 +80,7 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
         patch.setenv("BURNISH_CACHE", str(shared / "burnish-cache"))
         patch.setattr(tempfile, "tempdir", name)
+        fork_server.fork_companions()
         yield Path(name)
 
 

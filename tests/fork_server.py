@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -32,11 +33,17 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 TESTS = Path(__file__).parent
 # The variable by which the workers of a test run find the server of its controller.
 _ADDRESS = "BURNISH_TESTS_FORK_SERVER"
+ANEW = "BURNISH_TESTS_COMPANIONS_ANEW"
+"""The variable by which a test has companions start as those of users do, which takes seconds."""
+# How many descriptors a client may send, and what is above all their numbers.
+_MOST_DESCRIPTORS = 16
+_ABOVE = 600
 
 PRELOAD = (
     "datasets.io.json",
@@ -55,6 +62,8 @@ PRELOAD = (
     "burnish.algorithms.advantages",
     "burnish.algorithms.policy_loss",
     "burnish.check.proof",
+    "burnish.checkpoint.background",
+    "burnish.checkpoint.destinations.mirror",
     "burnish.checkpoint.destinations.run_mirror",
     "burnish.distributed.companion",
     "burnish.cli.main",
@@ -79,6 +88,7 @@ PRELOAD = (
     "burnish.train.localize",
     "burnish.train.model_card",
     "burnish.train.rl",
+    "burnish.train.serve",
     "burnish.train.sft",
     "burnish.view.report",
     "adapters_for_tests",
@@ -125,6 +135,8 @@ class Request:
     environ: Mapping[str, str]
     path: Sequence[str]
     """Where modules are found."""
+    descriptors: Sequence[int]
+    """What the client sends of these numbers, the process has under the same."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,7 @@ class Server:
         for name in PRELOAD:
             importlib.import_module(name)
         _compute_what_all_need()
+        fork_companions()
         gc.collect()
         gc.freeze()  # a collection in a fork would copy every page that it looks at
         gc.enable()
@@ -197,7 +210,7 @@ class Server:
     def _fork(self) -> None:
         client, _ = self._listening.accept()
         with client:
-            _, streams, _, _ = socket.recv_fds(client, 1, 3)
+            _, streams, _, _ = socket.recv_fds(client, 1, _MOST_DESCRIPTORS)
             connection = Connection(client.detach())
         try:
             request = connection.recv()
@@ -242,14 +255,23 @@ class Server:
 
     def _run(self, connection: Connection, streams: Sequence[int], request: Request) -> None:
         """Be the process."""
-        for number, each in enumerate(streams):
-            os.dup2(each, number)
-            os.close(each)
         for descriptor, (_, other) in self._children.items():
             os.close(descriptor)
             other.close()
         self._listening.close()
         self._selector.close()
+        # Above all numbers that a client may have sent, so that nothing is in their way.
+        own, *given = (
+            fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
+            for each in (connection.fileno(), *streams)
+        )
+        for each in streams:
+            os.close(each)
+        connection.close()
+        connection = Connection(own)
+        for number, each in zip(request.descriptors, given, strict=True):
+            os.dup2(each, number)
+            os.close(each)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(request.environ)
@@ -306,16 +328,22 @@ class Forked:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *arguments: Any, environ: Mapping[str, str] | None = None
+        self,
+        fn: Callable[..., Any],
+        *arguments: Any,
+        environ: Mapping[str, str] | None = None,
+        descriptors: Mapping[int, int] | None = None,
     ) -> None:
+        """With `descriptors`, the process has those of this process under the numbers that are their keys."""
         self._code: int | None = None
         self._received: deque[Any] = deque()
+        given = {0: 0, 1: 1, 2: 2} | dict(descriptors or {})
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address())
-            socket.send_fds(client, [b" "], [0, 1, 2])
+            socket.send_fds(client, [b" "], list(given.values()))
             self._connection = Connection(client.detach())
         own = {**os.environ, **(environ or {})}
-        self._connection.send(Request(Call.of(fn, *arguments), own, sys.path))
+        self._connection.send(Request(Call.of(fn, *arguments), own, sys.path, list(given)))
         self.pid: int = self._connection.recv()
 
     def fileno(self) -> int:
@@ -363,6 +391,87 @@ class Forked:
                 self._connection.close()
             case message:
                 self._received.append(message)
+
+
+_COMPANIONS = (
+    "burnish.checkpoint.background",
+    "burnish.checkpoint.destinations.mirror",
+    "burnish.train.serve",
+)
+
+
+def start_companion(command: Sequence[str], **options: Any) -> Any:
+    """Start the companion of a training process; fork it if it imports what takes seconds."""
+    if ANEW not in os.environ and command[-1].startswith(
+        tuple(f"from {name} import" for name in _COMPANIONS)
+    ):
+        return _ForkedCompanion(command[-1], **options)
+    return subprocess.Popen(command, **options)
+
+
+class _ForkedCompanion:
+    """As much of a `Popen` as a companion asks."""
+
+    def __init__(
+        self,
+        code: str,
+        *,
+        stdin: int,
+        stdout: Any,
+        stderr: Any,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+    ) -> None:
+        given = {each: each for each in pass_fds}
+        given |= {n: log.fileno() for n, log in ((1, stdout), (2, stderr)) if log is not None}
+        with open(os.devnull) as nothing:
+            self._process = Forked(
+                accompany,
+                code,
+                os.getpid(),
+                os.getcwd(),
+                start_new_session,
+                environ=env,
+                descriptors={0: nothing.fileno(), **given},
+            )
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return None if self._process.is_running() else self._process.wait()
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self._process.wait(seconds)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("a companion", seconds) from None
+
+    def kill(self) -> None:
+        self._process.send(signal.SIGKILL)
+
+
+def accompany(
+    connection: Connection, code: str, parent: int, directory: str, own_session: bool
+) -> None:
+    """Be a companion. The server kills it when the process that started it is gone."""
+    from burnish.distributed.environment import STOPPING
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    os.chdir(directory)
+    if own_session:
+        os.setsid()
+    # The server is its parent, and the other end of the connection is held by the one that it asks for.
+    os.getppid = lambda: 1 if connection.poll() else parent
+    execute(connection, code)
+
+
+def fork_companions() -> None:
+    """From now on this process and its forks start companions by forking."""
+    from burnish.distributed import companion
+
+    companion.subprocess = SimpleNamespace(
+        Popen=start_companion, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
 
 
 if __name__ == "__main__":  # what xdist starts as a worker's Python, with `-u -c CODE`

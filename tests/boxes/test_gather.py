@@ -13,9 +13,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nights import by_day
+from nights import by_day, draws
 from pieces_for_tests import BF16, F32, random_layout
 from ranks import run_ranks
 from traffic import Traffic
@@ -108,7 +108,7 @@ def test_every_rank_gets_whole_tensors(world):
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from([F32, BF16]))
-@settings(max_examples=30)
+@draws(30)
 def test_one_process_has_them_already(seed, dtype):
     pieces = random_layout(random.Random(seed), SHAPES, 1, replicas=1)[0]
     assert check_gathers(Layout(), pieces, dtype)

@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from pieces_for_tests import BF16, F32, random_layout
 from ranks import run_ranks
 
@@ -63,7 +64,7 @@ def check_many(layout):
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from([F32, BF16]))
-@settings(max_examples=30)
+@draws(30)
 def test_redistributes_within_one_process(seed, dtype):
     assert check_redistributes(Layout(), seed, dtype)
 

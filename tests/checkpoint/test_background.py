@@ -28,7 +28,7 @@ from checkpoints_for_tests import (
     save_once,
     writer_pid,
 )
-from fork_server import Forked
+from fork_server import ANEW, Forked
 from ranks import run_ranks
 
 from burnish.checkpoint.background import Memory, stage, staged_in
@@ -148,7 +148,8 @@ def test_without_a_process_for_it(tmp_path):
         assert checkpoints.finished(wait=True) is None
 
 
-def test_an_error_of_the_disk_is_told_and_the_next_save_works(tmp_path):
+def test_an_error_of_the_disk_is_told_and_the_next_save_works(tmp_path, monkeypatch):
+    monkeypatch.setenv(ANEW, "1")
     save_once(tmp_path, 1)
     storage = FaultyStorage(fail_at=9, lasting=False)
     with opened(tmp_path, storage=storage) as checkpoints:

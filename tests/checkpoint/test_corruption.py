@@ -10,8 +10,9 @@ import pytest
 from checkpoints_for_tests import BIG_SHAPES
 from corruption import check_flip, flips, make_step
 from fuzzing import LARGE, TARGETS, reading
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.checkpoint.manifest import BLOCK_BYTES
 
@@ -41,7 +42,7 @@ SMALL = [name for name in TARGETS if name not in LARGE]
 
 @pytest.mark.parametrize("target", SMALL)
 @given(rng=st.randoms(use_true_random=False))
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@draws(150, suppress_health_check=list(HealthCheck))
 def test_hostile_files_are_refused_in_plain_words(tmp_path_factory, target, rng):
     assert reading(target, rng, tmp_path_factory.getbasetemp()).wrong == ""
 

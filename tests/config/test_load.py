@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from configurations import sections
-from hypothesis import given, settings
+from hypothesis import given
+from nights import draws
 
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config, load_settings, load_with_origins
@@ -248,7 +249,7 @@ def test_errors_are_the_packages_own(tmp_path: Path) -> None:
     assert caught.value.do
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(config=sections())
 def test_what_is_dumped_loads_equal(
     tmp_path_factory: pytest.TempPathFactory, config: RunConfig

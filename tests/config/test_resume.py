@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from configurations import sections
-from hypothesis import given, settings
+from hypothesis import given
+from nights import draws
 
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config
@@ -82,7 +83,7 @@ def test_what_makes_another_run(override: str, after: object) -> None:
     assert digest(RunConfig()) != digest(other)
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(one=sections(), other=sections())
 def test_digests_agree_exactly_where_nothing_differs(one: RunConfig, other: RunConfig) -> None:
     assert (difference(one, other) == {}) == (digest(one) == digest(other))

@@ -2,8 +2,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.data import balance
 from burnish.data.balance import divide, share_evenly, share_out
@@ -76,7 +77,7 @@ def of_all(shares, ranks):
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(LENGTHS, st.integers(1, 5), st.integers(100, 400))
 def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budget):
     shares = shared(lengths, ranks, budget)
@@ -94,7 +95,7 @@ def test_every_sequence_once_never_over_budget_equal_counts(lengths, ranks, budg
 NEARLY_FULL = [1, 1, 1, 1, 26, 26, 27, 27, 26, 49, 80, 43, 45, 82, 82, 98, 50]
 
 
-@settings(max_examples=60)
+@draws(60)
 @example(NEARLY_FULL, 1, Random(0))
 @given(LENGTHS, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_the_order_of_the_sequences_does_not_change_the_shape(lengths, ranks, random):
@@ -181,7 +182,7 @@ def test_the_cost_decides_what_is_even():
     assert sorted(len(rank[0]) for rank in even) == [7, 10]
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(LENGTHS, st.integers(1, 3))
 def test_small_rounds_at_both_ends(lengths, ranks):
     """The costs of the rounds rise to the largest and fall from there, so that a pipeline fills and empties quickly."""
@@ -197,7 +198,7 @@ def test_small_rounds_at_both_ends(lengths, ranks):
     assert len(rounds) < 3 or middle & set(highest)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=40),
     st.integers(1, 4),
@@ -220,7 +221,7 @@ def test_a_group_over_the_budget_is_refused():
         share_out(np.array([3, 6, 6]), np.ones(3), 2, 10, groups=np.array([0, 1, 1]))
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(LENGTHS, st.integers(1, 5))
 def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
     shares = share_out(np.array(lengths), FLOPS.each(np.array(lengths)), ranks, 150)
@@ -228,7 +229,7 @@ def test_imbalance_is_the_time_of_the_rounds_over_the_mean(lengths, ranks):
     assert shares.imbalance == pytest.approx(time_of(of_all(shares, ranks), lengths) / mean)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(LENGTHS, st.integers(1, 5))
 def test_even_shares_are_of_all_things(lengths, ranks):
     shares = share_evenly(np.array(lengths, dtype=float), ranks)
@@ -264,7 +265,7 @@ def test_few_things_for_each_share_cost_nearly_alike(each):
     assert max(loads) < 1.03 * costs.sum() / 64
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.integers(1, 30)), min_size=2, max_size=40),
     st.integers(2, 6),

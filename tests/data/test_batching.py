@@ -5,8 +5,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.data import batching
 from burnish.data.batching import make_batch, outlines_of
@@ -42,7 +43,7 @@ def batches(draw):
     return examples, draw(st.integers(1, 4)), budget
 
 
-@settings(max_examples=80)
+@draws(80)
 @given(batches())
 def test_the_ranks_together_hold_every_example_once(case):
     examples, ranks, budget = case
@@ -71,7 +72,7 @@ def check_micro_batch(micro, items, examples, budget):
         assert micro.loss_mask[start:stop].tolist() == examples[index].loss_mask.tolist()
 
 
-@settings(max_examples=80)
+@draws(80)
 @given(batches(), st.randoms(use_true_random=False))
 def test_the_counts_are_of_the_whole_however_it_is_cut(case, random):
     examples, ranks, budget = case
@@ -234,7 +235,7 @@ def test_unusable_examples_are_named(examples, message):
             make_batch(examples, Layout(rank, 2), 10, FLOPS)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=300),
     st.integers(1, 40),

@@ -2,8 +2,9 @@ import inspect
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers_for_tests import CHARACTERS, CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -137,7 +138,7 @@ def test_nothing_is_trained_on_without_an_assistant(encoder):
 TURN = st.tuples(st.text(CHARACTERS, max_size=6), st.text(CHARACTERS, max_size=6))
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(st.lists(st.lists(TURN, min_size=1, max_size=3), min_size=1, max_size=3), st.booleans())
 def test_differencing_agrees_with_generation_marks(chats, system):
     """The same rendering, masked in two ways; also with several rows at once."""

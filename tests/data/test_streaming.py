@@ -16,8 +16,9 @@ import pytest
 from fault_proxy import Fault
 from hdfs_native import Client
 from hub_server import HubServer, hub_variables, running_hub
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from ranks import run_ranks
 from tokenizers_for_tests import char_tokenizer
 
@@ -78,7 +79,7 @@ def expected(root: Path, window: int, epochs: int, seed: int = 3, shuffle: bool 
     return [json.loads(line)["prompt"].rstrip("=") for line in found]
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 90), max_size=9), min_size=1, max_size=4),
     st.integers(30, 400),
@@ -201,7 +202,7 @@ def test_row_groups_of_parquet_come_once_an_epoch(tmp_path):
 
 
 @given(st.lists(st.integers(0, 9), max_size=6))
-@settings(max_examples=8, deadline=None)
+@draws(8, deadline=None)
 def test_a_mixture_is_a_function_of_its_state(tmp_path_factory, counts):
     root = tmp_path_factory.mktemp("mixed")
     for name, sizes in (("a", [9, 30, 4] * 4), ("b", [60, 2] * 3)):

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from torch import Tensor
 
 from burnish.distributed import host_memory
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 LEAST = 1 << 16
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 9)), min_size=1, max_size=40))
 def test_what_is_taken_never_overlaps_and_comes_back(steps: list[tuple[int, int]]) -> None:
     """Each step takes bytes and gives back an earlier lot; what is held keeps its content."""

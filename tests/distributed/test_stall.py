@@ -106,7 +106,7 @@ def test_the_rank_that_does_not_come_is_named_with_its_function(tmp_path, act):
 @pytest.mark.parametrize(
     ("act", "who", "state"),
     [
-        ("is_stopped", 1, "T (stopped)"),
+        pytest.param("is_stopped", 1, "T (stopped)", marks=pytest.mark.nightly),
         pytest.param("is_stopped", 0, "T (stopped)", marks=pytest.mark.nightly),
         pytest.param("holds_the_interpreter", 1, "S (sleeping)", marks=pytest.mark.nightly),
     ],

@@ -31,7 +31,7 @@ def unheard() -> Iterator[None]:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_hostile_inputs_end_in_a_sentence(name: str) -> None:
     with unheard():
-        found = list(complaints(name, range(GENERATORS[name].inputs)))
+        found = list(complaints(name, range(GENERATORS[name].inputs // 4)))
     assert not found, "\n".join(found)
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from tiny import tiny_config
 from transformers import AutoConfig
 
@@ -22,7 +23,7 @@ from burnish.models.scorer import Scorer
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60, deadline=None)
 @given(sequence=SIZES, tensor=SIZES, key_heads=SIZES, group=st.integers(1, 4))
 def test_every_rank_has_as_many_heads(
     sequence: int, tensor: int, key_heads: int, group: int

@@ -26,9 +26,8 @@ from contracts.engine import (
     train_by_hand,
 )
 from engines_for_tests import CPU, OPTIM, make_engine
-from nights import by_day
 from ranks import PATIENCE_SECONDS, run_ranks
-from tiny import OTHERS, VOCAB, WITH_STATE, save_tiny, tiny_config
+from tiny import VOCAB, WITH_STATE, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -193,11 +192,21 @@ def test_layouts_train_like_one_plain_model(
     check_cases(models, oracles, [case for case in BY_DAY if LAYOUTS[case[0]][0] == world])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_sinks_and_soft_caps(tmp_path: Path, world: int) -> None:
-    paths = {family: save_tiny(tmp_path / family, family, torch.float32) for family in OTHERS}
-    found = {family: oracle(path) for family, path in paths.items()}
-    check_cases(paths, found, [case for case in CASES if LAYOUTS[case[0]][0] == world])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        CASES[4::2],
+        *(
+            pytest.param(cases, marks=pytest.mark.nightly)
+            for cases in (CASES[:2], [*CASES[2:4], *CASES[5::2]])
+        ),
+    ],
+    ids=str,
+)
+def test_sinks_and_soft_caps(tmp_path: Path, cases: Sequence[Case]) -> None:
+    families = {family for _, family, _ in cases}
+    paths = {family: save_tiny(tmp_path / family, family, torch.float32) for family in families}
+    check_cases(paths, {family: oracle(path) for family, path in paths.items()}, cases)
 
 
 STATE_CASES: dict[int, list[tuple[str, str]]] = {
@@ -208,11 +217,26 @@ STATE_CASES: dict[int, list[tuple[str, str]]] = {
 """Layouts, by processes, at which layers with state are trained, each with a way to spare memory."""
 
 
-@pytest.mark.parametrize("world", by_day({1: 0, 2: 0, 4: 0}, (1, 2)))
-def test_layers_with_state_train_like_one_plain_model(tmp_path: Path, world: int) -> None:
-    models = {family: save_tiny(tmp_path / family, family, torch.float32) for family in WITH_STATE}
+@pytest.mark.parametrize(
+    ("world", "families"),
+    [
+        (2, ("qwen3_5_moe_text", "granitemoehybrid")),
+        *(
+            pytest.param(world, families, marks=pytest.mark.nightly)
+            for world, families in (
+                (1, tuple(WITH_STATE)),
+                (2, ("qwen3_5_text", "qwen3_next", "lfm2")),
+                (4, tuple(WITH_STATE)),
+            )
+        ),
+    ],
+)
+def test_layers_with_state_train_like_one_plain_model(
+    tmp_path: Path, world: int, families: Sequence[str]
+) -> None:
+    models = {family: save_tiny(tmp_path / family, family, torch.float32) for family in families}
     oracles = {family: oracle(path) for family, path in models.items()}
-    cases = [(name, family, way) for name, way in STATE_CASES[world] for family in WITH_STATE]
+    cases = [(name, family, way) for name, way in STATE_CASES[world] for family in families]
     # Not weights: gradients of decays are so near 0 that AdamW makes steps of their rounding.
     check_cases(models, oracles, cases, parts=("gradients",))
 

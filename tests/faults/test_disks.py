@@ -24,10 +24,8 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("disk", "moment"),
-    [*SAMPLE[::2], *(pytest.param(*each, marks=pytest.mark.nightly) for each in SAMPLE[1::2])],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("disk", "moment"), SAMPLE)
 def test_a_machine_that_dies_at_a_moment(prepared, tmp_path, disk, moment):
     goes_on = moment in (SAMPLE[0][1], SAMPLE[3][1])
     verdict = try_moment(prepared, tmp_path, disk, moment, goes_on=goes_on)

@@ -32,7 +32,7 @@ SAMPLE = [
     pytest.param("mirror, the old step's COMMIT is gone", "kill", marks=pytest.mark.nightly),
     ("upload, mid-object", "EIO"),
     pytest.param("upload, data without COMMIT", "ENOSPC", marks=pytest.mark.nightly),
-    ("upload, mid-object", "hang"),
+    pytest.param("upload, mid-object", "hang", marks=pytest.mark.nightly),
 ]
 
 

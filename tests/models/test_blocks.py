@@ -1,8 +1,9 @@
 import pytest
 import torch
 from devices import BF16_ATTENTION_ERROR, CPU
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.models.kernels.attention import BlockPlan, Softmax
@@ -32,7 +33,7 @@ def draw(total, seed=0):
     ]
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     window=st.none() | st.integers(1, 80),

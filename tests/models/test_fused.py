@@ -1,7 +1,8 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from tiny import FAMILIES, tiny_config
 from torch import nn
 
@@ -44,7 +45,7 @@ def assert_near(found, wanted, tolerance):
         assert (ours.double() - theirs).norm() <= tolerance * theirs.norm() + 1e-12
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(
     tokens=st.integers(1, 40),
     heads=st.integers(1, 3),

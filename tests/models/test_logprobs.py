@@ -1,7 +1,8 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
@@ -39,7 +40,7 @@ def test_gradcheck(transform, chunk):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("used", ["both", "logprobs", "entropy"])
-@settings(max_examples=25)
+@draws(25)
 @given(
     rows=st.integers(0, 9),
     chunk=st.integers(1, 10),

@@ -1,14 +1,15 @@
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.models.packing import RowMap, select_rows
 
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(size=st.integers(1, 12), data=st.data())
 def test_taking_rows_equals_indexing(size, data):
     index = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=40)), dtype=np.int64)

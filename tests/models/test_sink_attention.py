@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from models.test_span_attention import written_out
+from nights import draws
 from torch import Tensor
 
 from burnish.models.kernels.sink_attention import sink_attention
@@ -74,9 +75,7 @@ def kernel_of_the_cpu() -> Iterator[None]:
     library._destroy()
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@draws(30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 7]),

@@ -3,8 +3,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from devices import BF16_ATTENTION_ERROR, CPU, ROUNDED_FACTORS_ERROR
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.models.kernels import span_attention
 from burnish.models.kernels.span_attention import causal_attention
@@ -41,7 +42,7 @@ def gradients(output, parts):
     return [part.grad for part in parts]
 
 
-@settings(max_examples=80, deadline=None)
+@draws(80, deadline=None)
 @given(
     n=st.integers(1, 3),
     key_heads=st.integers(1, 3),

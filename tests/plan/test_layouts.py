@@ -1,7 +1,8 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from model_shapes import QWEN3_8B
+from nights import draws
 
 from burnish.config.constraints import check
 from burnish.config.document import dump_yaml
@@ -74,12 +75,17 @@ MEGATRON = LONG | {"engine": {"kind": "megatron"}}
 @pytest.mark.parametrize(
     ("values", "command"),
     [
-        (SFT, "sft"),
         (RL, "rl"),
-        (OFFLOADED, "sft"),
-        (LONG, "sft"),
-        (LONG_COMPLETIONS, "rl"),
-        (MEGATRON, "sft"),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (
+                (SFT, "sft"),
+                (OFFLOADED, "sft"),
+                (LONG, "sft"),
+                (LONG_COMPLETIONS, "rl"),
+                (MEGATRON, "sft"),
+            )
+        ),
     ],
 )
 def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
@@ -122,7 +128,7 @@ def configured(**changes):
     return plan_of(values)
 
 
-@settings(max_examples=20)
+@draws(20)
 @given(st.sampled_from(["bf16", "fp32"]), st.booleans(), st.sampled_from([4096, 16384, 65536]))
 def test_keeping_less_needs_less(precision, reshard, tokens):
     needs = [
@@ -139,7 +145,7 @@ def test_keeping_less_needs_less(precision, reshard, tokens):
     assert needs == sorted(needs)
 
 
-@settings(max_examples=20)
+@draws(20)
 @given(st.sampled_from(["full", "none"]), st.sampled_from([1, 2, 4, 8]))
 def test_more_copies_need_more(kind, replicas):
     one, more = (

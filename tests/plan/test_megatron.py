@@ -187,7 +187,13 @@ def test_micro_batches_in_flight():
     assert stages < activations(pipeline_parallel=4, virtual_stages=3) < 2 * stages
 
 
-@pytest.mark.parametrize(("model", "devices"), [(MODEL, "16xH100-80G"), (MIXTURE, "16xH100-80G")])
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    [
+        (MODEL, "16xH100-80G"),
+        pytest.param(MIXTURE, "16xH100-80G", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
     plans = planner(values_of(model), devices).all_plans()
     fitting = [plan for plan in plans if plan.fits]

@@ -70,7 +70,7 @@ def test_any_text_has_an_answer_or_none(text: str) -> None:
 @pytest.mark.parametrize("text", ["1", "1,", "111,", "\\frac{", "{"])
 def test_long_texts_come_to_an_end(text: str) -> None:
     """Work that grows with the square of the length would outlast any test's limit by hours."""
-    many = text * (2_000_000 // len(text))
+    many = text * (400_000 // len(text))
     numeric("\\boxed{" + many, "1")
     numeric(many, "1")
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from torch import Tensor
 
 from burnish.models.kernels.attention import Softmax
@@ -125,7 +126,7 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -
 
 @pytest.mark.parametrize("kind", [SlotCache, SharedCache])
 @pytest.mark.parametrize("window", [None, 1, 3])
-@settings(max_examples=20)
+@draws(20)
 @given(seed=st.integers(0, 10_000), more=st.booleans())
 def test_attention_is_that_over_prompt_and_completion(
     kind: type[SlotCache], window: int | None, seed: int, more: bool

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from contracts.generator import warped
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.sampling import draw, uniforms
@@ -43,7 +44,7 @@ def test_frequencies_are_the_probabilities(options: dict[str, Any]) -> None:
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     vocab=st.integers(1, 400),
     temperature=st.floats(0.1, 3),
@@ -74,7 +75,7 @@ def test_only_kept_tokens_with_their_log_probs(
     )
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(vocab=st.integers(1, 300), seed=st.integers(0, 1000))
 def test_the_token_is_where_the_running_sum_passes_the_number(vocab: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

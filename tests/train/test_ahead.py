@@ -514,7 +514,7 @@ def test_a_step_with_batches_is_checked_set_aside_exported_and_shown(
     assert aside == ["step-00000003", "step-00000004"]
 
 
-@pytest.mark.parametrize(("first", "second"), by_day([(2, 1), (1, 2)], [(2, 1)]))
+@pytest.mark.parametrize(("first", "second"), by_day([(2, 1), (1, 2)], []))
 def test_two_processes_and_one_share_batches(
     work: Path, in_peace: Path, first: int, second: int
 ) -> None:

@@ -94,7 +94,8 @@ def test_it_draws_ahead_as_the_torch_engine_does(work):
     assert_same(run, done(work, *argv, "name=ahead_torch"))
 
 
-@pytest.mark.parametrize("begins", ["megatron", pytest.param("torch", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("begins", ["megatron", "torch"])
 def test_engines_go_on_from_each_other(work, of_torch, begins):
     engines = [[MEGATRON, LAYOUTS["PP 2"]], ["engine.tensor_parallel=2"]]
     first, second = engines if begins == "megatron" else reversed(engines)
@@ -134,6 +135,7 @@ def require_unharmed(work, name, argv, update):
     assert outcome(done(work, *argv, f"name=killed_{name}", world=2)) == outcome(left_alone)
 
 
+@pytest.mark.nightly
 def test_a_signal_in_a_pipeline_leaves_a_checkpoint(work):
     argv = [*RL, MEGATRON, LAYOUTS["PP 2"], "name=stopped", "steps=5000"]
     started = ranks(work, argv, 2)

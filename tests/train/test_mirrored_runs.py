@@ -105,6 +105,7 @@ def test_machines_that_share_no_disk_go_on_as_if_nothing_had_been(tmp_path):
     assert not list(tmp_path.glob("*-?/runs/run/checkpoints/*-0*"))
 
 
+@pytest.mark.nightly
 def test_all_of_a_run_is_at_its_url(work):
     argv = ["rl", "rl.yaml", "name=all", "steps=2", f"output_dir=file://{work}/far"]
     argv.append("tracking.profile_steps=[1]")
@@ -125,6 +126,7 @@ def test_all_of_a_run_is_at_its_url(work):
     assert far(work, "all") == [2]
 
 
+@pytest.mark.nightly
 def test_another_machine_has_what_a_run_here_would_have(work):
     """Rollouts, traces, events and logs of the steps before; and later ones only once."""
     argv = ["rl", "rl.yaml", f"checkpoint.mirror=file://{work}/far", "checkpoint.save_every=1"]

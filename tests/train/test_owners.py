@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
+from itertools import product
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -104,20 +105,26 @@ def updates(layout: Layout, settings: Mapping[str, Any], groups: RolloutTable) -
     return update.with_logprobs(update.assign_credit(groups, update.minibatches(groups)).batches, 0)
 
 
-def train_on_what_arrives(layout: Layout) -> list[tuple[int, int, int]]:
+CASES = list(product(range(len(LAYOUTS)), range(len(SETTINGS))))
+BY_DAY = [case for case in CASES if sum(case) % 3 == 0]
+"""Every layout and all settings, each pair of numbers a case."""
+
+
+def train_on_what_arrives(
+    layout: Layout, cases: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
     """Of each case, the bytes that a rank received, the tokens that it trains on, and all."""
     found = []
-    for degrees in LAYOUTS:
-        here = replace(layout, **degrees)
-        for settings in SETTINGS:
-            groups = groups_of(24)
-            wanted = updates(here, settings, RolloutTable.of(groups))
-            with Traffic(here) as traffic:
-                batches = updates(here, settings, divided(groups, here))
-            for mine, theirs in zip(batches, wanted, strict=True):
-                require_equal(mine, theirs)
-            own = sum(len(each.input_ids) for batch in batches for each in batch.microbatches)
-            found.append((traffic.received, own, sum(batch.total_tokens for batch in batches)))
+    for degrees, number in cases:
+        here, settings = replace(layout, **LAYOUTS[degrees]), SETTINGS[number]
+        groups = groups_of(24)
+        wanted = updates(here, settings, RolloutTable.of(groups))
+        with Traffic(here) as traffic:
+            batches = updates(here, settings, divided(groups, here))
+        for mine, theirs in zip(batches, wanted, strict=True):
+            require_equal(mine, theirs)
+        own = sum(len(each.input_ids) for batch in batches for each in batch.microbatches)
+        found.append((traffic.received, own, sum(batch.total_tokens for batch in batches)))
     return found
 
 
@@ -133,11 +140,13 @@ def require_equal(mine: Batch, theirs: Batch) -> None:
                 assert value == wanted, field.name
 
 
-@pytest.mark.parametrize("world", [4])
-def test_a_rank_receives_what_it_trains_on_and_the_batch_is_the_same(world: int) -> None:
-    for cases in run_ranks(train_on_what_arrives, world):
-        for number, (received, own, everything) in enumerate(cases):
-            degrees, settings = divmod(number, len(SETTINGS))
+@pytest.mark.parametrize("cases", [BY_DAY, pytest.param(CASES, marks=pytest.mark.nightly)], ids=len)
+def test_a_rank_receives_what_it_trains_on_and_the_batch_is_the_same(
+    cases: Sequence[tuple[int, int]],
+) -> None:
+    for of_rank in run_ranks(train_on_what_arrives, 4, cases):
+        for (degrees, settings), told in zip(cases, of_rank, strict=True):
+            received, own, everything = told
             # Token, log-prob and an eighth for the mask; two experts in two routers.
             each = 8.125 + (4 if settings == 1 else 0)
             if "mask_truncated" in SETTINGS[settings]["algorithm"]:

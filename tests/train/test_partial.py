@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 from collectors_for_tests import Collected
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
@@ -163,7 +164,7 @@ def stored(
     return read_ahead(place, ahead_files(pending, partial))
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60, deadline=None)
 @given(
     st.integers(2, 8),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.booleans()), max_size=4),

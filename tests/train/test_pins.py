@@ -116,6 +116,7 @@ def test_ranks_agree_on_commits_and_each_machine_downloads_once(hub: HubServer, 
     assert sum(path.startswith("api/") and "/revision/" in path for _, path in hub.asked) <= 2
 
 
+@pytest.mark.nightly
 def test_ranks_tell_a_wrong_id_together(hub: HubServer, work: Path) -> None:
     argv = ["sft", "sft.yaml", "model.path=me/nobody"]
     started = ranks(work, argv, 2, environ=environ(hub, work / "home"))
@@ -142,11 +143,11 @@ def test_the_planner_reads_the_configuration_alone(hub: HubServer, work: Path) -
 @pytest.mark.parametrize(
     ("setting", "code", "named"),
     [
-        ("model.path=me/nobody", 5, "me/nobody"),
+        pytest.param("model.path=me/nobody", 5, "me/nobody", marks=pytest.mark.nightly),
         ("model.path=me/tiny@v9", 5, "v9"),
-        ("data.train=[me/nothing]", 5, "me/nothing"),
+        pytest.param("data.train=[me/nothing]", 5, "me/nothing", marks=pytest.mark.nightly),
         ("data.train=[me/sums:other]", 5, "train, validation"),
-        ("model.tokenizer=me/empty", 5, "me/empty"),
+        pytest.param("model.tokenizer=me/empty", 5, "me/empty", marks=pytest.mark.nightly),
     ],
 )
 def test_a_wrong_id_is_an_error_that_names_its_setting(
@@ -159,6 +160,7 @@ def test_a_wrong_id_is_an_error_that_names_its_setting(
     assert named in output
 
 
+@pytest.mark.nightly
 def test_a_dry_run_looks_at_the_first_rows(hub: HubServer, work: Path) -> None:
     call(hub, work, "sft", "sft.yaml", "--dry-run")
     row = b'{"qestion": "1", "reply": "2"}\n'
@@ -180,6 +182,7 @@ def test_settings_are_checked_without_the_hub(hub: HubServer, work: Path) -> Non
         assert values["model"]["path"] == f"me/tiny@{hub.commit('models/me/tiny')}"
 
 
+@pytest.mark.nightly
 def test_a_card_names_model_and_data_of_the_hub(hub: HubServer, work: Path) -> None:
     call(hub, work, "sft", "sft.yaml", "model.lora.rank=2")
     (model,) = work.glob("runs/run/checkpoints/*/model")

@@ -30,6 +30,7 @@ ARGV = [
 ]
 
 
+@pytest.mark.nightly
 def test_a_hung_reward_is_named_with_its_line(tmp_path: Path) -> None:
     root = make_files(tmp_path)
     (root / "hangs.py").write_text(HANGS)

@@ -64,6 +64,7 @@ def test_examples_go_on_with_the_next_row(streams: Path) -> None:
 MIXED = ("data.train=[sums, 'products/*.jsonl']", "data.weights=[3, 1]")
 
 
+@pytest.mark.nightly
 def test_prompts_of_a_mixture_go_on_with_the_next_rows(streams: Path) -> None:
     is_the_same_when_killed_and_resumed_on_two_ranks(streams, "rl", *MIXED)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from view.rollout_files import row, write
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
@@ -125,7 +126,7 @@ def expected(files: Wrote, wanted: RolloutFilter) -> list[dict[str, Any]]:
     return [each for _, each in found if fits(each)]
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(files=FILES, wanted=FILTERS, limit=st.integers(1, 4))
 def test_pages_have_what_a_reader_of_all_files_finds(
     files: Wrote, wanted: RolloutFilter, limit: int, tmp_path_factory: pytest.TempPathFactory

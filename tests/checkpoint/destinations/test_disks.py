@@ -210,6 +210,7 @@ def start_with_a_mirror_of_its_own(layout, disks):
     return str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_mirror_that_is_another_for_each_is_refused(tmp_path):
     """A path of this machine, for one, behind file://."""
     disks = where(tmp_path, 0, 1)
@@ -296,6 +297,7 @@ def lose_and_heal(layout, disks):
         return type(error).__name__, settle(checkpoints)
 
 
+@pytest.mark.nightly
 def test_a_mirror_that_comes_back_gets_all(tmp_path):
     disks = where(tmp_path, 0, 1)
     assert run_ranks(lose_and_heal, 2, disks) == [("IncompatibleError", None)] * 2
@@ -317,6 +319,7 @@ def two(tmp_path):
     return disks, disks.mirror(0), disks.mirror(1)
 
 
+@pytest.mark.nightly
 def test_nobody_waits_for_another_on_the_way(two):
     disks, first, second = two
     assert sync(first, 0) == []
@@ -328,6 +331,7 @@ def test_nobody_waits_for_another_on_the_way(two):
     assert sync(second, 1) == sync(first, 0) == []
 
 
+@pytest.mark.nightly
 def test_a_word_of_another_writing_does_not_count(two):
     disks, first, second = two
     _, names = open_partial(*portions_on(disks, 1))
@@ -357,6 +361,7 @@ def test_nothing_is_sealed_that_is_not_there(two):
     assert steps_on(disks) == [1]
 
 
+@pytest.mark.nightly
 def test_what_is_damaged_on_one_disk_keeps_no_other_step_back(two):
     disks, first, second = two
     [damaged] = portions_on(disks, 1)
@@ -372,6 +377,7 @@ def test_what_is_damaged_on_one_disk_keeps_no_other_step_back(two):
     assert steps_on(disks) == [2]
 
 
+@pytest.mark.nightly
 def test_who_lost_the_mirror_seals_nothing(two):
     disks, first, second = two
     first.remote.put("environment.json", b'{"start": "that"}')
@@ -388,6 +394,7 @@ def save_twice(layout, disks):
             checkpoints.save(step, contents_of(*make_state(step), layout))
 
 
+@pytest.mark.nightly
 def test_the_mirrors_retention_leaves_what_another_disk_has_not_seen_sealed(tmp_path):
     disks = where(tmp_path, 0, 1)
     run_ranks(save_twice, 2, disks)
@@ -401,6 +408,7 @@ def test_the_mirrors_retention_leaves_what_another_disk_has_not_seen_sealed(tmp_
     assert steps_on(disks) == [2]
 
 
+@pytest.mark.nightly
 def test_the_mirrors_retention_waits_until_all_disks_have_seen_what_it_removes(tmp_path):
     disks = where(tmp_path, 0, 1)
     run_ranks(save_twice, 2, disks)
@@ -415,6 +423,7 @@ def test_the_mirrors_retention_waits_until_all_disks_have_seen_what_it_removes(t
     assert steps_on(disks) == [2]
 
 
+@pytest.mark.nightly
 def test_nobody_asks_for_the_words_of_disks_that_are_no_more(tmp_path):
     disks = where(tmp_path, 0, 1)
     run_ranks(save_twice, 2, disks)
@@ -426,6 +435,7 @@ def test_nobody_asks_for_the_words_of_disks_that_are_no_more(tmp_path):
     assert not any("portions" in file.name for file in alone.remote.files())
 
 
+@pytest.mark.nightly
 def test_the_mirrors_retention_counts_what_was_just_sealed(two):
     disks, first, second = two
     sync(second, 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nights import draws
 from tiny import tiny_config
 
 from burnish.boxes.box import Box
@@ -61,7 +62,7 @@ def test_ranges_of_any_boxes(drawn: tuple[tuple[Region, ...], np.ndarray, list[i
         assert (built[region.name] >= 0).sum() == region.box.elements
 
 
-@settings(max_examples=50)
+@draws(50)
 @given(st.integers(1, 4), st.sampled_from([1, 2, 3]), SIZES, st.data())
 def test_a_run_through_fused_qkv_is_few_boxes(
     groups: int, queries: int, hidden: int, data: st.DataObject

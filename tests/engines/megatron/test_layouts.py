@@ -91,9 +91,8 @@ BY_DAY: list[Case] = [
     ("vpp uneven", "dense", "full"),
     ("ep 2", "moe", "selective"),
     ("etp 1 x tp 2", "moe", "full"),
-    ("tp 2 x pp 2", "tied", "none"),
 ]
-"""What `make test` runs: every way to share the work, every kind of model, every way to recompute."""
+"""What `make test` runs: every way to share the work on two processes, every kind of model, every way to recompute."""
 
 
 def cases_of_the_night() -> list[Case]:
@@ -176,7 +175,7 @@ def check_cases(
         assert sum(each["predictions"] for each in found) == wanted["predictions"], case
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_layouts_train_like_one_plain_model(
     models: dict[Shape, Path], oracles: dict[Shape, dict[str, Any]], world: int
 ) -> None:

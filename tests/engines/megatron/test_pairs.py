@@ -63,7 +63,7 @@ def test_layouts_are_saved_and_loaded(tmp_path: Path) -> None:
     """Of one process and of two; of each engine by the other."""
     path = save_mixture(tmp_path / "m", UNEVEN)
     two = layouts({"ep 2": {"expert_parallel": 2}})[2]
-    few = {1: TORCH[1], 2: {name: two[name] for name in ("torch tp 2", "tp 2 + sp", "vpp", "ep 2")}}
+    few = {1: TORCH[1], 2: {name: two[name] for name in ("torch tp 2", "vpp", "ep 2")}}
     require_every_pair(path, tmp_path, few, each=[2])
 
 

@@ -106,7 +106,7 @@ def oracles(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_layouts_route_like_one_plain_model(path: Path, oracles: dict[str, dict[str, Any]]) -> None:
-    require_routed(path, oracles, 2, recomputing(DEGREES[2][:3]))
+    require_routed(path, oracles, 2, recomputing(DEGREES[2][:2]))
 
 
 @pytest.mark.nightly
