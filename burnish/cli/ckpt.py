@@ -130,7 +130,7 @@ def _steps_directory(path: P) -> P:
         return path
     raise MissingError(
         f"there are no checkpoints at {path}",
-        have=neighbours(path) if isinstance(path, Path) else None,
+        have=neighbours(path) if isinstance(path, Path) and not path.is_dir() else None,
         want="runs/NAME, its checkpoints/, or a step-N in it",
         do="correct the path, or the URL",
     )

@@ -39,10 +39,8 @@ def runs(given: Namespace) -> None:
     if given.json:
         print_text(json.dumps(tables))
         return
-    for rows in tables.values():
-        heads = [
-            n for n in max(rows, key=len, default={}) if any(r.get(n) is not None for r in rows)
-        ]
+    for rows in filter(None, tables.values()):
+        heads = [n for n in max(rows, key=len) if any(r.get(n) is not None for r in rows)]
         for line in table([heads, *([_cell(row.get(name)) for name in heads] for row in rows)]):
             print_text(line)
 
@@ -81,7 +79,7 @@ def _settings(names: Sequence[str]) -> Rows:
 
 
 def _curves(names: Sequence[str]) -> Rows:
-    logged = {name: Curves(RunDirectory(Path(name)).metrics).refresh() for name in names}
+    logged = {name: Curves(RunDirectory(Path(name)).metrics).whole() for name in names}
     found: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
         values = {run: each for run, curves in logged.items() if (each := curves.finite(metric))}

@@ -94,6 +94,13 @@ class Curves:
             self._tail = (self._tail + whole)[-_TAIL:]
         return self
 
+    def whole(self) -> Self:
+        """Refresh. Raises `CorruptError` for a broken line."""
+        self.refresh()
+        if self.problem is not None:
+            raise self.problem
+        return self
+
     def _add(self, line: bytes) -> None:
         try:
             row = parse_metrics(line, self.path)

@@ -38,9 +38,7 @@ _ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'  # mark the p
 def write_report(run_dir: Path, state: State | None = None) -> Path:
     """Write `report.html` for a run's directory, and return its path. Raises `CorruptError` for a broken file."""
     run = RunDirectory(run_dir)
-    curves = Curves(run.metrics).refresh()
-    if curves.problem is not None:
-        raise curves.problem
+    curves = Curves(run.metrics).whole()
     name = run_dir.resolve().name
     config = run.config.read_text("utf-8", "replace") if run.config.exists() else ""
     environment, steps = run.read_environment(), run.read_status().get(STEPS)

@@ -72,7 +72,8 @@ def settings_of(run: Path) -> dict[str, Any]:
         return dict(dotted(recorded(path).model_dump(mode="json")))
     except CorruptError:
         with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
-            return dict(dotted(yaml.load(path.read_text(), CoreLoader)))
+            if isinstance(values := yaml.load(path.read_text(), CoreLoader), dict):
+                return dict(dotted(values))
         raise
 
 

@@ -36,6 +36,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make("sweep/again", rewards[:2], optim={"lr": 1e-5})
     make("empty", [])
     make("broken", []).joinpath("metrics.jsonl").write_text("{\n{}\n")
+    make("words", []).joinpath("config.yaml").write_text("no mapping")
     return tmp_path
 
 
@@ -47,7 +48,9 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 def test_runs_are_listed(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with holding_lease(Path("runs/sft/checkpoints") / LEASE):
         found = {row["run"]: row for row in as_json(capsys)["runs"]}
-    assert list(found) == [f"runs/{n}" for n in ("rl", "sft", "sweep/again", "empty", "broken")]
+    assert list(found) == [
+        f"runs/{n}" for n in ("rl", "sft", "sweep/again", "empty", "broken", "words")
+    ]
     states = [row["state"] for row in found.values()]
     assert states[:4] == ["finished", "running", "ended", "ended"]
     assert "metrics.jsonl" in states[4]
@@ -75,7 +78,14 @@ def test_two_are_compared(work: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("argv", "code"),
-    [(["nowhere"], 5), (["a", "b"], 2), (["compare", "runs/rl"], 2), (["compare", "runs/rl", "runs"], 5)],
+    [
+        (["nowhere"], 5),
+        (["a", "b"], 2),
+        (["compare", "runs/rl"], 2),
+        (["compare", "runs/rl", "runs"], 5),
+        (["compare", "runs/rl", "runs/broken"], 3),
+        (["compare", "runs/rl", "runs/words"], 3),
+    ],
 )  # fmt: skip
 def test_mistakes(work: Path, argv: list[str], code: int) -> None:
     assert main(["runs", *argv]) == code
