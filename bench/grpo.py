@@ -43,7 +43,7 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.records import StopReason
-from burnish.rewards.overview import Complaints
+from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.forward import InferenceModel
@@ -124,7 +124,7 @@ class Ours:
             layout,
             lambda: None,
             Progress(enabled=False),
-            Complaints(config.reward.max_failed_rounds),
+            RewardFailures(config.reward.max_failed_rounds),
         )
         self.loader = Loader(len(self.dataset), config.seed, shuffle=False)
         self.loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)

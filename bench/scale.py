@@ -72,7 +72,7 @@ from burnish.distributed.stall import StallLimits
 from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
-from burnish.rewards.overview import Complaints
+from burnish.rewards.overview import RewardFailures
 from burnish.tracking.trackers import wanted_rollouts
 from burnish.train.collect import GroupSampler, RolloutQueue, merged_shares
 from burnish.train.policy_update import PolicyUpdate
@@ -452,14 +452,14 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return made
 
     table, took = clock("hearing of all", lambda: hear(levels, group_sizes(ranks)))
-    stragglers, complaints = Stragglers(warns=False), Complaints(1)
+    stragglers, failures = Stragglers(warns=False), RewardFailures(1)
     asked = rng.integers(20, 400, ranks).astype(np.float64)
 
     def collect(*_: object) -> RolloutTable:
         owners = share_evenly(asked, ranks)
         found = table.take(inverse(by_share(owners, ranks)))
-        complaints.hear(found)
-        stragglers.hear(took)
+        failures.update(found)
+        stragglers.update(took)
         return found
 
     collector: Any = SimpleNamespace(layout=Layout(), collect=collect, stragglers=stragglers)

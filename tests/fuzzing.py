@@ -39,7 +39,7 @@ from burnish.files.safetensors import (
     read_header,
 )
 from burnish.files.strict_json import encode_json, parse_json
-from burnish.train.trainer_state import Position, position_of
+from burnish.train.trainer_state import TrainerState, read_state
 
 REFUSALS = (CorruptError, IncompatibleError, MissingError)
 MOST_LETTERS = 2_000
@@ -214,7 +214,7 @@ def state(rng: random.Random, scratch: Path) -> Take:
         if not isinstance(found, dict):
             return  # refused where the step is opened
         step = Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, found)
-        assert isinstance(position_of(step), Position)
+        assert isinstance(read_state(step), TrainerState)
 
     return take
 
@@ -290,7 +290,7 @@ def large_state(rng: random.Random, scratch: Path) -> Take:
 
     def take() -> None:
         step = Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, parse_json(data, "state"))
-        assert isinstance(position_of(step), Position)
+        assert isinstance(read_state(step), TrainerState)
 
     return take
 

@@ -14,7 +14,7 @@ from burnish.tracking.stats import Max, Mean, Stats, Sum
 log = logging.getLogger("burnish")
 
 
-class Complaints:
+class RewardFailures:
     """Warn once of each kind of failure, and end a run without rewards."""
 
     def __init__(self, most_rounds: int) -> None:
@@ -24,7 +24,7 @@ class Complaints:
         self._is_answered = False
         self._last: Rollout | None = None
 
-    def hear(self, table: RolloutTable) -> None:
+    def update(self, table: RolloutTable) -> None:
         """Warn of new kinds of failures in this round.
 
         Raises `BurnishError` if all rollouts failed in `most_rounds` rounds in a row, or with one kind of error in the first.

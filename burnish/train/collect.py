@@ -30,7 +30,7 @@ from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import Column, EncodedTable, RolloutTable
-from burnish.rewards.overview import Complaints, rollout_stats
+from burnish.rewards.overview import RewardFailures, rollout_stats
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
@@ -60,7 +60,7 @@ class Collector:
     check: Callable[[], None]
     """The generator calls it between decoding steps, and `score` while it waits. It may raise `StopRequested`."""
     progress: Progress
-    complaints: Complaints
+    failures: RewardFailures
     """Warns of failing reward functions, and raises if they fail for every rollout."""
     judge: Judge | None = None
     stragglers: Any = None
@@ -125,9 +125,9 @@ class Collector:
             raise StopRequested(stopped)
         everything = RolloutTable.gathered([told], own_table)
         table = everything.take(inverse(by_share(ranks, self.layout.data_size)))
-        self.complaints.hear(table)
+        self.failures.update(table)
         if self.stragglers is not None:
-            self.stragglers.hear(took)
+            self.stragglers.update(took)
         return self.judged(table)
 
     def judged(self, table: RolloutTable) -> RolloutTable:
@@ -265,14 +265,14 @@ class RolloutQueue:
         self._pending: deque[DrawnBatch] = deque()
         self._partial = PartialCompletions({}) if self._in_flight else None
         self._taken = 0
-        self._drawing: Drawing | None = None
+        self._background: BackgroundSampler | None = None
         self._waited = 0.0
 
     def publish(self, weights: Publication, version: int) -> None:
         """Give the generator new weights, by default after the old weights have drawn their batches."""
         count = self._left
-        if self._in_flight and self._drawing is not None:
-            count = from_main(self._drawing.ready(), self._sampler.collector.layout)
+        if self._in_flight and self._background is not None:
+            count = from_main(self._background.ready(), self._sampler.collector.layout)
         self._take_over(count)
         self._sampler.collector.generator.load_weights(weights, version)
         if self._check is not None and self._left == 0:
@@ -287,10 +287,10 @@ class RolloutQueue:
                 with collector.parked():
                     self._pending.append(self._sampler.sample(number))
         else:
-            if self._drawing is None:
+            if self._background is None:
                 first = step + len(self._pending)
-                self._drawing = Drawing(self._sampler, first, self._partial)
-            self._drawing.go_on(last)
+                self._background = BackgroundSampler(self._sampler, first, self._partial)
+            self._background.go_on(last)
             if not self._pending:
                 with collector.parked():
                     self._take_over(1, collector.check)
@@ -301,14 +301,14 @@ class RolloutQueue:
 
     @property
     def _left(self) -> int:
-        return 0 if self._drawing is None else self._drawing.left
+        return 0 if self._background is None else self._background.left
 
     def _take_over(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         """Wait for batches that rank 0 draws, and share them with all ranks. Collective.
 
         It calls `check` meanwhile, which may raise only before an update: a save after one needs these batches.
         """
-        drawing, collector, began = self._drawing, self._sampler.collector, time.monotonic()
+        drawing, collector, began = self._background, self._sampler.collector, time.monotonic()
         if drawing is None or count == 0:
             return
 
@@ -339,8 +339,8 @@ class RolloutQueue:
 
     def close(self) -> None:
         """Stop drawing."""
-        if self._drawing is not None:
-            self._drawing.close()
+        if self._background is not None:
+            self._background.close()
 
     def restore(
         self, pending: Sequence[DrawnBatch], partial: Mapping[SampleKey, Completion]
@@ -381,7 +381,7 @@ class RolloutQueue:
         return stats
 
 
-class Drawing:
+class BackgroundSampler:
     """Batches that a thread of rank 0 draws; other ranks count them."""
 
     def __init__(

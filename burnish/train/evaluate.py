@@ -279,7 +279,7 @@ def _measure(
                     generator.load_weights(model.published(), version=0)
                 measured = prompt_validation(foundation, collector, held_out)()
             with agree(foundation.layout):
-                collector.complaints.require_answer()
+                collector.failures.require_answer()
             return measured
 
 

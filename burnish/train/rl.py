@@ -40,7 +40,7 @@ from burnish.train.setup import (
     prompt_dataset,
     train_dataset,
 )
-from burnish.train.trainer_state import Inputs, weights_version
+from burnish.train.trainer_state import Fingerprints, weights_version
 
 
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
@@ -68,16 +68,20 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
             formula = config.algorithm, local.reward.functions
-            inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path, *formula)
-            run, update, judge, engines = _models(foundation, session, inputs, total, advantage)
-            loader.state = run.position.cursor
+            fingerprints = Fingerprints.of(
+                foundation.tokenizer, dataset, local.model.path, *formula
+            )
+            run, update, judge, engines = _models(
+                foundation, session, fingerprints, total, advantage
+            )
+            loader.state = run.state.cursor
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
             stack.callback(collector.generator.close)
             if config.engine.park:
                 collector = replace(collector, parks=engines)
             waiting = config.critic.warmup_steps
-            version = weights_version(run.position.step, waiting)
+            version = weights_version(run.state.step, waiting)
             guard = import_module("burnish.train.guard").Guard
             check = guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
@@ -85,7 +89,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             queue.restore(run.pending, run.partial)
             queue.publish(update.engine.published(), version)
             kl = config.algorithm.kl
-            kl_coef = kl.coef if run.position.kl_coef is None else run.position.kl_coef
+            kl_coef = kl.coef if run.state.kl_coef is None else run.state.kl_coef
             validate: Validation | None = None
             if held_out:
                 evaluation = import_module("burnish.train.evaluate")
@@ -131,13 +135,13 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                     by_token=credit.by_token,
                 )
         with agree(layout):
-            collector.complaints.require_answer()
+            collector.failures.require_answer()
 
 
 def _models(
     foundation: Foundation,
     session: Session,
-    inputs: Inputs,
+    fingerprints: Fingerprints,
     total_steps: int,
     advantage: Advantage | None,
 ) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
@@ -150,7 +154,7 @@ def _models(
         made = import_module("burnish.train.critic").Critic.make
         critic = made(foundation, total_steps, engine)
         learners[CRITIC] = critic
-    run = Run(session, learners, inputs, total_steps)
+    run = Run(session, learners, fingerprints, total_steps)
     judge: Judge | None = None
     if config.reward.models:
         reward_models = import_module("burnish.train.reward_models")

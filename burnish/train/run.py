@@ -1,6 +1,6 @@
 """The protocol of a training loop, `steps` and `finish`, with its validations, saves, logs, stops and resumes.
 
-A signal in the middle of a step saves the frozen `Position` after the previous step.
+A signal in the middle of a step saves the frozen `TrainerState` after the previous step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ from burnish.train.owners import arrays_on_main, arriving, on_main
 from burnish.train.ownership import Session
 from burnish.train.setup import Learner
 from burnish.train.signals import StopRequested
-from burnish.train.trainer_state import Inputs, Position, Updates, counts, state_of, take_up
+from burnish.train.trainer_state import (
+    Fingerprints,
+    TrainerState,
+    Updates,
+    counts,
+    restore,
+    state_json,
+)
 
 # Seconds that a run waits for its mirror after a signal to stop. The step is on the local disk already.
 _GRACE_SECONDS = 10.0
@@ -79,7 +86,7 @@ class Run:
         self,
         session: Session,
         learners: Mapping[str, Learner],
-        inputs: Inputs,
+        fingerprints: Fingerprints,
         total_steps: int,
     ) -> None:
         """Load the models, by role, from the newest committed step, else their initial weights. Collective.
@@ -87,7 +94,7 @@ class Run:
         Raises `CorruptError` if initial weights lie in a damaged step, and `BurnishError` if ranks have different inputs.
         """
         self._session, self._layout, self._config = session, session.layout, session.config
-        self._learners, self._inputs, self._total_steps = learners, inputs, total_steps
+        self._learners, self._fingerprints, self._total_steps = learners, fingerprints, total_steps
         self._observers: Observers | None = None
         self._validate: Validation | None = None
         self._queue: RolloutQueue | None = None
@@ -95,15 +102,15 @@ class Run:
         self._compared_step: int | None = None
         self._saved_at = time.monotonic()
         self._finite_loss = True
-        given = json.dumps(asdict(inputs))
+        given = json.dumps(asdict(fingerprints))
         same_on_all_ranks(given, "what data.train and the tokenizer hold", self._layout)
         self._digest = digest(self._config)
         self._peak_flops = peak_flops(session.device, compute_dtype(self._config.engine))
         main = learners[MAIN]
         session.intact.require(*main.foundation.places(fresh=False))
-        self.position = Position(roles=self._other_counts())
+        self.state = TrainerState(roles=self._other_counts())
         self.pending: Sequence[DrawnBatch] = ()
-        """Batches drawn and not trained on at this position."""
+        """Batches drawn and not trained on in this state."""
         self.partial: Mapping[SampleKey, Completion] = {}
         """Completions begun for later batches, as the step that the run resumed from held them."""
         resumed = session.checkpoints.resume(self._load, main.engine.arena)
@@ -122,7 +129,7 @@ class Run:
                     session.mirror.bring_back(session.directory)
 
     def _log_start(self) -> None:
-        made, total = self.position.step, self._total_steps
+        made, total = self.state.step, self._total_steps
         if made >= total:
             log.info("step %d of %d is done already: nothing is left to do", made, total)
             return
@@ -131,7 +138,7 @@ class Run:
             "steps %d to %d on %d %s, %s parameters in %s",
             made + 1,
             total,
-            self._inputs.samples,
+            self._fingerprints.samples,
             "streamed bytes" if self._config.data.streaming else "rows",
             f"{parameters:,}",
             self._config.engine.precision,
@@ -153,7 +160,7 @@ class Run:
         except StopRequested as request:
             raise self._stopped(request) from None
         except Exception:
-            if self.position.step < self._total_steps:
+            if self.state.step < self._total_steps:
                 self._report_failure()
             raise
         finally:
@@ -161,7 +168,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, 0-based. Make late saves between them; end on a signal on any rank. Collective."""
-        done, total = self.position.step, self._total_steps
+        done, total = self.state.step, self._total_steps
         patience = _SAVE_SECONDS if self._config.checkpoint.save_every == "auto" else math.inf
         with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
             for step in range(done, total):
@@ -190,13 +197,13 @@ class Run:
         """
         self._note_finished_save(wait=False)
         main, pending = self._learners[MAIN].engine, self._queue.pending() if self._queue else ()
-        self.position = Position(
-            step=self.position.step + 1,
+        self.state = TrainerState(
+            step=self.state.step + 1,
             cursor=cursor,
-            tokens=self.position.tokens + sum(batch.total_tokens for batch in batches),
+            tokens=self.state.tokens + sum(batch.total_tokens for batch in batches),
             optimizer_steps=main.steps,
             skipped_in_a_row=main.skipped_in_a_row,
-            measured_later=self.position.measured_later,
+            measured_later=self.state.measured_later,
             roles=self._other_counts(),
             kl_coef=kl_coef,
             ahead=len(pending),
@@ -209,51 +216,51 @@ class Run:
         if self._is_due(self._config.distributed.check_replicas_every):
             self._check_replicas()
         due = self._is_due(self._config.evaluation.every)
-        save, last = self._save_is_due(validated=due), self.position.step == self._total_steps
+        save, last = self._save_is_due(validated=due), self.state.step == self._total_steps
         self._record(values, validate=due, save=save or last)
         if save:
             self._after_save()
 
     def _after_save(self) -> None:
         self._notify(lambda each: each.report("running"))
-        if self.position.step < self._total_steps:
+        if self.state.step < self._total_steps:
             self._session.stopper.check_saved()
 
     def _begin(self) -> None:
         """Open the observers, and finish an interrupted step's validation and log."""
-        session, position = self._session, self.position
-        session.spans.step = position.step
+        session, state = self._session, self.state
+        session.spans.step = state.step
         logged: dict[str, float] = {}
         with agree(self._layout), self._writing():
             if self._layout.is_main:
-                logged = logged_values(session.directory.metrics, position.step)
+                logged = logged_values(session.directory.metrics, state.step)
                 self._observers = Observers(
                     session.directory,
                     self._config.tracking,
-                    step=position.step,
+                    step=state.step,
                     total_steps=self._total_steps,
-                    is_logged=position.unlogged is None,
+                    is_logged=state.unlogged is None,
                     decode=self._learners[MAIN].foundation.tokenizer.decode,
                 )
         session.spans.added({})
-        left = position.unlogged
-        if left is not None and not position.unvalidated:
+        left = state.unlogged
+        if left is not None and not state.unvalidated:
             self._log(logged or numbers(left))
         elif left is not None:
             self._record(numbers(left), validate=True)
-        elif position.step == 0 and self._validate and self._config.evaluation.before:
+        elif state.step == 0 and self._validate and self._config.evaluation.before:
             self._record({}, validate=True)
         session.spans.added({})
 
     def _record(self, values: Mapping[str, float], *, validate: bool, save: bool = False) -> None:
         """Validate and save where due, then log.
 
-        Until then the position holds the metrics, so neither a signal nor a kill loses them.
+        Until then the state holds the metrics, so neither a signal nor a kill loses them.
         """
         spans = self._session.spans
-        self.position = replace(self.position, unlogged=json_numbers(values))
+        self.state = replace(self.state, unlogged=json_numbers(values))
         if validate and self._validate is not None:
-            self.position = replace(self.position, unvalidated=True)
+            self.state = replace(self.state, unvalidated=True)
             self._session.stopper.check_all()
             with spans("validate"):
                 measured, rollouts = self._validate()
@@ -261,11 +268,11 @@ class Run:
                     self._write_rollouts(rollouts)
             require_measured(self._config.checkpoint.keep_best.metric, measured)
             values = spans.added(values) | measured
-            kept, later = json_numbers(measured), self.position.measured_later
-            if self._saved_step == self.position.step:
-                later = {**later, str(self.position.step): kept}
-            self.position = replace(
-                self.position,
+            kept, later = json_numbers(measured), self.state.measured_later
+            if self._saved_step == self.state.step:
+                later = {**later, str(self.state.step): kept}
+            self.state = replace(
+                self.state,
                 measured=kept,
                 measured_later=later,
                 unlogged=json_numbers(values),
@@ -282,7 +289,7 @@ class Run:
         by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
         """Write rollouts on rank 0 if due. A validation has no `advantages`. Collective."""
-        step, total, settings = self.position.step, self._total_steps, self._config.tracking
+        step, total, settings = self.state.step, self._total_steps, self._config.tracking
         wanted = wanted_rollouts(settings, step, total, table, advantages is None)
         if wanted is None:
             return
@@ -299,8 +306,8 @@ class Run:
     def _log(self, values: Mapping[str, float]) -> None:
         with self._writing():
             if self._observers is not None:
-                self._observers.step_finished(self.position.step, values)
-        self.position = replace(self.position, unlogged=None, unvalidated=False)
+                self._observers.step_finished(self.state.step, values)
+        self.state = replace(self.state, unlogged=None, unvalidated=False)
 
     def _throughput(
         self, batches: Sequence[Batch], values: Mapping[str, float]
@@ -320,29 +327,29 @@ class Run:
         return found
 
     def _save(self, *, background: bool = False) -> None:
-        """Commit the position unless it is committed; with `background`, only start. Collective.
+        """Commit the state unless it is committed; with `background`, only start. Collective.
 
         Training goes on if a background save fails.
         """
         self._saved_at = time.monotonic()
         with self._session.spans("save"), self._session.progress.phase("save", lines=False):
             self._note_finished_save(wait=True)
-            if self._saved_step == self.position.step:
+            if self._saved_step == self.state.step:
                 return
             self._check_replicas()
             self._notify(Observers.sync)  # then only this step's own line of metrics can be missing
             if not background:
-                self._session.checkpoints.save(self.position.step, self._contents())
-                self._committed(self.position.step)
+                self._session.checkpoints.save(self.state.step, self._contents())
+                self._committed(self.state.step)
                 return
             try:
-                self._session.checkpoints.begin_save(self.position.step, self._contents())
+                self._session.checkpoints.begin_save(self.state.step, self._contents())
             except BurnishError as error:
-                self._log_failed_save(self.position.step, error)
+                self._log_failed_save(self.state.step, error)
 
     def _check_replicas(self) -> None:
         """Compare copies of the weights if configured, once a step. Collective."""
-        step = self.position.step
+        step = self.state.step
         if self._config.distributed.check_replicas_every and self._compared_step != step:
             engines = {role: learner.engine for role, learner in self._learners.items()}
             check = import_module("burnish.train.replicas").check_replicas
@@ -383,7 +390,7 @@ class Run:
             files = ahead_files(pending, self._queue.partial())
         return Contents(
             models={role: learner.contents() for role, learner in self._learners.items()},
-            state=state_of(self.position, main, self._inputs, self._digest),
+            state=state_json(self.state, main, self._fingerprints, self._digest),
             files=files,
             healthy=self._finite_loss,
             check_finite=True,
@@ -392,7 +399,7 @@ class Run:
         )
 
     def _load(self, step: Committed, source: CheckpointSource) -> None:
-        """Load models and position from a step, if all of it fits."""
+        """Load models and state from a step, if all of it fits."""
         pending: Sequence[DrawnBatch] = ()
         partial: Mapping[SampleKey, Completion] = {}
         files = source.files(AHEAD)
@@ -400,15 +407,15 @@ class Run:
             if self._layout.is_main:
                 pending, partial = read_ahead(step, files)
         pending = from_main(pending, self._layout)
-        self.position = take_up(
+        self.state = restore(
             step,
             source,
             self._learners,
-            self._inputs,
+            self._fingerprints,
             self._digest,
             may_be_fresh=self._config.checkpoint.fresh_optimizer,
         )
-        self.pending, self.partial, self._saved_step = pending, partial, self.position.step
+        self.pending, self.partial, self._saved_step = pending, partial, self.state.step
 
     def _other_counts(self) -> dict[str, Updates]:
         learners = self._learners.items()
@@ -421,7 +428,7 @@ class Run:
         self._notify(lambda each: each.report("finished"))
         left = self._settle_mirror(self._config.checkpoint.mirror_patience_seconds)
         if self._layout.is_main:
-            name = step_name(self.position.step)
+            name = step_name(self.state.step)
             root: PurePath = session.directory.checkpoints
             if session.mirror is not None and not Path(root, name).is_dir():
                 root = session.mirror.root
@@ -438,7 +445,7 @@ class Run:
     def _stopped(self, request: StopRequested) -> StoppedError:
         self._save()
         self._notify(lambda each: each.report("stopped"))
-        session, step = self._session, self.position.step
+        session, step = self._session, self.state.step
         place, patience = str(session.directory.root), _GRACE_SECONDS
         meets = session.checkpoints.meets_on_mirror and session.mirror is not None
         if session.mirror is not None and meets:
@@ -501,7 +508,7 @@ class Run:
         return is_rated or self._is_due(settings.keep_every)
 
     def _is_due(self, every: int) -> bool:
-        step = self.position.step
+        step = self.state.step
         return every > 0 and (step % every == 0 or step == self._total_steps)
 
 

@@ -36,7 +36,7 @@ from burnish.models.loading import (
 )
 from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
 from burnish.records.seeds import derive_seed
-from burnish.rewards.overview import Complaints
+from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Generator
 from burnish.rollout.builtin.forward import InferenceModel
@@ -443,11 +443,11 @@ def make_collector(
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    complaints = Complaints(foundation.config.reward.max_failed_rounds)
+    failures = RewardFailures(foundation.config.reward.max_failed_rounds)
     layout = foundation.layout
     stragglers = None
     if layout.world > 1 and not generator.central:
         stragglers = import_module("burnish.train.stragglers").Stragglers(warns=layout.is_main)
-    common = (layout, check, progress, complaints, judge, stragglers)
+    common = (layout, check, progress, failures, judge, stragglers)
     beside = foundation.config.rollout.place == "child"
     return Collector(generator, decode, pool.score, *common, beside=beside)

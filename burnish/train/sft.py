@@ -26,7 +26,7 @@ from burnish.train.setup import (
     make_loader,
     train_dataset,
 )
-from burnish.train.trainer_state import Inputs
+from burnish.train.trainer_state import Fingerprints
 
 
 def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
@@ -48,9 +48,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             engine = make_engine(foundation, config.optim)
-            inputs = Inputs.of(foundation.tokenizer, dataset, local.model.path)
-            run = Run(session, {MAIN: Learner(engine, foundation)}, inputs, total)
-            loader.state = run.position.cursor
+            fingerprints = Fingerprints.of(foundation.tokenizer, dataset, local.model.path)
+            run = Run(session, {MAIN: Learner(engine, foundation)}, fingerprints, total)
+            loader.state = run.state.cursor
             validate: Validation | None = None
             if local.data.validation:
                 evaluation = import_module("burnish.train.evaluate")

@@ -25,7 +25,7 @@ class Stragglers:
         self._named: set[tuple[str, int]] = set()
         self._warns = warns
 
-    def hear(self, took: Mapping[str, npt.ArrayLike]) -> None:
+    def update(self, took: Mapping[str, npt.ArrayLike]) -> None:
         """Add the seconds of a round, by part and rank."""
         for part, more in took.items():
             self._seconds[part] = self._seconds.get(part, 0.0) + np.asarray(more, np.float64)

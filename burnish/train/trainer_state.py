@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
-class Position:
+class TrainerState:
     """How far a run is; all that resuming needs besides the tensors."""
 
     step: Count = 0
@@ -90,7 +90,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class Fingerprints:
     """Digests of a run's inputs: data, tokenizer, model and formula by content, not by path."""
 
     vocabulary: str
@@ -116,7 +116,7 @@ class Inputs:
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
         rewards: Iterable[RewardFunctionConfig] = (),
-    ) -> Inputs:
+    ) -> Fingerprints:
         """Fingerprint the inputs. `model` is a local directory."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
@@ -138,7 +138,7 @@ class Inputs:
                 want=f"the {_INPUTS} that this version of Burnish writes",
                 do=f"begin another run with name=NAME model.path={where}/model",
             )
-        before = Inputs(**recorded)
+        before = Fingerprints(**recorded)
         if self.vocabulary != before.vocabulary:
             raise IncompatibleError(
                 f"{where} was trained with another vocabulary",
@@ -172,7 +172,7 @@ class Inputs:
         return told
 
 
-_POSITION = TypeAdapter(Position)
+_STATE = TypeAdapter(TrainerState)
 # Fields that older checkpoints lack.
 _WRITTEN_LATER = {"roles", "measured_later", "kl_coef", "ahead"}
 
@@ -183,29 +183,29 @@ def weights_version(steps: int, warmup_steps: int) -> int:
 
 
 def counts(engine: Engine) -> Updates:
-    """Return a model's entry of `Position.roles`."""
+    """Return a model's entry of `TrainerState.roles`."""
     return {"optimizer_steps": engine.steps, "skipped_in_a_row": engine.skipped_in_a_row}
 
 
-def state_of(
-    position: Position, main: Learner, inputs: Inputs, config_digest: str
+def state_json(
+    state: TrainerState, main: Learner, fingerprints: Fingerprints, config_digest: str
 ) -> dict[str, Any]:
-    """Return the content of state.json at this position."""
+    """Return the content of state.json in this state."""
     adapter, critic = main.foundation.adapter, main.foundation.config.critic
     written = {} if adapter is None else {ADAPTER_STATE: adapter}
     return (
-        asdict(position)
+        asdict(state)
         | written
         | {
-            _INPUTS: asdict(inputs),
+            _INPUTS: asdict(fingerprints),
             _CONFIG_DIGEST: config_digest,
-            _WEIGHTS_VERSION: weights_version(position.step, critic.warmup_steps),
+            _WEIGHTS_VERSION: weights_version(state.step, critic.warmup_steps),
         }
     )
 
 
-def position_of(step: Committed) -> Position:
-    """Return a step's position. Raises `IncompatibleError` for state that no trainer writes."""
+def read_state(step: Committed) -> TrainerState:
+    """Return a step's trainer state. Raises `IncompatibleError` for state that no trainer writes."""
     if IMPORTED in step.state:
         raise IncompatibleError(
             f"{step.path} was imported and has no training state to continue",
@@ -213,53 +213,53 @@ def position_of(step: Committed) -> Position:
             want="a step that training wrote",
             do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
         )
-    names = {field.name for field in fields(Position)}
+    names = {field.name for field in fields(TrainerState)}
     beside = {_CONFIG_DIGEST, _WEIGHTS_VERSION, _INPUTS, ADAPTER_STATE}
     given = {name: value for name, value in step.state.items() if name not in beside}
     wrong = names - _WRITTEN_LATER - given.keys()
     wrong |= {_CONFIG_DIGEST} if type(step.state.get(_CONFIG_DIGEST, "")) is not str else set()
     version = step.state.get(_WEIGHTS_VERSION, 0)
     wrong |= {_WEIGHTS_VERSION} if type(version) is not int or version < 0 else set()
-    position = Position()
+    state = TrainerState()
     try:
-        position = _POSITION.validate_python(given)
+        state = _STATE.validate_python(given)
     except ValidationError as error:
         wrong |= {str((*e["loc"], "a name")[0]) for e in error.errors(include_url=False)}
-    if wrong or position.step != step.step:
+    if wrong or state.step != step.step:
         shown = [f"{name} {shortened(step.state.get(name), 60)}" for name in sorted(wrong)]
         raise IncompatibleError(
             f"{step.path / STATE} was not written by this trainer",
-            have=clipped(", ".join(shown) or f"step {position.step}"),
-            want=", ".join(field.name for field in fields(Position)),
+            have=clipped(", ".join(shown) or f"step {state.step}"),
+            want=", ".join(field.name for field in fields(TrainerState)),
             do="resume with the version of Burnish that wrote it",
         )
-    return position
+    return state
 
 
-def take_up(
+def restore(
     step: Committed,
     source: CheckpointSource,
     learners: Mapping[str, Learner],
-    inputs: Inputs,
+    fingerprints: Fingerprints,
     config_digest: str,
     *,
     may_be_fresh: bool,
-) -> Position:
-    """Load the models, by role, from a step, and return its position. Collective.
+) -> TrainerState:
+    """Load the models, by role, from a step, and return its state. Collective.
 
     With `may_be_fresh` a model without optimizer state gets a fresh one. Raises, before loading anything, if state, tokenizer,
     data, adapter or tensors do not fit.
     """
     main = learners[MAIN]
-    position = position_of(step)
+    state = read_state(step)
     require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
-    changed = inputs.changed_since(step.state.get(_INPUTS), step.path)
+    changed = fingerprints.changed_since(step.state.get(_INPUTS), step.path)
     if step.state.get(_CONFIG_DIGEST, config_digest) != config_digest:
         changed.append("the settings that decide the outcome, or which of them there are")
     if changed and main.engine.layout.is_main:
         _log.warning("changed since %s was saved: %s", step.path, ", ".join(changed))
     sources = {role: source.of(role) for role in learners}
-    made = {role: position.counts(role) for role in learners}
+    made = {role: state.counts(role) for role in learners}
     fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
     for role, learner in learners.items():
         weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
@@ -272,7 +272,7 @@ def take_up(
         learner.engine.load(sources[role], Part.TRAINING)
         learner.engine.steps = made[role]["optimizer_steps"]
         learner.engine.skipped_in_a_row = made[role]["skipped_in_a_row"]
-    return position
+    return state
 
 
 def require_same_adapter(

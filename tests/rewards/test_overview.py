@@ -7,7 +7,7 @@ import pytest
 
 from burnish.errors import BurnishError
 from burnish.records.rollout_table import RolloutTable
-from burnish.rewards.overview import Complaints, rollout_stats
+from burnish.rewards.overview import RewardFailures, rollout_stats
 
 
 def test_statistics_of_a_step(make_rollout) -> None:
@@ -57,11 +57,11 @@ def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
     broken = replace(broken, reward_error="judge: ValueError: out for lunch (judge.py:3)")
     again = replace(broken, reward_error="judge: ValueError: out for dinner (judge.py:3)")
     other = replace(broken, reward_error="judge: returned nan")
-    complaints = Complaints(most_rounds=2)
+    failures = RewardFailures(most_rounds=2)
     with caplog.at_level(logging.WARNING, "burnish"):
-        complaints.hear(round_of(fine, fine))
-        complaints.hear(round_of(fine, broken, again))
-        complaints.hear(round_of(again, other))
+        failures.update(round_of(fine, fine))
+        failures.update(round_of(fine, broken, again))
+        failures.update(round_of(again, other))
     first, second = (record.getMessage() for record in caplog.records)
     assert "2 of 3 completions" in first
     assert "out for lunch (judge.py:3)" in first
@@ -74,12 +74,12 @@ def test_functions_that_fail_for_all_end_the_run_when_they_do_it_again_and_again
 ) -> None:
     fine = make_rollout()
     broken = replace(fine, reward_error="judge: ValueError: out for lunch (judge.py:3)")
-    complaints = Complaints(most_rounds=2)
+    failures = RewardFailures(most_rounds=2)
     for heard in ([fine, broken], [broken, broken], [fine, broken], [broken, broken]):
-        complaints.hear(round_of(*heard))
+        failures.update(round_of(*heard))
     with pytest.raises(BurnishError):
-        complaints.hear(round_of(broken))
-    complaints.require_answer()
+        failures.update(round_of(broken))
+    failures.require_answer()
 
 
 def test_a_first_round_that_fails_in_one_way_ends_the_run(make_rollout) -> None:
@@ -87,17 +87,17 @@ def test_a_first_round_that_fails_in_one_way_ends_the_run(make_rollout) -> None:
     error = "mine: AttributeError: 'list' object has no attribute 'strip' (rewards.py:2)"
     broken = replace(chat, reward_error=error)
     with pytest.raises(BurnishError) as caught:
-        Complaints(most_rounds=9).hear(round_of(broken, broken))
+        RewardFailures(most_rounds=9).update(round_of(broken, broken))
     assert caught.value.have == error
     assert 'completion[-1]["content"]' in str(caught.value.do)
 
 
 def test_a_run_without_a_single_answer_ends_with_an_error(make_rollout) -> None:
     one, other = (replace(make_rollout(), reward_error=f"mine: {each}") for each in ("a:", "b:"))
-    complaints = Complaints(most_rounds=9)
-    complaints.require_answer()
-    complaints.hear(round_of(one, other))
+    failures = RewardFailures(most_rounds=9)
+    failures.require_answer()
+    failures.update(round_of(one, other))
     with pytest.raises(BurnishError):
-        complaints.require_answer()
-    complaints.hear(round_of(make_rollout()))
-    complaints.require_answer()
+        failures.require_answer()
+    failures.update(round_of(make_rollout()))
+    failures.require_answer()

@@ -19,7 +19,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.train.ownership import open_run
 from burnish.train.run import Run
-from burnish.train.trainer_state import Inputs
+from burnish.train.trainer_state import Fingerprints
 
 STEP = Path("step-00000007")
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(6)]
@@ -51,7 +51,7 @@ def test_the_digest_is_of_what_is_trained_on(tmp_path, kind):
 
 def inputs(tmp_path, rows=ROWS, tokenizer=None):
     tokenizer = tokenizer or char_tokenizer()
-    return Inputs.of(tokenizer, dataset(tmp_path, rows, tokenizer=tokenizer), None)
+    return Fingerprints.of(tokenizer, dataset(tmp_path, rows, tokenizer=tokenizer), None)
 
 
 def test_what_is_the_same_is_fine(tmp_path):
@@ -98,7 +98,7 @@ def test_what_does_not_say_so_is_refused(tmp_path, change):
 
 def begin_with_own_data(layout: Layout, directory: Path) -> str:
     config = RunConfig.model_validate({"name": "run", "output_dir": str(directory)})
-    inputs = Inputs("vocabulary", "rules", 10, f"the data of rank {layout.rank}")
+    inputs = Fingerprints("vocabulary", "rules", 10, f"the data of rank {layout.rank}")
     with (
         open_run(config, "sft", layout, torch.device("cpu")) as session,
         pytest.raises(BurnishError) as error,
@@ -118,7 +118,7 @@ def test_another_formula_is_refused_and_the_same_one_elsewhere_is_not(tmp_path):
         (tmp_path / name).write_text(code)
         algorithm = AlgorithmConfig(advantage=f"{tmp_path / name}:mine")
         data = dataset(tmp_path, ROWS, tokenizer=char_tokenizer())
-        return Inputs.of(char_tokenizer(), data, None, algorithm)
+        return Fingerprints.of(char_tokenizer(), data, None, algorithm)
 
     before = given("a.py", "def mine(rollouts): return rollouts.rewards")
     assert given("b.py", "def mine(rollouts): return rollouts.rewards") == before
@@ -134,7 +134,7 @@ def test_another_reward_is_told_and_the_same_one_elsewhere_is_not(tmp_path):
         data = dataset(tmp_path, ROWS, tokenizer=char_tokenizer())
         names = "numeric", f"{tmp_path / name}:mine"
         functions = [RewardFunctionConfig(function=each) for each in names]
-        return Inputs.of(char_tokenizer(), data, None, None, functions)
+        return Fingerprints.of(char_tokenizer(), data, None, None, functions)
 
     before = given("a.py", "def mine(completions, **columns): return [1.0] * len(completions)")
     other = given("b.py", "def mine(completions, **columns): return [1.0] * len(completions)")

@@ -22,7 +22,7 @@ from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Request, Rollout, TokenOutputs
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import StopReason
-from burnish.rewards.overview import Complaints
+from burnish.rewards.overview import RewardFailures
 from burnish.tracking.progress import Progress
 from burnish.train.collect import Collector, GroupSampler, compared
 from burnish.train.policy_update import PolicyUpdate
@@ -197,7 +197,7 @@ def _made(layout: Layout) -> tuple[list[int], list[int]]:
         return [[rollout(0, 0, 3).completion] * each.samples for each in requests]
 
     generator: Any = SimpleNamespace(central=False, generate=generate)
-    heard, progress = Complaints(1), Progress(enabled=False)
+    heard, progress = RewardFailures(1), Progress(enabled=False)
     score = lambda rollouts, check: rollouts  # noqa: E731
     collector = Collector(generator, str, score, layout, lambda: None, progress, heard)
     config, dataset = configured(batch={"prompts": len(PROMPTS)}), Counted()

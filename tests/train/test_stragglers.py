@@ -12,8 +12,8 @@ def _of_steps(seconds: list[list[float]], caplog, *, warns: bool = True) -> list
     stragglers = Stragglers(warns=warns)
     with caplog.at_level(logging.WARNING):
         for by_rank in seconds:
-            stragglers.hear({"generate": [each / 2 for each in by_rank]})
-            stragglers.hear({"generate": [each / 2 for each in by_rank]})
+            stragglers.update({"generate": [each / 2 for each in by_rank]})
+            stragglers.update({"generate": [each / 2 for each in by_rank]})
             stats = stragglers.stats().values_by_name()
             assert stats["perf/slowest_rank/generate"] == by_rank.index(max(by_rank))
     return [record.getMessage() for record in caplog.records]
@@ -35,7 +35,7 @@ def test_what_changes_or_is_short_is_not_said(caplog):
 
 def test_the_share_is_of_the_median(caplog):
     stragglers = Stragglers(warns=True)
-    stragglers.hear({"score": [1.0, 4.0, 2.0]})
+    stragglers.update({"score": [1.0, 4.0, 2.0]})
     assert stragglers.stats().values_by_name() == {
         "perf/slowest_rank/score": 1.0,
         "perf/slowest_share/score": 2.0,

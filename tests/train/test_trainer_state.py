@@ -11,20 +11,25 @@ import pytest
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
 from burnish.errors import IncompatibleError
-from burnish.train.trainer_state import Position, position_of, require_same_adapter, weights_version
+from burnish.train.trainer_state import (
+    TrainerState,
+    read_state,
+    require_same_adapter,
+    weights_version,
+)
 
-POSITION = Position(7, 56, 100, 7, 0, {"val/loss": 1.5}, {"lr": "nan", "n": 1}, unvalidated=True)
+STATE = TrainerState(7, 56, 100, 7, 0, {"val/loss": 1.5}, {"lr": "nan", "n": 1}, unvalidated=True)
 
 
 def read(**changes):
-    state = {**asdict(POSITION), **changes}
+    state = {**asdict(STATE), **changes}
     state = {name: value for name, value in state.items() if value is not ...}
     commit = Commit("0.1", "ab", 7, "", 0, healthy=True)
-    return position_of(Committed(Path("step-00000007"), commit, Manifest("ab", 7, 1, {}), state))
+    return read_state(Committed(Path("step-00000007"), commit, Manifest("ab", 7, 1, {}), state))
 
 
 def test_what_was_written_is_read():
-    assert read() == POSITION
+    assert read() == STATE
     assert read(inputs={}, measured=None).measured is None
 
 
@@ -57,7 +62,7 @@ def test_an_imported_step_says_how_to_begin_from_it():
 
 
 def test_what_stands_beside_the_position_is_taken_and_may_be_absent():
-    assert read(config_digest="ab", weights_version=7) == POSITION
+    assert read(config_digest="ab", weights_version=7) == STATE
 
 
 def test_the_policys_version_is_the_step_in_which_it_last_learned():
@@ -72,12 +77,12 @@ def test_the_state_of_another_step_is_refused():
 
 def test_what_it_says_of_further_models():
     roles = {"critic": {"optimizer_steps": 9, "skipped_in_a_row": 1}}
-    position = read(roles=roles)
-    assert position.counts("") == {"optimizer_steps": 7, "skipped_in_a_row": 0}
-    assert position.counts("critic") == roles["critic"]
-    assert read(roles=...) == POSITION  # as steps were written that knew of none
+    found = read(roles=roles)
+    assert found.counts("") == {"optimizer_steps": 7, "skipped_in_a_row": 0}
+    assert found.counts("critic") == roles["critic"]
+    assert read(roles=...) == STATE  # as steps were written that knew of none
     with pytest.raises(IncompatibleError) as caught:
-        position.counts("judge")
+        found.counts("judge")
     assert caught.value.have == "critic"
 
 

@@ -180,7 +180,7 @@ def test_steps_are_saved_from_time_to_time_and_a_run_that_fails_has_its_report(w
     monkeypatch.setattr("burnish.train.run._SAVE_SECONDS", 0.0)
 
     def fail(run: Run, stats: Stats, **_: object) -> None:
-        if run.position.step == 2:
+        if run.state.step == 2:
             raise ValueError("as planned")
         finish(run, stats, **_)
 
