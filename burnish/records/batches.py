@@ -149,37 +149,36 @@ class Batch:
                     found[number] = array[start:end]
         return found
 
+    def with_field(self, name: str, values: Iterable[Tensor | None]) -> Batch:
+        """Replace a field of each micro-batch."""
+        filled = []
+        for micro, value in zip(self.microbatches, values, strict=True):
+            given: dict[str, Any] = {name: value}
+            filled.append(replace(micro, **given))
+        return replace(self, microbatches=tuple(filled))
+
     def with_logprobs(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:
         """Add the field `name` from an engine's `forward` of this batch."""
-        filled = []
-        for micro, output in zip(self.microbatches, outputs, strict=True):
-            given: dict[str, Any] = {name: output.logprobs.detach()}
-            filled.append(replace(micro, **given))
-        return self._of(filled)
+        return self.with_field(name, [output.logprobs.detach() for output in outputs])
 
     def with_experts(self, outputs: Sequence[TokenOutputs]) -> Batch:
         """Add the experts that this batch's `Engine.forward` recorded, for later passes."""
-        pairs = zip(self.microbatches, outputs, strict=True)
-        return self._of(replace(micro, experts=output.experts) for micro, output in pairs)
+        return self.with_field("experts", [output.experts for output in outputs])
 
     def without_experts(self) -> Batch:
         """Drop the experts, for a forward pass of another model."""
-        return self._of(replace(micro, experts=None) for micro in self.microbatches)
+        return self.with_field("experts", [None] * len(self.microbatches))
 
     def with_columns(self, columns: Mapping[str, Mapping[int, Floats]]) -> Batch:
         """Add fields from fp32 arrays of this rank's examples. A shorter array fills the end of its example, after zeros."""
-        filled = []
-        for micro, numbers in zip(self.microbatches, self.examples, strict=True):
-            sizes = micro.cu_seqlens.diff().tolist()
-            given: dict[str, Any] = {}
-            for name, arrays in columns.items():
-                whole = np.zeros(sum(sizes), dtype=np.float32)
-                for number, end in zip(numbers, np.cumsum(sizes).tolist(), strict=True):
+        batch = self
+        for name, arrays in columns.items():
+            filled = []
+            for micro, numbers in zip(self.microbatches, self.examples, strict=True):
+                whole = np.zeros(len(micro.input_ids), dtype=np.float32)
+                for number, end in zip(numbers, micro.cu_seqlens[1:].tolist(), strict=True):
                     if number >= 0:
                         whole[end - len(arrays[number]) : end] = arrays[number]
-                given[name] = torch.from_numpy(whole)
-            filled.append(replace(micro, **given))
-        return self._of(filled)
-
-    def _of(self, microbatches: Iterable[MicroBatch]) -> Batch:
-        return replace(self, microbatches=tuple(microbatches))
+                filled.append(torch.from_numpy(whole))
+            batch = batch.with_field(name, filled)
+        return batch

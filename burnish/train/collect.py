@@ -154,17 +154,13 @@ class Collector:
     def _scored(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[list[Rollout]]:
-        rollouts = [
-            Rollout(prompt, sample, completion, self._text(completion))
-            for prompt, group in zip(prompts, completions, strict=True)
-            for sample, completion in enumerate(group)
-        ]
+        rollouts = []
+        for prompt, group in zip(prompts, completions, strict=True):
+            for sample, made in enumerate(group):
+                text = self.decode(made.token_ids.tolist()) if made.text is None else made.text
+                rollouts.append(Rollout(prompt, sample, made, text))
         scored = iter(self.score(rollouts, self.check))
         return [[next(scored) for _ in group] for group in completions]
-
-    def _text(self, completion: Completion) -> str:
-        told = completion.text
-        return self.decode(completion.token_ids.tolist()) if told is None else told
 
 
 Share = tuple[int | None, EncodedTable, dict[str, Column]]

@@ -41,20 +41,16 @@ def check_layout(config: RunConfig) -> None:
     """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
 
     def run(layout: Layout, device: torch.device) -> None:
-        _check(lay_foundation(local_inputs(config, device, layout)[1]), layout, device)
+        foundation = lay_foundation(local_inputs(config, device, layout)[1])
+        _check_model(material(foundation), layout, device)
+        if config.reward.given and config.algorithm.advantage == "gae":
+            if layout.is_main:
+                print("the critic:")
+            _check_model(critic_material(foundation), layout, device)
+        if layout.is_main:
+            print(f"{layout.world} processes compute what one plain process does")
 
     launch(run, config.distributed)
-
-
-def _check(foundation: Foundation, layout: Layout, device: torch.device) -> None:
-    config = foundation.config
-    _check_model(material(foundation), layout, device)
-    if config.reward.given and config.algorithm.advantage == "gae":
-        if layout.is_main:
-            print("the critic:")
-        _check_model(critic_material(foundation), layout, device)
-    if layout.is_main:
-        print(f"{layout.world} processes compute what one plain process does")
 
 
 def _check_model(given: Material, layout: Layout, device: torch.device) -> None:

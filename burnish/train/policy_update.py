@@ -243,13 +243,12 @@ class PolicyUpdate:
             seed,
             self.engine.layout,
         )
-        ends, microbatches = np.cumsum([mask.sum() for mask in masks]), []
+        ends, marks = np.cumsum([mask.sum() for mask in masks]), []
         for micro, mask, part in zip(micros, masks, np.split(chosen, ends[:-1]), strict=True):
             selected = np.zeros_like(mask)
             selected[mask] = part
-            on_device = torch.from_numpy(selected).to(micro.loss_mask.device)
-            microbatches.append(replace(micro, selected=on_device))
-        return replace(batch, microbatches=tuple(microbatches))
+            marks.append(torch.from_numpy(selected).to(micro.loss_mask.device))
+        return batch.with_field("selected", marks)
 
     def _example(self, rollout: Rollout, column: str | None) -> Example:
         """Return a rollout's sequence, with the generator's log-probs in `column`."""
