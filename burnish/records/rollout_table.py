@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,20 +37,6 @@ class RolloutKind(NamedTuple):
     error: str | None
     parts: tuple[str, ...]
     """The names in `Rollout.reward_parts`."""
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> Self:
-        """Return a rollout's kind."""
-        made = rollout.completion
-        experts = None if made.experts is None else (made.experts.shape, made.experts.dtype.str)
-        return cls(
-            made.stop_reason,
-            made.weights_version,
-            tuple(made.later_versions),
-            experts,
-            rollout.reward_error,
-            tuple(rollout.reward_parts),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +71,17 @@ class RolloutTable:
             digest = prompt.digest or digest_of(prompt.token_ids)
             prompts.append((prompt.index, len(prompt.token_ids), digest, number, len(group)))
             for each in group:
-                number = kinds.setdefault(RolloutKind.of(each), len(kinds))
-                rows.append((each.sample, len(each.completion.token_ids), number))
+                completion, experts = each.completion, each.completion.experts
+                kind = RolloutKind(
+                    completion.stop_reason,
+                    completion.weights_version,
+                    tuple(completion.later_versions),
+                    None if experts is None else (experts.shape, experts.dtype.str),
+                    each.reward_error,
+                    tuple(each.reward_parts),
+                )
+                number = kinds.setdefault(kind, len(kinds))
+                rows.append((each.sample, len(completion.token_ids), number))
         columns = dict(
             zip(_INTEGERS, np.array(rows, np.int32).reshape(-1, 3).T.copy(), strict=True)
         )
