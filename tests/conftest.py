@@ -6,6 +6,7 @@ import gc
 import multiprocessing.util
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -30,16 +31,36 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("night", UNTIMED, max_examples=100)
 settings.register_profile("day", UNTIMED, max_examples=30)
 settings.load_profile("day")
+MEMORY = Path("/dev/shm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start what forks all workers and their processes, which find it by the environment."""
+    """Choose where temporary files go, and start what forks all workers and their processes: they find both by the environment."""
+    if is_roomy(MEMORY):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if config.getoption("markexpr", "").startswith("(nightly or hypothesis)"):
         settings.load_profile("night")
     if workers := config.getoption("numprocesses", None):
         fork_server.address()
         python = shlex.join([sys.executable, str(fork_server.__file__)])
         config.option.tx = [f"popen//python={python}"] * workers
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Give memory back if all tests passed; otherwise temporary files are there to be looked at."""
+    root = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", os.devnull))
+    if root == MEMORY and exitstatus == 0 and "PYTEST_XDIST_WORKER" not in os.environ:
+        files: pytest.TempPathFactory = session.config._tmp_path_factory
+        shutil.rmtree(files.getbasetemp(), ignore_errors=True)
+
+
+def is_roomy(directory: Path) -> bool:
+    """Whether there is a file system of memory with ten times the room that a test run takes."""
+    memory = Path("/proc/meminfo")
+    if not (os.access(directory, os.W_OK) and memory.is_file()):
+        return False
+    available = int(memory.read_text().split("MemAvailable:")[1].split()[0]) << 10
+    return min(available, shutil.disk_usage(directory).free) > 8 << 30
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,7 +93,11 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     base = tmp_path_factory.getbasetemp()  # stays where pytest keeps those of the latest runs
     multiprocessing.util.get_temp_dir()  # which is removed later than this one
     with (
-        tempfile.TemporaryDirectory(prefix="burnish-tests-", ignore_cleanup_errors=True) as name,
+        tempfile.TemporaryDirectory(
+            prefix="burnish-tests-",
+            dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"),
+            ignore_cleanup_errors=True,
+        ) as name,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TMPDIR", name)

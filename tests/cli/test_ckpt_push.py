@@ -54,6 +54,7 @@ def test_a_model_arrives_whole_with_its_card(hub: HubServer, run: Path) -> None:
     assert (code, hub.visible["models/me/open"]) == (0, "public"), output
 
 
+@pytest.mark.nightly
 def test_a_branch_gets_the_adapter_or_the_model_that_it_is_merged_into(
     hub: HubServer, run: Path
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nights import by_day
 from tiny import tiny_config
 from tokenizers_for_tests import save_char_tokenizer
 
@@ -276,7 +277,7 @@ def test_a_dry_run_says_what_memory_it_needs(
     assert "64 processes" in text
 
 
-@pytest.mark.parametrize("command", ["sft", "rl"])
+@pytest.mark.parametrize("command", by_day(["sft", "rl"], ["rl"]))
 def test_a_dry_run_refuses_what_cannot_fit(
     work: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

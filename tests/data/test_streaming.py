@@ -410,6 +410,7 @@ def hub(tmp_path):
             yield server
 
 
+@pytest.mark.nightly
 def test_the_hub_is_read_in_ranges_and_asked_again(hub: HubServer, tmp_path):
     entries = ["hf://datasets/some/sums/data", "hf://datasets/some/sums/more"]
     stream = Stream([examples(entries, 2000)])

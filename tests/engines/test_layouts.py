@@ -201,7 +201,7 @@ def test_layouts_train_like_one_plain_model(
             for cases in (CASES[:2], [*CASES[2:4], *CASES[5::2]])
         ),
     ],
-    ids=str,
+    ids=len,
 )
 def test_sinks_and_soft_caps(tmp_path: Path, cases: Sequence[Case]) -> None:
     families = {family for _, family, _ in cases}

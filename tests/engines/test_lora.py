@@ -66,20 +66,22 @@ CASES = [  # beside the kind `adapter` of test_layouts.py, which meets all of tw
         marks=pytest.mark.nightly,
     ),
     ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True), 1, 2, {}),
-    (
+    pytest.param(
         "gemma3_text",
         LoraConfig(rank=2, alpha=3.0, targets=["down_proj", "k_proj"]),
         2,
         1,
         {"activation_checkpointing": "selective"},
+        marks=pytest.mark.nightly,
     ),
     ("qwen3_moe", LoraConfig(rank=2, alpha=3.0, targets=["q_proj", "o_proj"]), 1, 3, {}),
-    (
+    pytest.param(
         "qwen3_moe",
         LoraConfig(rank=3, alpha=5.0, targets=["q_proj", *EXPERTS]),
         2,
         3,
         {"activation_checkpointing": "full"},
+        marks=pytest.mark.nightly,
     ),
     (
         "mixtral",

@@ -130,19 +130,21 @@ STOPS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"),
+    ("kind", "number", "places"),
     [
-        pytest.param("sft", signal.SIGINT, marks=pytest.mark.nightly),
-        pytest.param("sft", signal.SIGHUP, marks=pytest.mark.nightly),
-        ("rl", signal.SIGTERM),
-        pytest.param("rl_ahead", signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param("sft", signal.SIGINT, STOPS["sft"], marks=pytest.mark.nightly),
+        pytest.param("sft", signal.SIGHUP, STOPS["sft"], marks=pytest.mark.nightly),
+        ("rl", signal.SIGTERM, STOPS["rl"][1::2]),
+        pytest.param("rl", signal.SIGTERM, STOPS["rl"], marks=pytest.mark.nightly),
+        pytest.param("rl_ahead", signal.SIGTERM, STOPS["rl_ahead"], marks=pytest.mark.nightly),
     ],
 )
-def test_stopped_by_a_signal(work, in_peace, kind, number):
-    argv = [*KINDS[kind], f"name=stopped_{kind}_{number}", SAVING]
-    run = work / "runs" / f"stopped_{kind}_{number}"
+def test_stopped_by_a_signal(work, in_peace, kind, number, places):
+    name = f"stopped_{kind}_{number}_{len(places)}"
+    argv = [*KINDS[kind], f"name={name}", SAVING]
+    run = work / "runs" / name
     before = 0
-    for place, nth in STOPS[kind]:
+    for place, nth in places:
         code, output = burnish(work, *argv, at=At(place, nth, number))
         assert code == 128 + number, output
         step = committed(run / "checkpoints")[-1].step

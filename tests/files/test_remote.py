@@ -12,6 +12,7 @@ from contracts.remote import QUICK, RemoteContract
 from fault_proxy import Fault
 from gcs_server import GcsServer
 from hdfs_server import HdfsServer
+from nights import by_day
 from s3_server import S3Server
 
 from burnish.errors import BurnishError, MissingError, UsageError, install
@@ -78,9 +79,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("fault", by_day(FAULTS, [*FAULTS][1:]))
 def test_s3_faults_that_pass_are_waited_out(
-    s3_server: S3Server, bucket: str, source: Path, fault: Callable[[], Fault]
+    s3_server: S3Server, bucket: str, source: Path, fault: str
 ) -> None:
     remote = Remote(bucket, QUICK)
     for call in (
@@ -88,7 +89,7 @@ def test_s3_faults_that_pass_are_waited_out(
         lambda: remote.read("file", 1 << 30) == source.read_bytes(),
     ):
         s3_server.proxy.reset()
-        s3_server.proxy.faults.append(fault())
+        s3_server.proxy.faults.append(FAULTS[fault]())
         assert call() in (None, True)
         assert remote.names() == ["file"]
 

@@ -232,6 +232,7 @@ def test_what_is_refused_is_not_started_again(work: Path) -> None:
     assert len(launcher.started) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_keeps_dying_ends(work: Path) -> None:
     kills = {attempt: (1, At(SETUP, 1, signal.SIGKILL)) for attempt in range(9)}
     launcher = ForkedLauncher(work, [*ARGV, "name=dying"], kills)

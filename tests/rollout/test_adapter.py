@@ -30,11 +30,11 @@ SOME = LoraConfig(rank=3, alpha=5.0, rslora=True, targets=["q_proj", "v_proj", "
 OF_EXPERTS = LoraConfig(rank=3, alpha=5.0, targets=["v_proj", *EXPERTS])
 CASES = [
     ("qwen2", LORA, "fp32", "merged"),
-    ("gemma3_text", LORA, "bf16", "merged"),
+    pytest.param("gemma3_text", LORA, "bf16", "merged", marks=pytest.mark.nightly),
     ("qwen3_moe", OF_EXPERTS, "fp32", "merged"),
     ("qwen2", LORA, "fp32", "adapter"),
-    ("qwen2", LORA, "bf16", "adapter"),
-    ("llama", SOME, "fp32", "adapter"),
+    pytest.param("qwen2", LORA, "bf16", "adapter", marks=pytest.mark.nightly),
+    pytest.param("llama", SOME, "fp32", "adapter", marks=pytest.mark.nightly),
     pytest.param("gemma3_text", LORA, "fp32", "adapter", marks=pytest.mark.nightly),
     ("qwen3_moe", OF_EXPERTS, "fp32", "adapter"),
     pytest.param("qwen3_moe", OF_EXPERTS, "bf16", "adapter", marks=pytest.mark.nightly),

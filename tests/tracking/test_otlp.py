@@ -184,6 +184,7 @@ def test_a_step_that_is_made_again_is_not_sent_again(tmp_path: Path, collector: 
     assert [step for step in steps if step] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
+@pytest.mark.nightly
 def test_a_collector_that_hangs_stops_nothing_and_its_loss_is_counted(
     tmp_path: Path, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_collector_that_is_busy_is_asked_again(tmp_path: Path, collector: Coll
     assert len(collector.bodies) == 1
 
 
+@pytest.mark.nightly
 def test_a_certificate_of_ones_own_is_trusted_if_it_is_named(
     tmp_path: Path,
     collector: Collector,

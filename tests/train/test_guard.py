@@ -12,6 +12,7 @@ import torch
 from checkpoints_for_tests import committed
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import make_generator
+from nights import by_day
 from ranks import run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor, nn
@@ -184,7 +185,7 @@ def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
 
 
 @pytest.mark.parametrize(
-    ("limit", "wanted"), [(None, 0), ("auto", 3), pytest.param(0.5, 3, marks=pytest.mark.nightly)]
+    ("limit", "wanted"), by_day([(None, 0), ("auto", 3), (0.5, 3)], [("auto", 3)])
 )
 def test_it_compares_at_the_start_and_every_so_often(
     work: Path, monkeypatch: pytest.MonkeyPatch, limit: str | float | None, wanted: int

@@ -145,6 +145,7 @@ def test_the_kl_to_the_model_without_it_begins_at_zero(lora):
     assert kl[2] > 0
 
 
+@pytest.mark.nightly
 def test_on_other_numbers_of_processes_it_continues(lora, alone):
     done(lora, "sft", "sft-lora.yaml", "name=grown", "steps=3")
     require_same_moments(done(lora, "sft", "sft-lora.yaml", "name=grown", world=2), alone)

@@ -71,6 +71,10 @@ def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work, o
     done(work, *argv, "engine.tensor_parallel=2", "steps=3", world=2)
     run = done(work, *argv, "engine.sequence_parallel=2", world=2)
     assert_same(run, of_one("sft"))
+
+
+@pytest.mark.nightly
+def test_shared_tokens_do_what_one_process_does_in_reinforcement_learning(work):
     shared = done(work, *RL, "name=rl_shared", "engine.sequence_parallel=2", "steps=3", world=2)
     assert_same(shared, done(work, *RL, "name=rl_alone", "steps=3"))
 
@@ -92,6 +96,10 @@ def test_two_processes_evaluate_what_one_trained(work):
     assert [each.wait() for each in started] == [0, 0], "".join(each.output for each in started)
     (said,) = re.findall(r"^val/loss +(\S+)", started[0].output, re.MULTILINE)
     assert float(said) == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_two_processes_answer_what_one_answered(work):
     run = done(work, *RL, "name=answered_by_two", "steps=2", "evaluation.every=2")
     for command in (started := ranks(work, ["eval", str(run)], 2)):
         assert command.wait() == 0, "".join(each.output for each in started)

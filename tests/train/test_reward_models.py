@@ -174,9 +174,7 @@ def test_a_rank_judges_with_the_texts_of_its_own_rollouts(tmp_path: Path) -> Non
         assert [(name, error) for name, _, error in told] == [(n, e) for n, _, e in wanted_calls]
 
 
-@pytest.mark.parametrize(
-    "degree", by_day(["pipeline_parallel", "expert_parallel"], ["pipeline_parallel"])
-)
+@pytest.mark.parametrize("degree", by_day(["pipeline_parallel", "expert_parallel"], []))
 def test_several_judge_alike_on_the_megatron_engine(tmp_path: Path, degree: str) -> None:
     """Dense ones too where the policy's experts are divided."""
     models = [
@@ -240,6 +238,7 @@ def test_the_longest_text_leaves_a_place_for_the_token_after_it(tmp_path: Path) 
         assert sum(each.reward_error is not None for each in found) == refused
 
 
+@pytest.mark.nightly
 def test_a_damaged_model_of_a_step_is_refused(work: Path) -> None:
     argv = ["rl", "rl.yaml", "steps=1"]
     run = done(work, *argv, "algorithm.advantage=gae", "name=valued")

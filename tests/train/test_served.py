@@ -114,6 +114,7 @@ def test_one_server_is_asked_for_all_ranks(work: Path) -> None:
     assert_same(run, done(work, "rl", config, "name=beside", "rollout.place=child", world=2))
 
 
+@pytest.mark.nightly
 def test_other_servers_take_over_from_one_that_dies(work: Path) -> None:
     config = written(work, "two", {"steps": 8}, ahead=1, place="servers", servers=2)
     with Servers(work, config, 2) as servers:

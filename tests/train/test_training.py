@@ -389,7 +389,7 @@ def test_a_mixture_with_a_curriculum_goes_on_where_it_was(work, kind):
 @pytest.mark.parametrize(
     "extra",
     [
-        ["rollout.ahead=1"],
+        pytest.param(["rollout.ahead=1"], marks=pytest.mark.nightly),
         pytest.param(["rollout.ahead=1", "rollout.place=child"], marks=pytest.mark.nightly),
         pytest.param(["algorithm.dynamic_sampling.enabled=true"], marks=pytest.mark.nightly),
     ],

@@ -143,6 +143,7 @@ def test_runs_behind_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert found.get("config", run="a")["text"]["a"].startswith("name: a")
 
 
+@pytest.mark.nightly
 def test_runs_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     run = make_run(tmp_path / "a", steps=3, prompts=1, tokens=3)

@@ -173,6 +173,7 @@ def resume_elsewhere(layout, run, url):
         return str(checkpoints.resume(compare).step.path)
 
 
+@pytest.mark.nightly
 def test_another_layout_on_another_machine(tmp_path):
     """One process saves rows, two go on with columns, in a directory of their own that is empty."""
     url = f"file://{tmp_path}/far"

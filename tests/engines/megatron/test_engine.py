@@ -155,6 +155,7 @@ def planned_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]
     return found
 
 
+@pytest.mark.nightly
 def test_a_micro_batch_is_planned_when_its_turn_comes(model: Path) -> None:
     """Beside those whose backward pass is still to come."""
     ((many, *alone),) = run_ranks(planned_rank, 1, model, [{}])[0]

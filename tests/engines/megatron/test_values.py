@@ -10,6 +10,7 @@ import pytest
 import torch
 from contracts.engine import CLIP, assert_relative, cut, make_examples
 from engines_for_tests import OPTIM, make_engine, make_frozen
+from nights import by_day
 from ranks import run_ranks
 from tiny import VOCAB, tiny_config
 from torch import Tensor
@@ -119,12 +120,17 @@ def valued_rank(
     return found if layout.is_main else []
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_values_and_gradients_are_those_of_transformers(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "families"),
+    by_day([(1, ("qwen3", "a judge")), (1, (*CONFIGS,)), (2, ())], [(1, ("qwen3", "a judge"))]),
+)
+def test_values_and_gradients_are_those_of_transformers(
+    tmp_path: Path, world: int, families: Sequence[str]
+) -> None:
     """In one process of every family, on two processes of a critic in every layout."""
     deep = "a deep critic"
     cases: list[tuple[str, dict[str, Any]]] = (
-        [(name, {}) for name in CONFIGS if name != deep]
+        [(name, {}) for name in families if name != deep]
         if world == 1
         else [*((deep, layout) for layout in LAYOUTS), ("qwen3_moe", {"expert_parallel": 2})]
     )
