@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +20,32 @@ from contracts.engine import whole as whole_of
 from engines_for_tests import make_engine
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import VOCAB, save_tiny
+from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from burnish.boxes.box import whole
-from burnish.boxes.shards import Shard, TensorSpec
 from burnish.config.schema import OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.optim.muon import Muon, orthogonalized
+from burnish.models.meta_init import build_on_meta
+from burnish.models.names import regions
 
 OPTIM = OptimConfig(kind="muon", betas=BETAS, momentum=0.9, weight_decay=0.1)
-SHAPES = {"square": (8, 8), "tall": (24, 6), "wide": (6, 24)}
-
-
-def describe(tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        yield Shard(TensorSpec(name, shape, tensor.dtype), whole(shape), tensor)
 
 
 def test_a_step_is_torchs_own_muon() -> None:
     torch.manual_seed(0)
-    ours = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    model = build_on_meta(tiny_config("llama"))
+    weights = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    muon = Muon(model, regions(model), weights, OPTIM, Layout())
+    ours = muon.weights
+    assert set(ours) == {n for n, p in weights.items() if ".layers." in n and p.ndim == 2}
     theirs = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in ours.items()}
-    specs = [shard.spec for shard in describe(ours)]
-    muon = Muon(ours, describe, specs, Layout(), momentum=0.9, weight_decay=0.1)
     oracle = torch.optim.Muon(
         theirs.values(), momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
     )
     for step in range(1, 4):
-        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        gradients = {name: torch.randn(tensor.shape) for name, tensor in ours.items()}
         muon.step(0.01 * step, gradients)
         oracle.param_groups[0]["lr"] = 0.01 * step
         for name, parameter in theirs.items():

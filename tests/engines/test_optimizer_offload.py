@@ -23,6 +23,8 @@ from burnish.engines.base import Part
 from burnish.engines.optim.muon import Muon
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError
+from burnish.models.meta_init import build_on_meta
+from burnish.models.names import regions
 
 CASES: dict[str, tuple[OptimConfig, LoraConfig | None]] = {
     "adamw": (OptimConfig(weight_decay=0.1), None),
@@ -120,9 +122,10 @@ def test_every_rank_is_told_where_one_has_no_room() -> None:
 def muon_rank(layout: Layout) -> str:
     """What is said where the last rank has no room for momentum alone."""
     arena = Full(CPU) if layout.rank == layout.world - 1 else Arena(CPU)
-    weights = {"w": torch.zeros(4, 4)}
+    model = build_on_meta(tiny_config("llama"))
+    weights = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     with pytest.raises(BurnishError) as caught:
-        Muon(weights, lambda _: iter(()), [], layout, momentum=0.9, weight_decay=0.0, arena=arena)
+        Muon(model, regions(model), weights, OptimConfig(kind="muon"), layout, arena)
     return str(caught.value)
 
 

@@ -6,7 +6,7 @@ matrix, so any layout computes the same, up to the rounding of bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,16 +26,13 @@ from burnish.engines.optim.optimizer import zero_slot
 from burnish.engines.torch.parallelize import decoder_layers
 from burnish.models.names import Region, is_matrix, model_shards
 
-Describe = Callable[[Mapping[str, Tensor]], Iterator[Shard]]
-"""Maps local tensors by weight name to the shards of checkpoint tensors that they hold."""
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
 _TINY = 1e-7
 
 
 class Muon:
-    """Muon on this rank's parts of `weights`, which are all matrices. Making it is collective.
+    """Muon on this rank's parts of the matrices in decoder layers. Making it is collective.
 
     One step, for a matrix W [m, n] with gradient G (fp32 except in orthogonalizing):
 
@@ -47,24 +44,25 @@ class Muon:
 
     def __init__(
         self,
+        model: PreTrainedModel,
+        regions: Sequence[Region],
         weights: Mapping[str, Tensor],
-        describe: Describe,
-        matrices: Iterable[TensorSpec],
+        config: OptimConfig,
         layout: Layout,
-        *,
-        momentum: float,
-        weight_decay: float,
         arena: Arena | None = None,
     ) -> None:
-        """`weights` are local tensors by name, `matrices` the whole checkpoint tensors that all ranks' parts make up."""
-        self.weights, self._describe = dict(weights), describe
-        self._momentum, self._weight_decay = momentum, weight_decay
+        """`weights` are local tensors of `model` by name, `regions` the checkpoint tensors in them. Those that hold no matrices are left out."""
+        matrices = _matrices_of(model, regions)
+        self.weights = {name: tensor for name, tensor in weights.items() if name in matrices}
+        """The local tensors that this optimizer steps, by name."""
+        self._describe = partial(model_shards, model, parts=regions)
+        self._momentum, self._weight_decay = config.momentum, config.weight_decay
         with agree(layout):
-            self._buffers = {name: zero_slot(tensor, arena) for name, tensor in weights.items()}
+            self._buffers = {n: zero_slot(tensor, arena) for n, tensor in self.weights.items()}
         self.slots = {"momentum_buffer": self._buffers}
         """Each slot's tensors by weight name, by torch's name of the slot."""
-        self._mine = _share(list(matrices), layout)
-        updates = list(describe({n: t.bfloat16() for n, t in weights.items()}))
+        self._mine = _share([spec for name in self.weights for spec in matrices[name]], layout)
+        updates = list(self._describe({n: t.bfloat16() for n, t in self.weights.items()}))
         mine = self._matrices()
         self._gather = Transfer(updates, mine, layout)
         self._scatter = Transfer(mine, updates, layout)
@@ -109,41 +107,26 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
+def _matrices_of(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str, list[TensorSpec]]:
+    """Return the parameters of decoder layers that hold only matrices, each with these checkpoint tensors."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    found: dict[str, dict[str, TensorSpec]] = {
+        name: {} for name, p in model.named_parameters() if id(p) in inside
+    }
+    for region in regions:
+        if region.parameter in found:
+            spec = TensorSpec(region.name, region.shape, torch.bfloat16)
+            found[region.parameter][region.name] = spec
+    return {
+        name: list(specs.values())
+        for name, specs in found.items()
+        if specs and all(len(s.shape) == 2 and is_matrix(name, 2) for s in specs.values())
+    }
+
+
 def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
     if not matrices:
         return []
     work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]
     ranks = share_evenly(np.array(work), layout.world)
     return [matrices[index] for index in np.flatnonzero(ranks == layout.rank)]
-
-
-def muon_of(
-    model: PreTrainedModel,
-    regions: Sequence[Region],
-    weights: Mapping[str, Tensor],
-    config: OptimConfig,
-    layout: Layout,
-    arena: Arena | None,
-) -> Muon:
-    """Make Muon for the local `weights` that hold one or several matrices of decoder layers. Collective."""
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    names = {name for name, p in model.named_parameters() if id(p) in inside}
-    found: dict[str, dict[str, TensorSpec]] = {}
-    for region in regions:
-        if region.parameter in names:
-            spec = TensorSpec(region.name, region.shape, torch.bfloat16)
-            found.setdefault(region.parameter, {})[region.name] = spec
-    hidden = {
-        name: specs.values()
-        for name, specs in found.items()
-        if all(len(spec.shape) == 2 and is_matrix(name, 2) for spec in specs.values())
-    }
-    return Muon(
-        {name: tensor for name, tensor in weights.items() if name in hidden},
-        lambda tensors: model_shards(model, tensors, parts=regions),
-        [spec for name in weights for spec in hidden.get(name, ())],
-        layout,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        arena=arena,
-    )

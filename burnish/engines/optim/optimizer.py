@@ -57,7 +57,7 @@ class ShardedOptimizer:
         weights = {name: local(p.data) for name, p in self._parameters.items()}
         self._muon = None
         if config.kind == "muon":
-            make = import_module("burnish.engines.optim.muon").muon_of
+            make = import_module("burnish.engines.optim.muon").Muon
             self._muon = muon = make(model, regions, weights, config, layout, arena)
             weights = {n: t for n, t in weights.items() if n not in muon.weights}
         self._weights, dtype = weights, moments_dtype(config)

@@ -16,7 +16,7 @@ them, torch's faster kernel computes the forward pass where it can.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -204,14 +204,12 @@ def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_
         yield _Span(slice(start, stop), slice(first, stop), bias, groups)
 
 
-def _products(like: Tensor) -> AbstractContextManager[None]:
-    """Let oneDNN compute products of tensors that were bf16 in bf16 where the processor can."""
-    is_rounded = like.device.type == "cpu" and like.dtype == torch.bfloat16
-    return _onednn_products() if is_rounded else nullcontext()
-
-
 @contextmanager
-def _onednn_products() -> Iterator[None]:
+def _products(like: Tensor) -> Iterator[None]:
+    """Let oneDNN compute products of tensors that were bf16 in bf16 where the processor can."""
+    if like.device.type != "cpu" or like.dtype != torch.bfloat16:
+        yield
+        return
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
