@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from burnish.config.schema import EngineConfig
 from burnish.distributed.collectives import reduce_stats
@@ -47,6 +48,8 @@ class ShardedEngine(ABC):
     """See `burnish.engines.base.Engine`."""
 
     _optimizer: _CountsSteps | None
+    _sharing: tuple[ProcessGroup | None, int]
+    """The ranks that share a micro-batch's tokens, and a number that must divide each rank's token count."""
 
     def __init__(
         self, config: EngineConfig, layout: Layout, device: torch.device, arena: Arena
@@ -107,6 +110,10 @@ class ShardedEngine(ABC):
         imbalance = (counts.amax(dim=1) / counts.float().mean(dim=1)).mean()
         factors = routing.balance_factors(counts, self._config.router_aux_loss, chosen)
         return batch, factors, Stats({"moe/load_imbalance": Mean(imbalance, 1.0)})
+
+    def _plan(self, micro: MicroBatch) -> ScoringPlan:
+        ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
+        return ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
 
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool

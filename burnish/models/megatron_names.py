@@ -17,8 +17,8 @@ from burnish.families import ModelSizes
 from burnish.models.names import Region
 from burnish.models.parts import Cut, cut_regions
 
-Shape = tuple[int, ...]
-Span = tuple[int, int, int, int]
+_Shape = tuple[int, ...]
+_Span = tuple[int, int, int, int]
 """A run of indices along one dim: its start and size in the uncut parameter, its start in the checkpoint tensor, that tensor's size."""
 
 
@@ -64,7 +64,7 @@ OUTSIDE_LAYERS = {
 
 
 def regions_of(
-    parameter: str, shape: Shape, sizes: ModelSizes, tensor: Seat, expert: Seat
+    parameter: str, shape: _Shape, sizes: ModelSizes, tensor: Seat, expert: Seat
 ) -> tuple[Region, ...]:
     """Return the checkpoint tensors in a rank's part of a Megatron parameter, by tensor, then ascending.
 
@@ -121,7 +121,7 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
     )
 
 
-def _by_group(name: str, sizes: ModelSizes) -> Iterator[tuple[str, Span]]:
+def _by_group(name: str, sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
     """Yield the rows of q, k and v in each query group."""
     dim = sizes.head_dim
     queries = sizes.heads // sizes.key_heads * dim
@@ -131,8 +131,8 @@ def _by_group(name: str, sizes: ModelSizes) -> Iterator[tuple[str, Span]]:
             yield name.format(letter), (at, rows, group * rows, sizes.key_heads * rows)
 
 
-def _region(name: str, parameter: str, shape: Shape, dim: int, span: Span) -> Region:
-    def along(index: int, others: Shape) -> Shape:
+def _region(name: str, parameter: str, shape: _Shape, dim: int, span: _Span) -> Region:
+    def along(index: int, others: _Shape) -> _Shape:
         return (*others[:dim], index, *others[dim + 1 :])
 
     first, count, start, total = span

@@ -39,7 +39,7 @@ from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
-LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
+_LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 """The scalar that the backward pass of a micro-batch starts from."""
 
 
@@ -95,7 +95,6 @@ class MegatronEngine(ShardedEngine):
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
         group = self.mesh.groups.cp if config.sequence_parallel > 1 else None
         self._sharing = group, config.tensor_parallel if scatters else 1
-        """The ranks that share a micro-batch's tokens, and a number that must divide each rank's token count."""
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""
@@ -207,7 +206,7 @@ class MegatronEngine(ShardedEngine):
             self.mesh.close()
 
     def _run(
-        self, planned: Iterator[_Planned], count: int, loss: LossOf, *, forward_only: bool = False
+        self, planned: Iterator[_Planned], count: int, loss: _LossOf, *, forward_only: bool = False
     ) -> None:
         """Pass `count` micro-batches through the pipeline. The last stage calls `loss` for each."""
         config = self._config
@@ -236,8 +235,7 @@ class MegatronEngine(ShardedEngine):
     def _planned(
         self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
     ) -> _Planned:
-        ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
-        plan = ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
+        plan = self._plan(micro)
         routing = self._routing(micro, plan, factors, record=record)
         return _Planned(plan, micro.temperature, routing, micro)
 
@@ -291,7 +289,7 @@ def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]
 _NO_TOKENS = 0
 
 
-def _loss_of(batch: _Planned, found: TokenOutputs, loss: LossOf) -> Tensor:
+def _loss_of(batch: _Planned, found: TokenOutputs, loss: _LossOf) -> Tensor:
     if batch.micro is not None:
         return loss(found, batch.micro)
     output = found.values if len(found.values) else found.logprobs

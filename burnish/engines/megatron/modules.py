@@ -177,8 +177,8 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         experts, hidden, dtype = num_local_experts, config.hidden_size, config.params_dtype
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.linear_fc1 = GroupedLinear((experts, 2 * width, hidden), dtype)
-        self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
+        self.linear_fc1 = _GroupedLinear((experts, 2 * width, hidden), dtype)
+        self.linear_fc2 = _GroupedLinear((experts, hidden, width), dtype)
 
     def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R].
@@ -190,7 +190,7 @@ class GroupedExperts(MegatronModule):
         return self.linear_fc2(inner.to(rows.dtype), counts), None
 
 
-class GroupedLinear(nn.Module):
+class _GroupedLinear(nn.Module):
     """A matrix [O, I] for each expert, in one uninitialized parameter [E, O, I]."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -210,23 +210,23 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)
         ctx.main_grad = getattr(weight, "main_grad", None)
-        return grouped_product(rows, weight.transpose(1, 2), counts)
+        return _grouped_product(rows, weight.transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows, weight, counts = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = grouped_product(gradient, weight, counts)
+        of_rows = _grouped_product(gradient, weight, counts)
         if ctx.main_grad is not None:
-            add_outer_products(ctx.main_grad, gradient, rows, counts)
+            _add_outer_products(ctx.main_grad, gradient, rows, counts)
             return of_rows, None, None
         of_weight = torch.zeros_like(weight)
-        add_outer_products(of_weight, gradient, rows, counts)
+        _add_outer_products(of_weight, gradient, rows, counts)
         return of_rows, of_weight, None
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Return [R, O] of rows [R, I], grouped by `counts`, and matrices [E, I, O]."""
     if _is_aligned(rows, matrices[0]):
         return functional.grouped_mm(rows, matrices, offs=_ends(counts, rows.device))
@@ -234,7 +234,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([own @ matrix for own, matrix in each])
 
 
-def add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor) -> None:
+def _add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tensor) -> None:
     """Add leftᵀ · right of each expert's rows, [R, O] and [R, I], to sums [E, O, I]."""
     if left.is_cuda and _is_aligned(left, right):
         sums.add_(functional.grouped_mm(left.t(), right, offs=_ends(counts, left.device)))

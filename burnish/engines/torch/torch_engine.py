@@ -61,6 +61,7 @@ class TorchEngine(ShardedEngine):
         self.mesh = mesh or Mesh.of(layout, config.replicas, device)
         """The engine's process groups and host memory."""
         super().__init__(config, layout, device, self.mesh.arena)
+        self._sharing = self.mesh.sequence, layout.tensor
         model = build_on_meta(hf_config)
         if optim is None and lora is None:
             for parameter in model.parameters():
@@ -108,7 +109,7 @@ class TorchEngine(ShardedEngine):
         ):
             self._reduce_in_next_backward(last=index == last)
             with self._moving():
-                plan = self._planned(micro)
+                plan = self._plan(micro)
                 outputs = self._score(micro, plan, factors=None if is_filler else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
@@ -127,7 +128,7 @@ class TorchEngine(ShardedEngine):
         self._scorer.eval()
         with nullcontext() if adapter or self._adapter is None else self._adapter.off():
             return [
-                self._score(micro, self._planned(micro), record=experts)
+                self._score(micro, self._plan(micro), record=experts)
                 for micro in batch.microbatches
             ]
 
@@ -189,11 +190,6 @@ class TorchEngine(ShardedEngine):
     def close(self) -> None:
         """See `Engine.close`."""
         del self._scorer, self._optimizer, self._adapter, self._moving
-
-    def _planned(self, micro: MicroBatch) -> ScoringPlan:
-        ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
-        group, multiple = self.mesh.sequence, self.layout.tensor
-        return ScoringPlan.of(ids, ends, mask, self._device, group, multiple)
 
     def _score(
         self,

@@ -142,7 +142,7 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedRows:
+class _SharedRows:
     """Maps C computed rows to the A rows of whole sequences, and back."""
 
     sources: RowMap
@@ -153,7 +153,7 @@ class SharedRows:
     """[A - C] int64, all other sequence rows."""
 
     @classmethod
-    def of(cls, sources: Indices, device: torch.device) -> SharedRows:
+    def of(cls, sources: Indices, device: torch.device) -> _SharedRows:
         """Plan from `sources` [A], the computed row of each sequence row."""
         _, kept = np.unique(sources, return_index=True)
         others = np.setdiff1d(np.arange(len(sources)), kept)
@@ -179,7 +179,7 @@ class PackedLayout:
     """[S + 1] int32 on the device of the tokens: where each sequence starts, and T."""
     max_seqlen: int
     """Length of the longest sequence."""
-    shared: SharedRows | None = None
+    shared: _SharedRows | None = None
     """The map from computed rows to sequence rows; None: they are the same."""
 
     @classmethod
@@ -198,7 +198,7 @@ class PackedLayout:
         sequences = np.split(tree.rows, np.cumsum(lengths)[:-1])
         layout = cls.of([lengths[leaf] for leaf in tree.leaves], device)
         sources = np.concatenate([sequences[leaf] for leaf in tree.leaves])
-        return replace(layout, shared=SharedRows.of(sources, device))
+        return replace(layout, shared=_SharedRows.of(sources, device))
 
     @cached_property
     def blocks(self) -> BlockPlan:

@@ -66,8 +66,6 @@ class FusedRMSNorm(nn.Module):
 
 
 Pair = tuple[Tensor, Tensor]
-Positioning = Callable[[Pair, tuple[FusedRMSNorm | None, FusedRMSNorm | None], Pair], Pair]
-"""The signature of `rotate_both`."""
 
 
 class FusedAttention(nn.Module):
@@ -87,7 +85,7 @@ class FusedAttention(nn.Module):
         self.v_proj, self.o_proj = replaced.v_proj, replaced.o_proj
         self.q_norm = getattr(replaced, "q_norm", None)
         self.k_norm = getattr(replaced, "k_norm", None)
-        self.position: Positioning = rotate_both
+        self.position: Callable[..., Pair] = rotate_both
 
     def forward(
         self,

@@ -27,7 +27,7 @@ def pack_mixers(model: PreTrainedModel) -> None:
             if cache := _cache_of(child):
                 kind = type(child)
                 # As in FSDP2, the module remains an instance of its class, so that transformers initializes it.
-                child.__class__ = type(kind.__name__, (PackedMixer, kind), {"cache": cache})
+                child.__class__ = type(kind.__name__, (_PackedMixer, kind), {"cache": cache})
                 parent.register_forward_pre_hook(child.take, with_kwargs=True)
 
 
@@ -39,7 +39,7 @@ def _cache_of(module: nn.Module) -> str | None:
     return next((name for name in _CACHES if name in taken and taken[name].default is None), None)
 
 
-class PackedMixer(nn.Module):
+class _PackedMixer(nn.Module):
     """A layer with state over packed sequences: a base class before the layer's own."""
 
     cache: str

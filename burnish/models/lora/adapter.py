@@ -150,7 +150,7 @@ class Adapter:
         for piece, pair in zip(base, factors, strict=True):
             if pair:
                 a, b = pair[0].tensor, pair[1].tensor[:, :, 0]
-                yield MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
+                yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
             else:
                 yield piece
 
@@ -187,7 +187,7 @@ def _by_expert(factor: Shard, rank: int) -> Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MergedShard(Shard):
+class _MergedShard(Shard):
     """A piece of W that reads as W + s B A; its own memory holds W."""
 
     a: Tensor
