@@ -261,12 +261,6 @@ class ModelShape(ModelSizes):
         return layers + _elements(self.parameters)
 
     @property
-    def routers(self) -> tuple[int, int, int]:
-        """Routers, experts of each, and experts per token; zeros for a dense model."""
-        found = [(each.experts, each.experts_per_token) for each in self.layers if each.experts]
-        return (len(found), *found[0]) if found else (0, 0, 0)
-
-    @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and shape of every parameter outside the layers."""
         table, norm = (self.vocabulary, self.hidden), (self.hidden,)

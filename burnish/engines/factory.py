@@ -11,7 +11,7 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout, require_divisible
 from burnish.engines.base import Engine
 from burnish.engines.torch.torch_engine import TorchEngine
-from burnish.models.meta_init import build_on_meta, has_routers, model_sizes
+from burnish.models.meta_init import build_on_meta, model_sizes, router_sizes
 
 _MEGATRON = "burnish.engines.megatron"
 
@@ -34,7 +34,7 @@ def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
 
 def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
     """Adapt the policy's settings to another model, which may have no experts."""
-    if has_routers(hf_config):
+    if any(router_sizes(hf_config)):
         return config
     none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
     return config.model_copy(update=none)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
 from burnish.distributed.collectives import reduce_stats
@@ -17,6 +18,7 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.models.flops import Passed
+from burnish.models.meta_init import router_sizes
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs, to_device
 from burnish.tracking.stats import Mean, Stats, Sum
@@ -52,9 +54,15 @@ class ShardedEngine(ABC):
     """The ranks that share a micro-batch's tokens, and a number that must divide each rank's token count."""
 
     def __init__(
-        self, config: EngineConfig, layout: Layout, device: torch.device, arena: Arena
+        self,
+        hf_config: PretrainedConfig,
+        config: EngineConfig,
+        layout: Layout,
+        device: torch.device,
+        arena: Arena,
     ) -> None:
         self._config, self._device = config, device
+        self._router_sizes = router_sizes(hf_config)
         self.layout, self.arena = layout, arena
         self.skipped_in_a_row, self.passed = 0, Passed()
 
@@ -73,10 +81,6 @@ class ShardedEngine(ABC):
     ) -> list[TokenOutputs]:
         """See `Engine.forward`."""
 
-    @abstractmethod
-    def _router_sizes(self) -> tuple[int, int, int]:
-        """Return the numbers of routers, experts per router, and experts per token; zeros for a dense model."""
-
     def _require_routers(self, batch: Batch, *, record: bool = False) -> None:
         """Raise `IncompatibleError` for another model's experts, or if the model has none to `record`."""
         recorded = [
@@ -84,7 +88,7 @@ class ShardedEngine(ABC):
         ]
         if not (record or recorded):
             return
-        routers, experts, chosen = self._router_sizes()
+        routers, experts, chosen = self._router_sizes
         if routers == 0:
             raise IncompatibleError(
                 "experts were requested of a model without known routers",
@@ -105,7 +109,7 @@ class ShardedEngine(ABC):
             return batch, None, Stats()
         if not is_routed:
             batch = batch.with_experts(self.forward(batch, experts=True))
-        routing, (routers, experts, chosen) = import_module(_ROUTING), self._router_sizes()
+        routing, (routers, experts, chosen) = import_module(_ROUTING), self._router_sizes
         counts = routing.expert_counts(batch, routers, experts, self.layout, self._device)
         imbalance = (counts.amax(dim=1) / counts.float().mean(dim=1)).mean()
         factors = routing.balance_factors(counts, self._config.router_aux_loss, chosen)

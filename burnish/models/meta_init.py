@@ -55,12 +55,13 @@ def has_value_head(config: PretrainedConfig) -> bool:
     )
 
 
-def has_routers(config: PretrainedConfig) -> bool:
-    """Return whether a layer of the model has a known router."""
+def router_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Return the numbers of known routers, experts per router, and experts per token; zeros without any."""
     text = config.get_text_config()
     if not family_of(text.model_type).has_router or not text.num_experts:
-        return False
-    return bool(layers_with_experts(vars(text)))
+        return 0, 0, 0
+    routers = len(layers_with_experts(vars(text)))
+    return (routers, text.num_experts, text.num_experts_per_tok) if routers else (0, 0, 0)
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:

@@ -30,7 +30,7 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.tensor_collectives import all_gather_replicated
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, names_of
-from burnish.models.meta_init import has_routers
+from burnish.models.meta_init import router_sizes
 from burnish.models.packing import on_device
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch
@@ -41,7 +41,7 @@ _LEAST_SUM = 1e-30
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
     """Raise `UsageError`, naming the `setting`, for a model without known routers."""
-    if not has_routers(hf_config):
+    if router_sizes(hf_config) == (0, 0, 0):
         kind = hf_config.get_text_config().model_type
         without = " without a layer of experts" if family_of(kind).has_router else ""
         raise UsageError(
@@ -98,31 +98,18 @@ class Routing:
         return torch.stack(list(self.losses.values())).sum()
 
 
-class Routers:
-    """The routers of a model. The first `listen` adds hooks, so compiled layers of other runs have none."""
+def hook_routers(model: PreTrainedModel) -> None:
+    """Make the routers of a model follow the `routing` of each forward pass. Call it once.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        layers: Any = getattr(model.base_model, "layers", ())
-        text = model.config.get_text_config()
-        self._family = family_of(text.model_type)
-        known = self._family.has_router
-        self._layers = [layer for layer in layers if known and hasattr(layer.mlp, "experts")]
-        self._normalizes: bool = getattr(text, "norm_topk_prob", True)
-        self._listening = False
-        self.count = len(self._layers)
-        """L."""
-        self.experts: int = text.num_experts if self.count else 0
-        """E."""
-        self.chosen: int = text.num_experts_per_tok if self.count else 0
-        """k."""
-
-    def listen(self) -> None:
-        """Make routers follow the `routing` of each forward pass."""
-        for number, layer in enumerate(self._layers if not self._listening else ()):
-            router = _Router(number, self._normalizes, self._family.softmax_of_chosen)
-            layer.register_forward_pre_hook(router.take, with_kwargs=True)
-            router_of(layer.mlp).register_forward_hook(router.route)
-        self._listening = True
+    Only a pass with `routing` needs it, so the compiled layers of other runs have no hooks.
+    """
+    text = model.config.get_text_config()
+    family, normalizes = family_of(text.model_type), getattr(text, "norm_topk_prob", True)
+    layers: Any = getattr(model.base_model, "layers", ()) if family.has_router else ()
+    for number, layer in enumerate(each for each in layers if hasattr(each.mlp, "experts")):
+        router = _Router(number, normalizes, family.softmax_of_chosen)
+        layer.register_forward_pre_hook(router.take, with_kwargs=True)
+        router_of(layer.mlp).register_forward_hook(router.route)
 
 
 def router_of(mixture: Any) -> nn.Module:

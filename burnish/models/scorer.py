@@ -6,7 +6,6 @@ The head runs inside `Scorer.forward`, so a sharded `Scorer` gathers the head's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +34,7 @@ class Scorer(nn.Module):
         self.model = model
         self.chunk = chunk
         self._position_limit = position_limit(model.config)
+        self._has_hooks = False  # of `burnish.models.routing`
         self.vocabulary: Any = None
         """This rank's part of the vocabulary, a `burnish.models.parts.VocabularyPart`; None: all of it."""
         self.scores_values = has_value_head(model.config)
@@ -49,11 +49,6 @@ class Scorer(nn.Module):
                 want="a linear layer without bias",
                 do="train a model of another family",
             )
-
-    @cached_property
-    def routers(self) -> Any:
-        """The model's `burnish.models.routing.Routers`."""
-        return import_module("burnish.models.routing").Routers(self.model)
 
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Any = None
@@ -70,8 +65,9 @@ class Scorer(nn.Module):
                 want=f"at most {self._position_limit}: a longer one changes rotary positions of the others (rope_type longrope, dynamic)",
                 do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
             )
-        if routing is not None:
-            self.routers.listen()
+        if routing is not None and not self._has_hooks:
+            import_module("burnish.models.routing").hook_routers(self.model)
+            self._has_hooks = True
         inputs = {"input_ids": plan.input_ids[None]}
         if part is not None:
             embedding = self.model.get_input_embeddings()

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.errors import IncompatibleError, UsageError
-from burnish.models.meta_init import build_on_meta, has_routers, materialize
+from burnish.models.meta_init import build_on_meta, materialize, router_sizes
 from burnish.models.names import model_shards
 from burnish.models.packing import Deal, PrefixTree
 from burnish.models.routing import (
-    Routers,
     Routing,
     _Router,
     balance_factors,
@@ -77,8 +76,8 @@ def outcome(scorer: Scorer, routing: Routing | None) -> tuple[Tensor, dict[str, 
 
 def random_experts(scorer: Scorer, tokens: int) -> Tensor:
     """[T, L, k], the k of each different."""
-    ranked = torch.rand(tokens, scorer.routers.count, scorer.routers.experts).argsort(-1)
-    return ranked[..., : scorer.routers.chosen].to(torch.uint8)
+    routers, experts, chosen = router_sizes(scorer.model.config)
+    return torch.rand(tokens, routers, experts).argsort(-1)[..., :chosen].to(torch.uint8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,11 +129,11 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
         scorer(plan, 1.0, recording)
     counts = torch.stack(
         [
-            torch.bincount(layer.flatten(), minlength=scorer.routers.experts)
+            torch.bincount(layer.flatten(), minlength=router_sizes(scorer.model.config)[1])
             for layer in recording.record().unbind(1)
         ]
     )
-    factors = balance_factors(counts, 0.5, scorer.routers.chosen)
+    factors = balance_factors(counts, 0.5, router_sizes(scorer.model.config)[2])
     routing = Routing(None, (factors, row_weights(plan, CPU)))
     scorer.zero_grad()
     scorer(plan, 1.0, routing).logprobs.sum().backward()
@@ -189,14 +188,13 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
 
 
 def test_experts_of_another_model_are_refused() -> None:
-    routers = Routers(build_on_meta(tiny_config("qwen3_moe")))  # of three layers one is dense
-    assert (routers.count, routers.experts, routers.chosen) == (2, 4, 2)
-    require_recorded(torch.zeros(5, 2, 2, dtype=torch.uint8), (5, 2, 2), routers.experts)
+    assert router_sizes(tiny_config("qwen3_moe")) == (2, 4, 2)  # of three layers one is dense
+    require_recorded(torch.zeros(5, 2, 2, dtype=torch.uint8), (5, 2, 2), 4)
     no_token, other_shapes = torch.zeros(4, 2, 2), (torch.zeros(5, 3, 2), torch.zeros(5, 2, 1))
     for wrong in (no_token, *other_shapes, *(torch.full((5, 2, 2), expert) for expert in (4, -1))):
         wanted = r"(?s)want: 5 tokens × 2 routers × 2 of the experts 0 to 3"
         with pytest.raises(IncompatibleError, match=wanted):
-            require_recorded(wrong, (5, 2, 2), routers.experts)
+            require_recorded(wrong, (5, 2, 2), 4)
 
 
 def test_models_without_known_routers_are_refused() -> None:
@@ -225,15 +223,16 @@ def test_a_configuration_says_whether_its_model_has_routers(
     family: str, changes: dict[str, Any]
 ) -> None:
     config = tiny_config(family, num_hidden_layers=3, **changes)
-    assert has_routers(config) == (Routers(build_on_meta(config)).count > 0)
+    layers: Any = build_on_meta(config).base_model.layers
+    routers = sum(hasattr(layer.mlp, "experts") for layer in layers)
+    assert router_sizes(config) == ((routers, 4, 2) if routers else (0, 0, 0))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "normalized"])
 def test_experts_of_no_probability_get_no_weight(kind: str) -> None:
     """As filler's, which are prescribed expert 0 several times."""
     logits = torch.tensor([[-300.0, 0.0, 1.0, -250.0], [1.0, 0.0, 0.0, 0.0]], requires_grad=True)
-    routers = scorer_of(kind).routers
-    router = _Router(0, routers._normalizes)
+    router = _Router(0, getattr(scorer_of(kind).model.config, "norm_topk_prob", True))
     router._routing = Routing(torch.zeros(2, 1, 2, dtype=torch.uint8))
     own = torch.full((2, 2), 0.5), torch.ones(2, 2, dtype=torch.long)
     _, weights, _ = router.route(torch.nn.Identity(), (), (logits, *own))

@@ -30,7 +30,7 @@ from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.model import build_stages, llama_shape
+from burnish.engines.megatron.model import build_stages
 from burnish.engines.offload import parked
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.meta_init import has_value_head
@@ -78,7 +78,7 @@ class MegatronEngine(ShardedEngine):
         )
         self.mesh = mesh or MegatronMesh.of(config, device)
         """The engine's process groups and host memory."""
-        super().__init__(config, layout, device, self.mesh.arena)
+        super().__init__(hf_config, config, layout, device, self.mesh.arena)
         self._owns_mesh = mesh is None
         self._optimizer: MegatronOptimizer | None = None
         with megatron_called():
@@ -88,8 +88,6 @@ class MegatronEngine(ShardedEngine):
         self._chunks = stages if self._optimizer is None else self._optimizer.chunks
         parts = [] if self._optimizer is None else self._optimizer.parts
         self._shards = MegatronShards(self._chunks, hf_config, parts)
-        self._routers = llama_shape(hf_config).routers
-        """Numbers of routers, experts per router, and experts per token; zeros for a dense model."""
         self._outputs = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """The model's outputs per token, as fields of `TokenOutputs`."""
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
@@ -239,9 +237,6 @@ class MegatronEngine(ShardedEngine):
         routing = self._routing(micro, plan, factors, record=record)
         return _Planned(plan, micro.temperature, routing, micro)
 
-    def _router_sizes(self) -> tuple[int, int, int]:
-        return self._routers
-
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
         tensor = self.mesh.groups.tp
         own = plan.deal.rows // tensor.size()
@@ -254,7 +249,7 @@ class MegatronEngine(ShardedEngine):
 
     def _record(self, chosen: Mapping[int, Tensor], plan: ScoringPlan) -> Tensor:
         """Return the experts [T, L, k] of all tokens. Collective among the ranks that share the micro-batch."""
-        (routers, experts, chosen_of_each), tensor = self._routers, self.mesh.groups.tp
+        (routers, experts, chosen_of_each), tensor = self._router_sizes, self.mesh.groups.tp
         own = plan.deal.rows // tensor.size()
         kind = index_dtype(experts)
         found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self._device)

@@ -280,7 +280,7 @@ def _of_experts(
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.expert_intermediate,
         "moe_layer_freq": [int(layer.experts > 0) for layer in shape.layers],
-        "moe_router_topk": shape.routers[2],
+        "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": config.expert_parallel,

@@ -60,7 +60,7 @@ class TorchEngine(ShardedEngine):
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
         self.mesh = mesh or Mesh.of(layout, config.replicas, device)
         """The engine's process groups and host memory."""
-        super().__init__(config, layout, device, self.mesh.arena)
+        super().__init__(hf_config, config, layout, device, self.mesh.arena)
         self._sharing = self.mesh.sequence, layout.tensor
         model = build_on_meta(hf_config)
         if optim is None and lora is None:
@@ -205,10 +205,6 @@ class TorchEngine(ShardedEngine):
             tokens_of = import_module("burnish.models.routing").tokens_of
             output = replace(output, experts=tokens_of(plan, routing.record()))
         return output if factors is None else replace(output, router_loss=routing.loss())
-
-    def _router_sizes(self) -> tuple[int, int, int]:
-        routers = self._scorer.routers
-        return routers.count, routers.experts, routers.chosen
 
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
         return slice(None), self.layout.tensor

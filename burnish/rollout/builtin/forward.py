@@ -172,15 +172,15 @@ class ModuleForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._whole, self._model = model, model.base_model
-        self._routers: Any = None
+        self._has_hooks = False  # of `burnish.models.routing`
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
     ) -> Tensor:
         """See `InferenceModel.forward`."""
-        if routing is not None and self._routers is None:
-            self._routers = import_module("burnish.models.routing").Routers(self._whole)
-            self._routers.listen()
+        if routing is not None and not self._has_hooks:
+            import_module("burnish.models.routing").hook_routers(self._whole)
+            self._has_hooks = True
         return self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
