@@ -13,8 +13,8 @@ import numpy.typing as npt
 from burnish.errors import IncompatibleError
 from burnish.records.seeds import derive_seed
 
-Indices = npt.NDArray[np.int64]
-"""Positions in a sequence, shape [N]."""
+# Positions in a sequence, shape [N].
+_Indices = npt.NDArray[np.int64]
 Difficulty = npt.NDArray[np.float64]
 """A number for each sample, shape [N]; samples with small numbers come first."""
 
@@ -25,7 +25,7 @@ PERIOD = 10_000
 """Samples after which the pattern of a mixture repeats."""
 
 
-def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None) -> Indices:
+def order(seed: int, epoch: int, size: int, difficulty: Difficulty | None = None) -> _Indices:
     """Return the order of an epoch: a uniform permutation of 0 ... size - 1, shape [size].
 
     With `difficulty`, only equally difficult samples are shuffled. Sorts raw draws of Philox4x64 (Salmon et al., SC 2011),
@@ -63,7 +63,7 @@ class Loader:
         self._shuffle = shuffle
         self._by_epoch = by_epoch
         self._difficulty = difficulty
-        self._epoch: tuple[int, Indices] | None = None  # the latest epoch and its order
+        self._epoch: tuple[int, _Indices] | None = None  # the latest epoch and its order
 
     @property
     def state(self) -> State:
@@ -97,7 +97,7 @@ class Loader:
             self.cursor += len(part)
         return taken
 
-    def _order(self, epoch: int) -> Indices:
+    def _order(self, epoch: int) -> _Indices:
         if self._epoch is None or self._epoch[0] != epoch:
             if self._shuffle:
                 found = order(self._seed, epoch, self.size, self._difficulty)
@@ -118,7 +118,7 @@ def unfit(state: State) -> IncompatibleError:
     )
 
 
-def pattern(weights: Sequence[float]) -> tuple[Indices, Indices]:
+def pattern(weights: Sequence[float]) -> tuple[_Indices, _Indices]:
     """Return the source of each sample in a mixture's period, and each source's count."""
     edges = np.round(np.cumsum([0.0, *weights]) / sum(weights) * PERIOD).astype(np.int64)
     counts = np.diff(edges)
