@@ -40,7 +40,8 @@ def critic_foundation(policy: Foundation) -> Foundation:
     hf_config = value_config(read_model_config(model))
     require_embeddings(hf_config, policy.tokenizer)
     engine = settings_beside(hf_config, config.engine)
-    config = config.model_copy(update={"engine": engine})
+    optim = config.optim.model_copy(update={"lr": config.critic.lr})
+    config = config.model_copy(update={"engine": engine, "optim": optim})
     prove(hf_config, policy.layout, policy.device, engine=engine)
     source = value_source(model, hf_config, config.seed)
     foundation = replace(
@@ -66,9 +67,8 @@ class Critic(Learner):
     def make(cls, policy: Foundation, total_steps: int, beside: Engine) -> Critic:
         """Make a critic without weights; `beside` is the policy's engine."""
         foundation = critic_foundation(policy)
-        config = foundation.config
-        optim = config.optim.model_copy(update={"lr": config.critic.lr})
-        return cls(make_engine(foundation, optim, beside), foundation, total_steps)
+        engine = make_engine(foundation, foundation.config.optim, beside)
+        return cls(engine, foundation, total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:
         """Learn from a mini-batch with returns and old values. Collective."""
@@ -76,9 +76,9 @@ class Critic(Learner):
         loss = value_loss_fn(
             config.algorithm.aggregation, config.critic.clip, config.rollout.max_response_length
         )
-        optim = config.optim.model_copy(update={"lr": config.critic.lr})
+        lr = learning_rate(step, self.total_steps, config.optim)
         stats = self.engine.forward_backward(batch.without_experts(), loss)
-        stats = stats.merge(self.engine.optim_step(learning_rate(step, self.total_steps, optim)))
+        stats = stats.merge(self.engine.optim_step(lr))
         return stats.prefixed(f"{CRITIC}/")
 
 

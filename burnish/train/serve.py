@@ -90,7 +90,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         end = stack.pop_all().close
 
     def revive(lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
-        return own[0].revive(lost, others) if own else {}
+        return own[0].revive(lost) if own else {}
 
     servers = [Server(*each, timeout) for theirs in told for each in theirs]
     return make(servers, make_room=empty_cache, revive=revive, end=end)
@@ -143,7 +143,7 @@ class _Child:
         self._process = Companion(__name__, what, log=self._log, environ=self._seen)
         self._process.send(self._given)
 
-    def revive(self, lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
+    def revive(self, lost: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Restart the process if its URL is in `lost`; return its new URL and token by the old URL."""
         before = self.url
         if before not in lost:
