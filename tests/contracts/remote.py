@@ -52,10 +52,11 @@ class RemoteContract:
     def test_any_name_is_kept_as_it_is(self, remote: Remote) -> None:
         for name in self.names:
             remote.put(name, name.encode())
-        assert [file.name for file in remote.files()] == sorted(self.names)
+        files = remote.files()
+        assert [file.name for file in files] == sorted(self.names)
         for name in self.names:
             assert remote.read(name, 100) == name.encode()
-            assert remote.stat(name) in remote.files()
+            assert remote.stat(name) in files
             remote.remove(name)
         assert remote.files() == []
 

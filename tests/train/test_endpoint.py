@@ -154,6 +154,7 @@ def test_texts_are_asked_sample_by_sample_and_scored_as_they_are_said(
     assert "secret" not in output
 
 
+@pytest.mark.nightly
 def test_the_same_evaluation_asks_the_same_and_another_seed_asks_others(
     work: Path, sums: str
 ) -> None:

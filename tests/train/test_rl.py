@@ -82,6 +82,7 @@ def test_a_run_whose_completions_are_all_empty(
     assert all(torch.isfinite(tensor.float()).all() for tensor in saved.values())
 
 
+@pytest.mark.nightly
 def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

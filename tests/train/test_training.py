@@ -257,6 +257,7 @@ def test_every_formula_runs(work, formula):
     assert rows[-1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.nightly
 def test_a_kl_coefficient_that_adapts_goes_on_where_it_was(work):
     settings = ["algorithm.kl.coef=0.5", "algorithm.kl.place=reward", "algorithm.kl.estimator=k2",
                 "algorithm.kl.target=1e-9", "algorithm.kl.horizon=16", "evaluation.every=0"]  # fmt: skip
@@ -335,8 +336,16 @@ def test_a_runs_weights_are_evaluated_and_a_plain_directory_as_it_is(work):
     assert said[1] != pytest.approx(trained, rel=1e-5)  # model/ is bf16, this run is fp32
 
 
-@pytest.mark.parametrize("extra", [[], ["algorithm.advantage=reinforce_plus_plus_baseline"],
-                                   ["algorithm.dynamic_sampling.enabled=true"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        pytest.param(
+            ["algorithm.advantage=reinforce_plus_plus_baseline"], marks=pytest.mark.nightly
+        ),
+        pytest.param(["algorithm.dynamic_sampling.enabled=true"], marks=pytest.mark.nightly),
+    ],
+)
 def test_rewards_that_are_all_equal_teach_nothing_and_break_nothing(work, extra):
     shutil.rmtree(work / "runs/equal", ignore_errors=True)
     run = done(

@@ -119,6 +119,7 @@ def said(engine: Engine, batch: Batch) -> Tensor:
     return torch.cat([output.logprobs for output in engine.forward(batch)])
 
 
+@pytest.mark.nightly
 def test_parking_changes_no_bit_and_a_frozen_engine_shares_nothing_but_the_groups(
     model: Path,
 ) -> None:
