@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from disk_crashes import prepare, try_moment
+from nights import by_day
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("disk", "moment"), SAMPLE)
+@pytest.mark.parametrize(("disk", "moment"), by_day(SAMPLE, SAMPLE[2::2]))
 def test_a_machine_that_dies_at_a_moment(prepared, tmp_path, disk, moment):
     goes_on = moment in (SAMPLE[0][1], SAMPLE[3][1])
     verdict = try_moment(prepared, tmp_path, disk, moment, goes_on=goes_on)
