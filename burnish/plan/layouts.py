@@ -200,22 +200,16 @@ class Planner:
         )
 
     def _layouts(self) -> Iterator[EngineConfig]:
-        engine, experts, within = (
-            self._config.engine,
-            self.model.shape.experts,
-            divisors(PER_MACHINE),
-        )
-        every = divisors(self._devices.count)
-        values: dict[str, Sequence[object]] = {
-            "tensor_parallel": within,
-            "sequence_parallel": within,
-        }
+        engine, experts = self._config.engine, self.model.shape.experts
+        every, within = divisors(self._devices.count), divisors(PER_MACHINE)
+        values: dict[str, Sequence[object]] = {"tensor_parallel": within}
+        values |= {"sequence_parallel": within}
         if engine.kind == "torch":
             values |= {"replicas": every, "reshard_after_forward": (True, False)}
         else:
             values |= {"pipeline_parallel": every, "virtual_stages": _VIRTUAL_STAGES}
-        if engine.kind == "megatron" and experts:
-            values |= {"expert_tensor_parallel": within, "expert_parallel": divisors(experts)}
+            values |= {"expert_tensor_parallel": within} if experts else {}
+            values |= {"expert_parallel": divisors(max(experts, 1))}
         for each in product(*values.values()):
             found = engine.model_copy(update=dict(zip(values, each, strict=True)))
             if self._divides(found):
