@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from burnish.errors import UsageError
@@ -10,9 +11,11 @@ from burnish.errors import UsageError
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises `UsageError` if it cannot."""
     try:
+        if not 0 <= port < 1 << 16:  # create_server would leave its socket open
+            raise OSError(errno.EINVAL, f"there is no port {port}")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:  # OverflowError: there is no such port
+    except OSError as error:
         raise UsageError(
             f"Burnish cannot listen at {host}:{port}",
             have=error,
