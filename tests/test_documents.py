@@ -60,7 +60,10 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 BY_NIGHT = tuple(
     f"docs/guides/{name}.md"
-    for name in ("clusters", "extending", "from-trl", "generators", "tracking")
+    for name in (
+        *("clusters", "data", "evaluation", "extending"),
+        *("from-trl", "generators", "megatron", "tracking"),
+    )
 )
 """Pages whose blocks take long."""
 

@@ -130,6 +130,7 @@ def check_machines(layout):
     return check_many(in_machines(layout))
 
 
+@pytest.mark.nightly
 def test_on_several_machines_too():
     assert run_ranks(check_machines, 4) == [True] * 4
 

@@ -260,6 +260,7 @@ def test_the_temperature_is_that_of_the_run(root: Path) -> None:
     assert ": log-probs of sequence 0 " in rl.refusal
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_compared(root: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path / "base", "qwen3", vocab_size=len(char_tokenizer()))
     model = {

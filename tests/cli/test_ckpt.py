@@ -540,6 +540,7 @@ def test_import_from_behind_a_url(
     assert ckpt(capsys, "import", "memory://import/none", tmp_path / "run")[0] == 5
 
 
+@pytest.mark.nightly
 def test_import_unpickles_only_when_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

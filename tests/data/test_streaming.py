@@ -117,9 +117,8 @@ def streamed_or_none(paths, window, shuffle):
         return None
 
 
-@pytest.mark.parametrize(
-    "service", ["s3_server", pytest.param("gcs_server", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("service", ["s3_server", "gcs_server"])
 def test_rows_of_an_object_store_come_as_those_of_a_directory(tmp_path, request, service):
     """Although it cuts an answer short and refuses another one."""
     server = request.getfixturevalue(service)

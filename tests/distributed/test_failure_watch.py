@@ -209,6 +209,7 @@ def _child_holds_the_connection(layout, stderr_path):
     time.sleep(LONG)
 
 
+@pytest.mark.nightly
 def test_forked_children_do_not_keep_a_dead_rank_alive(tmp_path):
     """The other rank is not in a collective and does not stop by itself: its process is ended."""
     with pytest.raises(RankFailed) as raised:

@@ -235,6 +235,7 @@ def _skip_a_collective(seconds, port):
     return "no error"
 
 
+@pytest.mark.nightly
 def test_the_timeout_bounds_a_collective_that_a_rank_skips():
     store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20), wait_for_workers=False)
     environs = [torchrun_environ(rank, 2, store.port) for rank in range(2)]

@@ -11,7 +11,7 @@ from failpoints import EXPORTING, SAVING
 from faultfs import History, RecordingStorage, crash_states, write_out
 from power_loss import SCENES, check, named_moments, record_saving, resume, save_steps
 
-SAMPLE = 160
+SAMPLE = 80
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def score(told: Observers, step: int, rollouts: list[Rollout], means: list[float
     )
 
 
+@pytest.mark.nightly
 def test_each_step_comes_once_in_the_life_of_a_run(tmp_path: Path) -> None:
     for step in (0, 2):
         run, told = observers(tmp_path, "Noted Sampled", step=step, rollouts_every=1)

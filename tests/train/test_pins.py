@@ -69,6 +69,7 @@ def call(hub: HubServer, work: Path, *argv: str, **variables: str) -> str:
     return output
 
 
+@pytest.mark.nightly
 def test_a_run_keeps_the_commits_that_it_began_with(hub: HubServer, work: Path) -> None:
     model, sums = hub.commit("models/me/tiny"), hub.commit("datasets/me/sums")
     call(hub, work, "sft", "sft.yaml", "--dry-run")
@@ -107,6 +108,7 @@ def test_judges_critics_and_adapters_may_be_ids(hub: HubServer, work: Path) -> N
     assert code == 0, output  # another revision of the same repository is the run's own
 
 
+@pytest.mark.nightly
 def test_ranks_agree_on_commits_and_each_machine_downloads_once(hub: HubServer, work: Path) -> None:
     started = ranks(work, ["sft", "sft.yaml"], 2, environ=environ(hub, work / "home"))
     codes = [command.wait(100) for command in started]

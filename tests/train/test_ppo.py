@@ -30,6 +30,7 @@ def newest(run: Path) -> Path:
     return committed(run / "checkpoints")[-1].path
 
 
+@pytest.mark.nightly
 def test_a_critic_learns_and_then_the_policy(work: Path) -> None:
     """The reward of four letters: a critic that sees some of them can know part of it, at most 3/8 of its variance."""
     many = ["batch.prompts=24", "batch.tokens_per_device=4096", "rollout.slots=96"]

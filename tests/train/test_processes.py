@@ -66,6 +66,7 @@ def test_an_epoch_is_every_sample_once_on_any_number_of_processes_and_when_prolo
     assert_same(done(work, *argv, name, "epochs=2", world=2), one)
 
 
+@pytest.mark.nightly
 def test_shared_matrices_and_then_shared_tokens_do_what_one_process_does(work, of_one):
     argv = ["sft", "sft.yaml", "name=sft_shared"]
     done(work, *argv, "engine.tensor_parallel=2", "steps=3", world=2)
@@ -90,6 +91,7 @@ def test_what_is_computed_of_tokens_stays_where_it_is_and_is_that_of_one_process
         assert_same(done(work, *argv, *shared, world=2), one)
 
 
+@pytest.mark.nightly
 def test_two_processes_evaluate_what_one_trained(work):
     run = done(work, "sft", "sft.yaml", "name=evaluated_by_two", "steps=3")
     started = ranks(work, ["eval", str(run), "reward.functions=[]"], 2)
