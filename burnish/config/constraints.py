@@ -82,6 +82,7 @@ _OF_TRAINING: Sequence[_Constraint] = (
     ("distributed.check_replicas_every", "engine.replicas", "else there are no copies"),
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
     ("checkpoint.keep_best.metric", "evaluation.every", "only validated steps are compared"),
+    ("tracking.torch_profiler", "tracking.profile_steps", "it runs in these steps only"),
     ("optim.schedule=wsd", "optim.decay_steps", ""),
     ("optim.decay_steps", "optim.schedule=wsd", ""),
     ("optim.min_lr_ratio", "optim.schedule=linear|cosine|wsd", "a constant rate does not decay"),
@@ -126,6 +127,9 @@ _OF_RL: Sequence[_Constraint] = (
     ("algorithm.kl.target", "algorithm.kl.coef", "it adapts this coefficient"),
     ("algorithm.mismatch_cap", "algorithm.old_logprobs=recompute", "else there is no mismatch"),
     ("algorithm.mismatch_reject", "algorithm.old_logprobs=recompute", "else there is no mismatch"),
+    ("algorithm.mismatch_level", "algorithm.mismatch_cap", ""),
+    ("algorithm.mismatch_low", "algorithm.mismatch_reject", "they bound what it keeps"),
+    ("algorithm.mismatch_high", "algorithm.mismatch_reject", "they bound what it keeps"),
     ("critic", "algorithm.advantage=gae", "no other advantage uses a critic"),
     (
         "rollout.engine=sglang",

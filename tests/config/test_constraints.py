@@ -261,6 +261,10 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["algorithm.mismatch_cap=2", "algorithm.old_logprobs=rollout"],
         ["mismatch_cap: 2.0, algorithm.old_logprobs: rollout", "old_logprobs=recompute"],
     ),
+    ("rl", ["algorithm.mismatch_level=sequence"], ["mismatch_level: sequence", "mismatch_cap"]),
+    ("rl", ["algorithm.mismatch_low=0.7"], ["mismatch_low: 0.7", "mismatch_reject: none"]),
+    ("rl", ["algorithm.mismatch_high=2"], ["mismatch_high: 2.0", "mismatch_reject: none"]),
+    ("sft", ["tracking.torch_profiler=true"], ["torch_profiler: true", "profile_steps"]),
     ("rl", ["critic.lr=1e-4"], ["critic.lr", "algorithm.advantage: grpo", "gae"]),
     ("rl", ["critic.path=c", "critic.clip=null"], ["remove critic.path and critic.clip"]),
     (
