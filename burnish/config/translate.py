@@ -204,8 +204,10 @@ def _batch(names: Names) -> Names:
         (value for name, value in names.items() if name.endswith("train_batch_size")), None
     )
     (mini,) = _take(names, "ppo_mini_batch_size")
-    if mini and whole:
-        return {"batch.minibatches": max(1, whole // mini)}
+    if mini and whole and whole % mini == 0:
+        return {"batch.minibatches": whole // mini}
+    if mini:  # the table says how to choose
+        names["ppo_mini_batch_size"] = mini
     each, pieces, generations, generated, ratio, *processes = _take(
         names, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
         "generation_batch_size", "steps_per_generation", "num_processes", "nproc_per_node",

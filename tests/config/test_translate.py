@@ -118,6 +118,14 @@ def test_a_share_of_unlimited_steps_is_left_out_and_a_beta_of_0_is_kept() -> Non
     assert yaml.safe_load(settings) == {"optim": {"betas": [0, 0.95]}}
 
 
+@pytest.mark.parametrize("whole", [["data.train_batch_size=64"], []])
+def test_mini_batches_that_do_not_divide_the_batch_are_left_out(whole: list[str]) -> None:
+    text = translated([*whole, "actor.ppo_mini_batch_size=48"])
+    settings, _, left_out = text.partition("# Left out:")
+    assert "ppo_mini_batch_size=48" in left_out
+    assert "minibatches" not in settings
+
+
 def test_arguments_of_trls_sft(tmp_path: Path) -> None:
     text = translated(SFT.split())
     config = loaded(tmp_path, text)
