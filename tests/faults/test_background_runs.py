@@ -15,11 +15,18 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import committed
+from fork_server import ANEW
 from killed_runs import KINDS, SAVING, killed
 from training_files import At, Command, burnish, done, make_files, outcome
 
 RUNS = [("sft", 2), ("rl", 1), ("ahead", 2), ("pipeline", 2)]
 """Kinds that are killed at random, and on how many processes."""
+
+
+@pytest.fixture(autouse=True)
+def _companions_anew(monkeypatch):
+    """Companions start as those of users do, so that the system names the process that started each."""
+    monkeypatch.setenv(ANEW, "1")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,9 @@ def test_a_signal_to_all_processes_of_the_run(work):
     argv = [*KINDS["sft"], "name=group", "steps=5000", *SAVING]
     command = Command(work, argv)
     command.reached(0)
-    for pid in (*children(command.pid), command.pid):
+    writers = children(command.pid)
+    assert writers
+    for pid in (*writers, command.pid):
         os.kill(pid, signal.SIGTERM)
     assert command.wait(60) == 128 + signal.SIGTERM, command.output
     assert "is committed in runs/group" in command.output

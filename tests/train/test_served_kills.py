@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints_for_tests import committed
+from fork_server import ANEW
 from served_runs import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
 from training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
 
@@ -176,6 +177,12 @@ def kinds(case: str) -> list[tuple[str, int]]:
     other = "child" if CASES[case][2]["place"] == "child" else "server"
     signals = (signal.SIGKILL, signal.SIGTERM)
     return [(victim, number) for victim in ("trainer", other) for number in signals]
+
+
+@pytest.fixture(autouse=True)
+def _companions_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Companions start as those of users do, so that the system names the process that started each."""
+    monkeypatch.setenv(ANEW, "1")
 
 
 @pytest.mark.nightly

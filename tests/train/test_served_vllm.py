@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints_for_tests import committed
+from fork_server import ANEW
 from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
 from tiny import save_base
@@ -49,6 +50,12 @@ def digest(run: Path) -> str:
     newest = committed(run / "checkpoints")[-1].path
     files = sorted((newest / "model").glob("*.safetensors"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _companions_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Companions start as those of users do, so that the system names the process that started each."""
+    monkeypatch.setenv(ANEW, "1")
 
 
 @pytest.mark.parametrize("case", CASES)
