@@ -62,6 +62,7 @@ class Campaign:
     servers: list[Command] = field(default_factory=list)
     killed: int = 0
     """Servers, by SIGKILL."""
+    children_killed: int = 0
 
     @property
     def run(self) -> Path:
@@ -152,6 +153,7 @@ class Campaign:
             self.serve()
         elif victim == "child" and children:
             os.kill(children[-1], number)
+            self.children_killed += 1
         codes = [each.wait() for each in started]
         said = "\n".join(each.output for each in started)
         until(lambda: all(state_of(pid)[0] == "Z" for pid in children))
@@ -198,6 +200,7 @@ def test_killed_at_every_steps_save(work: Path, case: str) -> None:
             else:
                 made.kill(wanted, victim, number, partial(made.await_step, step))
         assert made.done() == wanted
+    assert made.children_killed or ("child", signal.SIGKILL) not in kinds(case)
 
 
 @pytest.mark.nightly
@@ -218,6 +221,7 @@ def test_killed_at_random_moments(work: Path, case: str) -> None:
         moment = while_starting if number % 5 == 4 else while_training
         made.kill(wanted, *kinds(case)[number % 4], moment)
     assert made.done() == wanted
+    assert made.children_killed or ("child", signal.SIGKILL) not in kinds(case)
 
 
 @pytest.mark.parametrize("place", [pytest.param("child", marks=pytest.mark.nightly), "inside"])
