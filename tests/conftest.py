@@ -55,7 +55,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def is_roomy(directory: Path) -> bool:
-    """Whether there is a file system of memory with ten times the room that a test run takes."""
+    """Whether the file system and the memory behind it have more than 8 GiB left."""
     memory = Path("/proc/meminfo")
     if not (os.access(directory, os.W_OK) and memory.is_file()):
         return False
