@@ -6,6 +6,8 @@ interpreters: `multiprocessing` would import the main script and torch again, or
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import random
 import re
@@ -17,6 +19,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -47,10 +50,14 @@ _START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 _MAX_TIMEOUTS = 8
 """Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
+_MAX_ENDS = 2
+"""How often the process of the same calls may end before they are divided, and a process in a row while it imports."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
+
+log = logging.getLogger("burnish")
 
 Check = Callable[[], None]
 """A function that is called at least each second during a wait for answers. An exception that it raises ends the wait."""
@@ -62,6 +69,26 @@ class _Call(NamedTuple):
     arguments: Mapping[str, Any]
     size: int
     """How many rollouts it is about."""
+    columns: frozenset[str] = frozenset()
+    """The arguments that have an entry for each rollout."""
+    place: int = 0
+    """The index of its first answer among those of its round."""
+
+    def part(self, start: int, stop: int) -> _Call:
+        """Return the call about some of the rollouts."""
+        given = {
+            name: value[start:stop] if name in self.columns else value
+            for name, value in self.arguments.items()
+        }
+        return self._replace(arguments=given, size=stop - start, place=self.place + start)
+
+
+class _Bundle(NamedTuple):
+    """Numbers of calls that a worker gets together: all calls of an async function, or one call of another."""
+
+    numbers: list[int]
+    ends: int = 0
+    """How many processes ended while they made these calls."""
 
 
 class RewardPool:
@@ -71,6 +98,7 @@ class RewardPool:
         """Load every function; `moved()` is called as calls end. Raises `UsageError` for an unusable function."""
         self._config, self._moved = config, moved
         self._workers: list[_Worker] = []
+        self._heard: set[str] = set()
         self._signatures: Sequence[Signature] = ()
         if all(each.function in LOCAL for each in config.functions):
             self._signatures = [
@@ -80,8 +108,9 @@ class RewardPool:
             return
         try:
             self._workers.append(_Worker(config))
+            loading = _Round([], self._workers, config, moved, self._heard)
             while not self._workers[0].signatures:
-                _Round([], self._workers, config, moved).listen()
+                loading.listen()
         except BaseException:
             self._end(0)
             raise
@@ -124,8 +153,9 @@ class RewardPool:
         answers: list[list[Answer]] = [[] for _ in self._signatures]
         for each in calls:
             local = self._local(each.function)
-            answered = call(local, "verl", each.arguments, 1) if local else next(results)
-            answers[each.function] += answered
+            answers[each.function] += (
+                call(local, "verl", each.arguments, 1) if local else islice(results, each.size)
+            )
         return [
             self._scored(rollout, [column[i] for column in answers])
             for i, rollout in enumerate(rollouts)
@@ -137,12 +167,17 @@ class RewardPool:
     def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
         calls = []
         for index, signature in enumerate(self._signatures):
-            config = self._config.functions[index]
-            most = 1 if signature.style == "verl" else config.per_call or max(len(rollouts), 1)
-            for start in range(0, len(rollouts), most):
-                members = rollouts[start : start + most]
-                given = arguments(signature, config.kwargs, members)
-                calls.append(_Call(index, given, len(members)))
+            kwargs = self._config.functions[index].kwargs
+            if signature.style == "verl":
+                calls += [_Call(index, arguments(signature, kwargs, [one]), 1) for one in rollouts]
+            elif rollouts:
+                given = arguments(signature, kwargs, rollouts)
+                whole = _Call(index, given, len(rollouts), frozenset(given.keys() - kwargs.keys()))
+                most = self._config.functions[index].per_call or whole.size
+                calls += [
+                    whole.part(start, min(start + most, whole.size))
+                    for start in range(0, whole.size, most)
+                ]
         return calls
 
     def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
@@ -167,18 +202,19 @@ class RewardPool:
         )
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error, calls=calls)
 
-    def _run(self, calls: Sequence[_Call], check: Check) -> list[list[Answer]]:
-        """Return the workers' answers to the calls, in order; if `check` raises, kill all workers."""
-        under_way = _Round(calls, self._workers, self._config, self._moved, self._signatures)
+    def _run(self, calls: Sequence[_Call], check: Check) -> list[Answer]:
+        """Return the workers' answers about all rollouts of the calls, in order; if `check` raises, kill all workers."""
+        settings = self._config, self._moved, self._heard
+        under_way = _Round(calls, self._workers, *settings, self._signatures)
         try:
-            while len(under_way.answers) < len(calls):
+            while under_way.unanswered:
                 under_way.hand_out()
                 check()
                 under_way.listen()
         except BaseException:
             self._end(0)  # the next round must not find late answers of this one
             raise
-        return [under_way.answers[number] for number in range(len(calls))]
+        return under_way.answers
 
     def waits_for(self) -> str:
         """Return the function that runs longest, and its current line. For any thread."""
@@ -210,7 +246,8 @@ class RewardPool:
 class _Round:
     """Calls that workers are to make.
 
-    A missed deadline or a worker's death is an error for the call. A function is given up as `_MAX_TIMEOUTS` says. One worker makes an
+    A missed deadline is an error for the call. If a worker's process ends, a fresh one gets its calls again, and then halves of them,
+    so that only the rollout fails that ends it again and again. A function is given up as `_MAX_TIMEOUTS` says. One worker makes an
     async function's calls, `concurrency` at a time. If one blocks the event loop, all running ones are killed.
     """
 
@@ -220,16 +257,26 @@ class _Round:
         workers: list[_Worker],
         config: RewardConfig,
         moved: Callable[[], None],
+        heard: set[str],
         signatures: Sequence[Signature] = (),
     ) -> None:
-        self._calls, self._workers, self._config, self._moved = calls, workers, config, moved
-        self.answers: dict[int, list[Answer]] = {}
+        """`heard` has the ends of processes that were told."""
+        starts = np.cumsum([0, *(each.size for each in calls)]).tolist()
+        self._calls = [each._replace(place=p) for each, p in zip(calls, starts, strict=False)]
+        self._workers, self._config = workers, config
+        self._moved, self._heard = moved, heard
+        self.unanswered: int = starts[-1]
+        """How many rollouts have no answer yet."""
+        self.answers = [Answer(None)] * self.unanswered
         self._late = f"no answer within {config.timeout_seconds:g} s"
         share = 1 + _MAX_TIMEOUTS / config.workers
         self._most_lost = [
             share * (config.concurrency if each.is_async else config.workers) for each in signatures
         ]
         self._lost: Counter[int] = Counter()
+        self._ends: Counter[int] = Counter()
+        """By function: processes that ended since its last answer, without those whose calls are divided."""
+        self._imports_lost = 0
         bundles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for number, each in enumerate(calls):
             together = signatures[each.function].is_async
@@ -238,16 +285,23 @@ class _Round:
         rng = random.Random(0)
         mixed = [rng.sample(bundle, len(bundle)) for bundle in bundles.values()]
         rng.shuffle(mixed)
-        self._waiting = deque(sorted(mixed, key=len, reverse=True))
-        """Bundles of calls that a worker gets together: all calls of an async function, or one call of another."""
+        self._waiting = deque(_Bundle(each) for each in sorted(mixed, key=len, reverse=True))
+        self._again: deque[_Bundle] = deque()
+        """Bundles whose process has ended. Only a fresh process gets one."""
 
     def hand_out(self) -> None:
         """Give waiting calls to idle workers, and start workers for the others."""
-        idle = [each for each in self._workers if each.is_idle]
-        while idle and self._waiting:
-            idle.pop().ask(self._waiting.popleft(), self._calls)
         loading = sum(not each.signatures for each in self._workers)
-        missing = min(len(self._waiting) - loading, self._config.workers - len(self._workers))
+        coming = loading + self._config.workers - len(self._workers)
+        for worker in [each for each in self._workers if each.is_idle]:
+            waiting = self._again if worker.is_fresh and self._again else self._waiting
+            if waiting:
+                worker.ask(waiting.popleft(), self._calls)
+            elif len(self._again) > coming:
+                self._remove(worker)  # a fresh one takes its place
+                coming += 1
+        wanted = len(self._waiting) + len(self._again) - loading
+        missing = min(wanted, self._config.workers - len(self._workers))
         self._workers += [_Worker(self._config) for _ in range(missing)]
 
     def listen(self) -> None:
@@ -258,47 +312,102 @@ class _Round:
         for connection, worker in working.items():
             try:
                 message = worker.receive(is_there=connection in ready)
-            except (EOFError, OSError) as error:
-                late = isinstance(error, TimeoutError)
+            except TimeoutError as error:
                 if not worker.signatures:
-                    raise worker.refusal(late) from error
-                why = self._late if late else f"its process ended ({worker.status()})"
-                self._lose(worker, worker.left[: worker.at_once], why, ended=True)
+                    raise worker.refusal(late=True) from error
+                self._lose(worker, worker.under_way, self._late, ended=True)
+                continue
+            except (EOFError, OSError) as error:
+                self._restart(worker, error)
                 continue
             if isinstance(message, BurnishError):
                 raise message
             if message is None:
                 continue
             if not worker.signatures:
-                worker.signatures = message
+                worker.signatures, self._imports_lost = message, 0
                 continue
             number, answers = message
             if answers is None:
                 self._lose(worker, [number], self._late, ended=False)
             else:
                 worker.left.remove(number)
-                self.answers[number] = answers
+                self._answer(number, answers)
                 self._moved()
-                del self._lost[worker.function]
+                del self._lost[worker.function], self._ends[worker.function]
 
-    def _lose(self, worker: _Worker, numbers: list[int], error: str, *, ended: bool) -> None:
+    def _restart(self, worker: _Worker, error: Exception) -> None:
+        """Have the calls of a worker whose process ended made again, by fresh processes."""
+        if not worker.signatures:
+            self._imports_lost += 1
+            if self._imports_lost >= _MAX_ENDS:
+                raise worker.refusal(late=False) from error
+            self._tell(f"a process for reward functions {worker.end_text()}")
+            self._remove(worker)
+            self._workers.append(_Worker(self._config))
+            return
+        numbers, ends, why = worker.under_way, worker.ends + 1, f"its process {worker.end_text()}"
+        calls = [self._calls[number] for number in numbers]
+        is_again, is_alone = ends < _MAX_ENDS, sum(call.size for call in calls) == 1
+        self._ends[worker.function] += is_again or is_alone
+        is_given_up = self._ends[worker.function] >= self._config.workers + _MAX_TIMEOUTS
+        if is_given_up or (is_alone and not is_again):
+            self._lose(worker, numbers, why, ended=True, is_given_up=is_given_up)
+            return
+        name = self._config.functions[worker.function].function
+        self._tell(f"the process of the reward {name} {worker.end_text()}")
+        self._moved()
+        rest = [number for number in worker.left if number not in numbers]
+        self._waiting.extendleft([_Bundle(rest)] if rest else [])
+        self._remove(worker)
+        if is_again:
+            self._again.append(_Bundle(numbers, ends))
+            return
+        if len(calls) == 1:
+            (number,), (call,) = numbers, calls
+            numbers = [number, len(self._calls)]
+            self._calls[number] = call.part(0, call.size // 2)
+            self._calls.append(call.part(call.size // 2, call.size))
+        middle = len(numbers) // 2
+        for half in (numbers[middle:], numbers[:middle]):  # the first half comes first
+            self._again.appendleft(_Bundle(half, ends - 1))
+
+    def _tell(self, what: str) -> None:
+        if what not in self._heard:
+            self._heard.add(what)
+            log.warning("%s; a fresh process makes its calls again", what)
+
+    def _lose(
+        self,
+        worker: _Worker,
+        numbers: list[int],
+        error: str,
+        *,
+        ended: bool,
+        is_given_up: bool = False,
+    ) -> None:
         """Fail calls of a worker. After too many in a row, give their function up."""
         self._fail(numbers, error, worker.began)
         self._lost[worker.function] += len(numbers)
-        is_given_up = self._lost[worker.function] >= self._most_lost[worker.function]
+        is_given_up |= self._lost[worker.function] >= self._most_lost[worker.function]
         worker.left = [number for number in worker.left if number not in numbers]
         if ended or (is_given_up and worker.left):
-            self._workers.remove(worker)
-            worker.end(0)
-            worker.release()
-            self._waiting.extendleft([worker.left] if worker.left else [])
+            self._waiting.extendleft([_Bundle(worker.left)] if worker.left else [])
+            self._remove(worker)
         if is_given_up:
-            bundles, self._waiting = self._waiting, deque[list[int]]()
-            for bundle in bundles:
-                if self._calls[bundle[0]].function == worker.function:
-                    self._fail(bundle, f"given up: call after call: {error}")
-                else:
-                    self._waiting.append(bundle)
+            for queue in (self._waiting, self._again):
+                bundles = list(queue)
+                queue.clear()
+                for bundle in bundles:
+                    if self._calls[bundle.numbers[0]].function == worker.function:
+                        self._fail(bundle.numbers, f"given up: call after call: {error}")
+                    else:
+                        queue.append(bundle)
+
+    def _remove(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.end(0)
+        worker.release()
 
     def _fail(self, numbers: Sequence[int], error: str, began: float | None = None) -> None:
         self._moved()
@@ -306,7 +415,12 @@ class _Round:
             count = self._calls[number].size
             text = error if count == 1 else f"{error} for {count} completions"
             answers = [Answer(None, text)] * count
-            self.answers[number] = answers if began is None else timed(answers, began)
+            self._answer(number, answers if began is None else timed(answers, began))
+
+    def _answer(self, number: int, answers: Sequence[Answer]) -> None:
+        place = self._calls[number].place
+        self.answers[place : place + len(answers)] = answers
+        self.unanswered -= len(answers)
 
 
 class _Worker:
@@ -316,8 +430,8 @@ class _Worker:
     def __init__(self, config: RewardConfig) -> None:
         """Start a process that loads the functions."""
         self._config = config
-        self.function, self.began, self.at_once = 0, 0.0, 1
-        """The function of its current calls, when it got them, and how many of them run at a time."""
+        self.function, self.began, self.at_once, self.ends = 0, 0.0, 1, 0
+        """The function of its current calls, when it got them, how many run at a time, and how many processes they have ended."""
         self.left: list[int] = []
         """Numbers of its current calls that it has not answered."""
         self._patience = _START_SECONDS
@@ -342,14 +456,25 @@ class _Worker:
     def is_idle(self) -> bool:
         return bool(self.signatures) and not self.left
 
-    def ask(self, bundle: list[int], calls: Sequence[_Call]) -> None:
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has made no call yet."""
+        return not self.began
+
+    @property
+    def under_way(self) -> list[int]:
+        """The calls that it is making."""
+        return self.left[: self.at_once]
+
+    def ask(self, bundle: _Bundle, calls: Sequence[_Call]) -> None:
         """Send calls of one function."""
-        self.function, self.began = calls[bundle[0]].function, time.time()
+        numbers, self.ends = bundle.numbers, bundle.ends
+        self.function, self.began = calls[numbers[0]].function, time.time()
         is_async = self.signatures[self.function].is_async
         self.at_once = self._config.concurrency if is_async else 1
         self._patience = self._config.timeout_seconds + (_LATE_SECONDS if is_async else 0)
-        self.deadline, self.left = time.monotonic() + self._patience, bundle
-        self._send((self.function, [(i, calls[i].arguments, calls[i].size) for i in bundle]))
+        self.deadline, self.left = time.monotonic() + self._patience, [*numbers]
+        self._send((self.function, [(i, calls[i].arguments, calls[i].size) for i in numbers]))
 
     def _send(self, message: Any) -> None:
         with suppress(OSError):  # `receive` finds that the process has ended
@@ -370,10 +495,9 @@ class _Worker:
 
     def refusal(self, late: bool) -> UsageError:
         """Return the error of a worker that does not load the functions."""
-        ended = f"ended while importing ({self.status()})"
         return UsageError(
             "A process for reward functions did not start.",
-            have=f"still importing after {_START_SECONDS:g} s" if late else ended,
+            have=f"still importing after {_START_SECONDS:g} s" if late else self.end_text(),
             want=f"to import {', '.join(each.function for each in self._config.functions)}",
             do="see what it wrote to the terminal, and what those modules do when imported",
         )
@@ -412,11 +536,15 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
-    def status(self) -> str:
+    def end_text(self) -> str:
+        """Say how its process ended, and end it if it has only closed its connection."""
         returncode = self.end(_CLOSE_SECONDS)
+        how = f"exit status {returncode}"
         if returncode < 0:
-            return f"signal {signal.Signals(-returncode).name}"
-        return f"exit status {returncode}"
+            how = f"signal {signal.Signals(-returncode).name}"
+        if returncode == errno.ENOMEM:
+            how = "MemoryError"
+        return f"ended {'' if self.signatures else 'while importing '}({how})"
 
 
 def _descendants(pid: int) -> list[int]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.errors import UsageError, refusing
+from burnish.files.urls import redacted
 from burnish.functions import LONGEST, did_you_mean, failure
 
 if TYPE_CHECKING:  # importing it loads torch, which workers do not need
@@ -162,7 +163,7 @@ def call(
 ) -> list[Answer]:
     """Call `function` for `count` rollouts and return `count` answers.
 
-    An exception, or a result of wrong type or length, is every answer's error; NaN or infinity only its own.
+    An exception, or a result of wrong type or length, is every answer's error; NaN or infinity only its own. Raises `MemoryError`.
     """
     began = time.time()
     try:
@@ -172,20 +173,24 @@ def call(
                 raise TypeError("an async function needs an event loop")
             result = runner.run(_finish(result))
         answers = _answers(result, style, count)
+    except MemoryError:
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        answers = [Answer(None, failure(error))] * count
+        answers = [Answer(None, failure(error, redacted))] * count
     return timed(answers, began)
 
 
 async def call_async(
     function: Callable[..., Awaitable[Any]], style: Style, arguments: Mapping[str, Any], count: int
 ) -> list[Answer]:
-    """Call an `async def` function. If it cancels itself, it fails."""
+    """Call an `async def` function. If it cancels itself, it fails. Raises `MemoryError`."""
     began = time.time()
     try:
         answers = _answers(await function(**arguments), style, count)
+    except MemoryError:
+        raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
-        answers = [Answer(None, failure(error))] * count
+        answers = [Answer(None, failure(error, redacted))] * count
     return timed(answers, began)
 
 

@@ -6,6 +6,7 @@ It imports nothing heavy. It gets calls over the connection FD: those of async f
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import os
 import sys
@@ -33,7 +34,7 @@ Asked = tuple[int, Mapping[str, Any], int]
 def main(descriptor: int, parent: int, stack: int) -> None:
     """Report signatures, then serve calls until the connection closes or the process `parent` is gone.
 
-    Sends None for an async call that missed its deadline.
+    Sends None for an async call that missed its deadline. Exits with ENOMEM after a `MemoryError`: a fresh process has more memory.
     """
     # A program that a reward function starts must not hold the connection open.
     for each in (descriptor, stack):
@@ -63,7 +64,10 @@ def main(descriptor: int, parent: int, stack: int) -> None:
                 runner.run(_concurrently(function, style, bundle, places, timeout, connection))
                 continue
             for number, arguments, count in bundle:
-                answers = call(function, style, arguments, count, runner)
+                try:
+                    answers = call(function, style, arguments, count, runner)
+                except MemoryError:
+                    os._exit(errno.ENOMEM)
                 if os.getppid() != parent:
                     os._exit(0)  # the function has forked, and returned in both processes
                 connection.send((number, answers))
@@ -84,7 +88,11 @@ async def _concurrently(
             task = asyncio.create_task(call_async(function, style, arguments, count))
             done, _ = await asyncio.wait([task], timeout=timeout)
             task.cancel()
-            connection.send((number, task.result() if done else None))
+            try:
+                answers = task.result() if done else None
+            except MemoryError:
+                os._exit(errno.ENOMEM)
+            connection.send((number, answers))
 
     await asyncio.gather(*(answer(*each) for each in bundle))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +17,52 @@ from burnish.errors import MissingError, UsageError
 from burnish.records import Rollout
 from burnish.rewards.pool import RewardPool, _Worker
 
+HOW_A_PROCESS_ENDS = {
+    "kill": "signal SIGKILL",
+    "exit": "exit status 7",
+    "segfault": "signal SIGSEGV",
+    "memory": "MemoryError",
+}
+
 SOURCE = """
-import asyncio, os, subprocess, sys, time
+import asyncio, os, pathlib, signal, subprocess, sys, time
+
+def end(how):
+    if how == "exit":
+        os._exit(7)
+    if how == "memory":
+        raise MemoryError
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSEGV)
+
+def end_if_guilty(completions, how, guilty, mark=None, count=None):
+    if count:
+        with open(count, "a") as file:
+            file.write("x")
+    if guilty in completions and not (mark and os.path.exists(mark)):
+        if mark:
+            pathlib.Path(mark).touch()
+        end(how)
+
+def ends_with(completions, how, guilty, mark=None, count=None):
+    end_if_guilty(completions, how, guilty, mark, count)
+    return [float(each) for each in completions]
+
+def ends_one_with(solution_str, how, guilty, mark=None):
+    end_if_guilty([solution_str], how, guilty, mark)
+    return float(solution_str)
+
+async def async_ends_with(solution_str, how, guilty, mark=None):
+    await asyncio.sleep(0.01)
+    return ends_one_with(solution_str, how, guilty, mark)
+
+def ends_with_columns(completions, level, lengths, guilty):
+    assert len(level) == len(completions) and lengths == [1, 2, 3]
+    assert all(x is None or x == int(c) for x, c in zip(level, completions))
+    end_if_guilty(completions, "kill", guilty)
+    return [100.0 + (x or 0) for x in level]
+
+def unreachable(solution_str):
+    raise OSError(solution_str + " cannot reach https://user:hunter2@judge.example/score")
 
 def length(completions, **kwargs):
     return [float(len(c)) for c in completions]
@@ -341,7 +386,82 @@ def test_a_function_that_ends_its_process_on_everything_is_given_up(
     monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 1)
     pool = make_pool("temper", workers=1, timeout_seconds=100.0)
     errors = [rollout.reward_error for rollout in pool.score(texts(*["die"] * 9))]
-    assert sum("given up" in error for error in errors) == 7
+    assert sum("given up" in error for error in errors) == 8
+
+
+def test_a_process_that_ends_once_changes_no_reward(make_pool, texts, tmp_path: Path) -> None:
+    """However it ends, also for calls about many completions and for async functions."""
+    said = [str(i) for i in range(8)]
+    for how in HOW_A_PROCESS_ENDS:
+        for name in ("ends_with", "ends_one_with", "async_ends_with"):
+            mark = tmp_path / f"{name}-{how}"
+            pool = make_pool(name, kwargs={"how": how, "mark": str(mark), "guilty": "5"})
+            for _ in range(2):
+                scored = pool.score(texts(*said))
+                assert [each.reward_error for each in scored] == [None] * 8, (how, name)
+                assert [each.reward for each in scored] == [*range(8)]
+            assert mark.exists()
+            pool.close()
+
+
+def test_only_the_completion_fails_whose_process_ends_always(make_pool, texts, caplog) -> None:
+    said = [str(i) for i in range(9)]
+    for how, told in HOW_A_PROCESS_ENDS.items():
+        for name in ("ends_with", "ends_one_with", "async_ends_with"):
+            pool = make_pool(name, kwargs={"how": how, "guilty": "5"}, concurrency=4)
+            errors = [each.reward_error for each in pool.score(texts(*said))]
+            assert errors == [None] * 5 + [f"{name}: its process ended ({told})"] + [None] * 3
+            pool.close()
+    assert any("ends_with ended (signal SIGKILL)" in each.message for each in caplog.records)
+
+
+def test_parts_of_a_call_have_their_own_columns(make_pool, make_rollout) -> None:
+    """A column that some rows lack is None there, and stays beside its completion in each part."""
+    rollouts = [
+        make_rollout(str(i), sample=i, columns={"level": i} if i % 2 else {}) for i in range(9)
+    ]
+    kwargs = {"guilty": "4", "lengths": [1, 2, 3]}
+    for per_call in (None, 4):
+        pool = make_pool("ends_with_columns", kwargs=kwargs, per_call=per_call)
+        scored = pool.score(rollouts)
+        assert [each.reward_error is None for each in scored] == [i != 4 for i in range(9)]
+        odd = [each.reward_parts["ends_with_columns"] for each in scored if each.sample % 2]
+        assert odd == [101, 103, 105, 107]
+        pool.close()
+
+
+def test_a_function_that_ends_most_of_its_processes_is_asked_a_bounded_number_of_times(
+    make_pool, texts, tmp_path: Path
+) -> None:
+    """Each guilty completion of a call about 64 costs about as many processes as halves lead to it."""
+    mark = tmp_path / "mark"
+    kwargs = {"how": "exit", "guilty": "x", "count": str(mark)}
+    pool = make_pool("ends_with", kwargs=kwargs, workers=1)
+    said = ["0"] * 64
+    said[10] = said[50] = "x"
+    errors = [each.reward_error for each in pool.score(texts(*said))]
+    assert [i for i, error in enumerate(errors) if error] == [10, 50]
+    assert len(mark.read_text()) <= 2 + 2 * 6 + 2 * 6 + 1
+    mark.unlink()
+    errors = [each.reward_error for each in pool.score(texts(*["x"] * 64))]
+    assert all(errors)
+    assert any("given up" in error for error in errors)
+    assert len(mark.read_text()) < 64
+
+
+def test_an_idle_worker_that_is_killed_costs_no_reward(make_pool, texts) -> None:
+    pool = make_pool("process", workers=1)
+    (first,) = pool.score(texts("a"))
+    os.kill(int(first.reward), signal.SIGKILL)
+    (second,) = pool.score(texts("a"))
+    assert second.reward_error is None
+    assert second.reward != first.reward
+
+
+def test_a_password_in_the_url_of_an_error_is_hidden(make_pool, texts) -> None:
+    (rollout,) = make_pool("unreachable").score(texts("x" * 480))
+    assert "judge.example" in make_pool("unreachable").score(texts(""))[0].reward_error
+    assert "hunter2" not in rollout.reward_error
 
 
 def test_the_text_of_an_error_is_clipped(make_pool, texts) -> None:
@@ -512,7 +632,7 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         "from burnish.rewards.pool import RewardPool, _Call\n"
         f"config = RewardConfig(functions=[{{'function': {f'{source}:process'!r}}}], workers=1)\n"
         "calls = [_Call(0, {'completions': ['a']}, 1)]\n"
-        "pid = int(RewardPool(config)._run(calls, lambda: None)[0][0].value)\n"
+        "pid = int(RewardPool(config)._run(calls, lambda: None)[0].value)\n"
         "print(pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
