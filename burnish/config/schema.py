@@ -206,10 +206,10 @@ class OptimConfig(Section):
 
 
 class DataConfig(Section):
-    """Data for training and validation: JSON Lines, Parquet or CSV files, or data sets of the Hugging Face Hub."""
+    """Data for training and validation: JSON Lines, Parquet, CSV or Arrow files, or data sets of the Hugging Face Hub."""
 
     train: MayChange[list[str]] = []
-    """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, or in full OWNER/NAME@REVISION:SUBSET/SPLIT, where either SUBSET or SPLIT may also be alone. Default: the data set's own subset, and its split train."""
+    """Files, directories or glob patterns on this machine, ids of data sets of the Hugging Face Hub, or URLs. An id is OWNER/NAME, as openai/gsm8k, or in full OWNER/NAME@REVISION:SUBSET/SPLIT, where either SUBSET or SPLIT may also be alone. A directory may have :SUBSET/SPLIT too. Default: the data set's own subset, and its split train."""
     weights: list[Annotated[float, Field(gt=0)]] = []
     """How often each entry of `train` is drawn, relative to the others: [3, 1] draws three rows of the first for one of the second. Needs `steps`. Default: every row once an epoch."""
     curriculum: str | None = None

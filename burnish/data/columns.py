@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.config.schema import DataConfig
@@ -22,7 +21,13 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 """JSON schemas of the functions that a conversation may call."""
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+READERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
 """File suffix to kind. In a directory, files with other suffixes are ignored."""
 _INSTRUCTION = "instruction"
 """Alpaca's prompt, to which `input` is added; `output` is the answer."""
@@ -49,16 +54,6 @@ _ROLES: Mapping[str, str] = {
 def is_data(name: str) -> bool:
     """Return whether a file of this name holds data."""
     return PurePosixPath(name).suffix in READERS
-
-
-def files_here(path: str) -> list[Path]:
-    """Return the local files that an entry of `data` names."""
-    plain = Path(path).expanduser()
-    if plain.is_dir():
-        return [each for each in plain.iterdir() if is_data(each.name) and each.exists()]
-    if plain.exists():
-        return [plain]
-    return [each for name in glob.glob(str(plain), recursive=True) if (each := Path(name)).exists()]
 
 
 def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[str, ...]]:

@@ -1,17 +1,20 @@
-"""Read rows from local JSON Lines, Parquet and CSV files, as memory-mapped Arrow tables in the cache of `datasets`.
+"""Read rows from local JSON Lines, Parquet, CSV and Arrow files, as memory-mapped Arrow tables.
 
-Processes and runs share the cache. A JSON or CSV row stays a text and is parsed on access: Arrow would change texts and numbers.
+All but Arrow files are converted in the cache of `datasets`, which processes and runs share. A JSON or CSV row stays a text and is
+parsed on access: Arrow would change texts and numbers.
 """
 
 from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,8 +26,8 @@ import pyarrow.parquet
 import xxhash
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from burnish.data.columns import READERS, Row, files_here, value_at
-from burnish.errors import MissingError, UsageError, neighbours, refusing
+from burnish.data.columns import READERS, Row, value_at
+from burnish.errors import MissingError, UsageError, neighbours, of_setting, refusing
 from burnish.files.lease import locked
 from burnish.files.strict_json import no_duplicates
 from burnish.tracking.progress import Progress
@@ -39,6 +42,8 @@ _EXCERPT = 60
 _CHUNK = 16 << 20
 _MEGA = 1e6
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
@@ -48,7 +53,7 @@ class Rows:
     """The `datasets.Dataset`."""
     files: tuple[str, ...]
     keys: tuple[str, ...]
-    """The columns of JSON and CSV rows; empty for Parquet."""
+    """The columns of JSON and CSV rows; empty for Parquet and Arrow."""
     digest: str
     """Digest of the files' content."""
     is_streamed: bool = False
@@ -129,9 +134,9 @@ class Rows:
 def load_rows(
     paths: Sequence[str], setting: str = "data.train", progress: Progress | None = None
 ) -> Rows:
-    """Read one or more files, directories and glob patterns in the given order, each sorted by name.
+    """Read one or more files, folders and glob patterns in the given order.
 
-    A directory stands for its direct .jsonl, .json, .parquet and .csv files.
+    A folder stands for its split that suits `setting`, as `burnish.data.splits` chooses it.
 
     Raises `MissingError` for a path that matches nothing. Raises `UsageError` for no rows, unknown or mixed kinds of file, a
     broken line, and a file that changes during the call.
@@ -162,7 +167,7 @@ def load_rows(
             want="the same columns with the same types in every file and row",
             do="compare the columns of the files; a column may be null where a row has no value",
         ) from error
-    if len(table) == 0 or not (keys or kind == "parquet"):
+    if len(table) == 0 or not (keys or kind in ("parquet", "arrow")):
         raise UsageError(
             f"{setting} has no rows",
             have=_listed(names),
@@ -193,7 +198,6 @@ def _content(files: Sequence[Path], progress: Progress) -> str:
     with progress.phase("reading", sum(file.stat().st_size for file in files) / _MEGA) as bar:
         for file in files:
             with file.open("rb") as stream:
-                os.fsync(stream.fileno())
                 while chunk := stream.read(_CHUNK):
                     digest.update(chunk)
                     bar.advance(len(chunk) / _MEGA)
@@ -201,7 +205,7 @@ def _content(files: Sequence[Path], progress: Progress) -> str:
 
 
 def matching_files(path: str, setting: str) -> list[Path]:
-    """Return an entry's local files. Raises `MissingError` for none."""
+    """Return an entry's local files, and warn of those that are left out. Raises `MissingError` for none."""
     if "://" in path:
         raise UsageError(
             f"{setting}: {path} is not a local path",
@@ -215,7 +219,12 @@ def matching_files(path: str, setting: str) -> list[Path]:
             want="a file, which can be read twice",
             do="write the rows to a file",
         )
-    found = sorted(file.absolute() for file in files_here(path) if file.is_file())
+    found = [plain]
+    if not plain.is_file():
+        with of_setting(setting):
+            found, notice = import_module("burnish.data.splits").entry_files(path, setting)
+        if notice:
+            _log.warning(notice)
     if not found:
         raise MissingError(
             f"{setting}: nothing to read at {path}",
@@ -223,7 +232,7 @@ def matching_files(path: str, setting: str) -> list[Path]:
             want=f"a file, a directory of {', '.join(READERS)} files, or a pattern that matches",
             do=f"correct {setting}",
         )
-    return found
+    return [file.absolute() for file in found]
 
 
 def kind_of(files: Sequence[PurePath], setting: str) -> str:
@@ -242,7 +251,7 @@ def kind_of(files: Sequence[PurePath], setting: str) -> str:
         raise UsageError(
             f"{setting} mixes kinds of file",
             have=", ".join(sorted(kinds)),
-            want="JSON Lines only, Parquet only, or CSV only",
+            want="JSON Lines only, Parquet only, CSV only, or Arrow only",
             do="convert the files of one kind",
         )
     return readers.pop()
@@ -261,18 +270,31 @@ def _read(
     seal = directory.with_suffix(".digest")
     with locked(seal):
         digest, keys, *states = json.loads(seal.read_text() or '["", []]')
-        if not digest or states != _states(_arrow_files(directory)):
-            shutil.rmtree(directory, ignore_errors=True)
+        tables = files if kind == "arrow" else _arrow_files(directory)
+        if not digest or states != _states(tables):
             os.truncate(seal, 0)
-            with progress.phase("converting"):
-                if kind == "parquet":
-                    _convert_parquet(files, directory, setting)
-                else:
-                    keys = _convert_texts(files, directory)
-            digest = _content(_arrow_files(directory), progress)
-            seal.write_text(json.dumps([digest, keys, *_states(_arrow_files(directory))]))
-    tables = map(datasets.Dataset.from_file, map(str, _arrow_files(directory)))
-    return datasets.concatenate_datasets(list(tables)), digest, keys
+            if kind != "arrow":
+                with progress.phase("converting"):
+                    keys = _convert(kind, files, directory, setting)
+                tables = _arrow_files(directory)
+            digest = _content(tables, progress)
+            seal.write_text(json.dumps([digest, keys, *_states(tables)]))
+    parts = [datasets.Dataset.from_file(str(table)) for table in tables]
+    return datasets.concatenate_datasets(parts), digest, keys
+
+
+def _convert(kind: str, files: Sequence[Path], directory: Path, setting: str) -> list[str]:
+    """Write rows as Arrow files, and sync them. Return the columns of JSON and CSV rows."""
+    shutil.rmtree(directory, ignore_errors=True)
+    keys: list[str] = []
+    if kind == "parquet":
+        _convert_parquet(files, directory, setting)
+    else:
+        keys = _convert_texts(files, directory)
+    for table in _arrow_files(directory):
+        with table.open("rb") as stream:
+            os.fsync(stream.fileno())
+    return keys
 
 
 def _convert_texts(files: Sequence[Path], directory: Path) -> list[str]:

@@ -1,30 +1,109 @@
-"""Choose the files of a data set on the Hugging Face Hub: by subset and split, as `datasets` does, or by path."""
+"""Choose the files of an entry of `data`: by subset and split, as `datasets` does, or by path.
+
+One rule for data sets of the Hugging Face Hub, folders here and folders behind URLs. `FOLDER:SPLIT` and `FOLDER:SUBSET/SPLIT` name
+a split. A folder that `datasets.save_to_disk` wrote says itself which files it has.
+"""
 
 from __future__ import annotations
 
+import glob
+import json
+import os
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from burnish.data.columns import READERS, is_data
-from burnish.errors import MissingError, UsageError, few
-from burnish.files.cache import matches
-from burnish.files.hub import FORMS, HubPlace
+from burnish.errors import MissingError, UsageError, few, refusing
+from burnish.files.cache import Selected, matches, select
+from burnish.files.hub import FORMS, HubPlace, local_part
+from burnish.files.remote import Remote, RetryPolicy
 
 _CARD = "README.md"
+_CONFIGS = re.compile(rb"\A\s*---\s*\n(?:(?!---).*\n)*?configs:")
+"""A card that names data files."""
 _USUAL_SUBSETS = ("default", "main")
-"""Subsets to look for if neither the id nor the data set's card names one."""
+"""Subsets to look for if neither the entry nor the data set's card names one."""
 _SPLITS: Mapping[str, Sequence[str]] = {
     "data.train": ("train",),
     "data.validation": ("validation", "test"),
 }
-"""Splits to look for, in this order, if an id names none, by setting."""
+"""Splits to look for, in this order, if an entry names none, by setting."""
+_DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+"""Files that `DatasetDict.save_to_disk` and `Dataset.save_to_disk` write beside the rows."""
+_SMALL_FILE = 16 << 20
+
+_Splits = Mapping[str, Sequence[str]]
+"""Names of files, by split."""
+_Read = Callable[[str], bytes]
+"""Returns a file's content, by name."""
+
+
+class EntryFiles(NamedTuple):
+    """The local files of an entry."""
+
+    files: list[Path]
+    notice: str
+    """A sentence about files that are left out, or that are read although their names speak against it; "" for neither."""
+
+
+class FolderFiles(NamedTuple):
+    """The files of an entry behind a URL."""
+
+    selected: Selected
+    notice: str
+    """As in `EntryFiles`."""
+
+
+def entry_files(path: str, setting: str) -> EntryFiles:
+    """Return the local files of an entry: a file, a folder, a folder's split, or a pattern.
+
+    Raises `MissingError` for a folder without the split, and `UsageError` for an incomplete one.
+    """
+    folder, part = local_part(path)
+    if folder.is_dir():
+        names = sorted(_walk(folder))
+        chosen, notice = _in_folder(
+            str(folder), part, setting, names, lambda name: (folder / name).read_bytes()
+        )
+        return EntryFiles([folder / name for name in chosen], notice)
+    if folder.exists():
+        return EntryFiles([folder], "")
+    found = [
+        name for name in sorted(glob.glob(str(folder), recursive=True)) if Path(name).is_file()
+    ]
+    return EntryFiles([Path(name) for name in found], _contrary(path, setting, found))
+
+
+def folder_files(url: str, setting: str, policy: RetryPolicy | None = None) -> FolderFiles:
+    """Select the files of an entry that is a URL, as `entry_files` does."""
+    remote, part = Remote(url, policy), ""
+    if remote.url.path and remote.stat() is not None:
+        return FolderFiles(select(remote, is_data), "")
+    listed = remote.files()
+    if not listed and ":" in remote.url.path:
+        path, _, part = remote.url.path.rpartition(":")
+        remote = Remote(replace(remote.url, path=path), policy)
+        listed = remote.files()
+    if not listed:
+        selected = select(Remote(url, policy), is_data)
+        names = [file.name for file in selected.files]
+        return FolderFiles(selected, _contrary(url, setting, names))
+    by_name = {file.name: file for file in listed}
+    chosen, notice = _in_folder(
+        str(remote), part, setting, list(by_name), lambda name: remote.read(name, _SMALL_FILE)
+    )
+    if not chosen:
+        return FolderFiles(select(remote, is_data), "")
+    return FolderFiles(Selected(remote, tuple(by_name[name] for name in chosen)), notice)
 
 
 def split_files(place: HubPlace, setting: str) -> dict[str, int]:
-    """Return a place's files and their sizes. Downloads the data set's card.
+    """Return the files and sizes of a place of the hub. Downloads the data set's card.
 
     Raises `MissingError` for an unknown subset, split or path, and `UsageError` for other kinds of file.
     """
@@ -32,7 +111,11 @@ def split_files(place: HubPlace, setting: str) -> dict[str, int]:
     if place.path:
         names = _below(place.path, list(listed))
     else:
-        names = _in_split(place, setting, list(listed))
+        root = place.fetch([name for name in listed if name == _CARD])
+        card = (root / _CARD).read_bytes() if _CARD in listed else b""
+        base = str(replace(place, part="", revision=""))
+        subset, splits = _by_datasets(base, place.part, list(listed), card)
+        names = list(splits[_split(base, place.part, subset, setting, splits)])
     if not names:
         raise MissingError(
             f"there is nothing to read at {place}",
@@ -51,68 +134,184 @@ def split_files(place: HubPlace, setting: str) -> dict[str, int]:
     return {name: listed[name] for name in names}
 
 
+def _walk(folder: Path) -> Iterator[str]:
+    """Yield names of files at any depth. Like `datasets`, leave out hidden files."""
+    seen = set[tuple[int, int]]()
+    for above, folders, files in os.walk(folder, followlinks=True):
+        status = os.stat(above)
+        is_new = (status.st_dev, status.st_ino) not in seen
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = [name for name in folders if is_new and not name.startswith((".", "__"))]
+        paths = [Path(above, name) for name in files if is_new and not name.startswith(".")]
+        yield from (path.relative_to(folder).as_posix() for path in paths if path.is_file())
+
+
+def _in_folder(
+    base: str, part: str, setting: str, listed: Sequence[str], read: _Read
+) -> tuple[Sequence[str], str]:
+    """Return the names that a folder contributes to `setting`, and a notice. No names: there are no data."""
+    names = _without_states(base, listed, read)
+    data = [name for name in names if is_data(name)]
+    card = read(_CARD) if _CARD in listed else b""
+    if _DICT in listed:
+        saved = json.loads(read(_DICT))["splits"]
+        splits: _Splits = {name: [n for n in data if n.startswith(f"{name}/")] for name in saved}
+        subset = ""
+    elif {_STATE, _INFO} <= set(listed):
+        splits, subset = {"": data}, ""
+    elif _CONFIGS.match(card):
+        subset, splits = _by_datasets(base, part, names, card)
+    else:
+        splits, subset = _by_name(data), ""
+    if not data:
+        return [], ""
+    if set(splits) == {""} and not part:
+        return splits[""], _contrary(base, setting, splits[""])
+    split = _split(base, part, subset, setting, splits)
+    chosen = list(dict.fromkeys(splits[split]))
+    if foreign := [name for name in chosen if not is_data(name)]:
+        raise UsageError(
+            f"{base} has files of an unknown kind",
+            have=few(foreign),
+            want=", ".join(READERS),
+            do="convert them",
+        )
+    left = [name for name in data if name not in set(chosen)]
+    if left and not part:
+        return chosen, f"{setting} is the split {split} of {base}, without {few(left)}"
+    return chosen, "" if part else _contrary(base, setting, chosen)
+
+
+def _without_states(base: str, names: Sequence[str], read: _Read) -> list[str]:
+    """Leave out what `save_to_disk` writes besides the rows, and Arrow files of an earlier call."""
+    found = [name for name in names if name != _DICT]
+    for state in [name for name in names if PurePosixPath(name).name == _STATE]:
+        folder = PurePosixPath(state).parent
+        if str(folder / _INFO) not in names:
+            continue
+        problem = f"{base}/{state} is not a file of save_to_disk"
+        with refusing(problem, do="save the rows again"):
+            files = [
+                str(folder / each["filename"]) for each in json.loads(read(state))["_data_files"]
+            ]
+        if missing := [name for name in files if name not in names]:
+            raise UsageError(
+                f"{base} is not complete",
+                have=f"no {few(missing)}",
+                want=f"every file that {state} names",
+                do="copy the whole folder, or save the rows again",
+            )
+        found = [name for name in found if PurePosixPath(name).parent != folder] + files
+    return found
+
+
+def _by_name(names: Sequence[str]) -> _Splits:
+    """Return the splits that `datasets` reads from names. Without any, all files are of the split ""."""
+    from datasets.data_files import DEFAULT_PATTERNS_ALL, get_data_patterns, resolve_pattern
+
+    with _shown(names) as shown:
+        try:
+            patterns = get_data_patterns(str(shown))
+        except FileNotFoundError:  # `datasets` takes config.json and the like for no data
+            return {"": []}
+        found: dict[str, list[str]] = {}
+        for split, each in patterns.items():
+            name = "" if patterns == DEFAULT_PATTERNS_ALL else str(split)
+            found[name] = []
+            for pattern in each:
+                with suppress(FileNotFoundError):
+                    paths = map(Path, resolve_pattern(pattern, str(shown)))
+                    found[name] += [path.relative_to(shown).as_posix() for path in paths]
+        return found
+
+
+def _by_datasets(
+    base: str, part: str, names: Sequence[str], card: bytes
+) -> tuple[str, dict[str, Sequence[str]]]:
+    """Return the subset that `part` names, or the usual one, and its splits by the data set's card."""
+    import datasets
+
+    with _shown(names, card) as shown, tempfile.TemporaryDirectory() as cache:
+        try:
+            subset = _subset(base, part, shown)
+            builder: Any = datasets.load_dataset_builder(str(shown), name=subset, cache_dir=cache)
+            splits: dict[str, Sequence[str]] = {}
+            for split, files in builder.config.data_files.items():
+                splits[str(split)] = [Path(each).relative_to(shown).as_posix() for each in files]
+        except (ValueError, OSError) as error:  # no data files, a broken card, or a path elsewhere
+            raise MissingError(
+                f"`datasets` does not understand the data set {base}",
+                have=" ".join(str(error).replace(str(shown), base).split())[:300],
+                want=f"{', '.join(READERS)} files in it",
+                do=f"name its files: {base}/PATH",
+            ) from error
+        return subset, splits
+
+
+@contextmanager
+def _shown(names: Sequence[str], card: bytes = b"") -> Iterator[Path]:
+    """Make a folder of empty files and a card, for `datasets` to look at."""
+    with tempfile.TemporaryDirectory() as folder:
+        shown = Path(folder).resolve()
+        for name in names:
+            path = shown / PurePosixPath(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(card if name == _CARD else b"")
+        yield shown
+
+
+def _subset(base: str, part: str, shown: Path) -> str:
+    """Return the named or usual subset."""
+    import datasets
+
+    subsets = datasets.get_dataset_config_names(str(shown))
+    first, slash, _ = part.partition("/")
+    if first in subsets:
+        return first
+    usual = datasets.get_dataset_default_config_name(str(shown))
+    usual = usual or next((name for name in _USUAL_SUBSETS if name in subsets), None)
+    if slash or usual is None:
+        raise MissingError(
+            f"the data set {base} has {'no such subset' if first else 'several subsets'}",
+            have=", ".join(subsets),
+            want=FORMS["dataset"],
+            do=f"as {base}:{subsets[0]}",
+        )
+    return usual
+
+
+def _split(base: str, part: str, subset: str, setting: str, splits: _Splits) -> str:
+    """Return the split that `part` names, or the first usual one of the setting."""
+    first, _, second = part.partition("/")
+    named = second if first == subset else part
+    wanted = [named] if named else _SPLITS[setting]
+    found = next((name for name in wanted if name in splits), None)
+    if found is None:
+        held = [name for name in splits if name]
+        other = f"{subset}/{held[0]}" if subset and held else "".join(held[:1])
+        raise MissingError(
+            f"{base} has no split {' or '.join(wanted)}",
+            have=", ".join(held) or "files without names of splits",
+            want=FORMS["dataset"],
+            do=f"to read it, name it: {base}:{other}" if held else f"name its files: {base}/PATH",
+        )
+    return found
+
+
+def _contrary(base: str, setting: str, names: Sequence[str]) -> str:
+    """Return a sentence if names of training files speak of held-out rows."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    if setting != "data.train":
+        return ""
+    words = {word for split, known in SPLIT_KEYWORDS.items() if split != "train" for word in known}
+    held_out = [n for n in names if words.intersection(re.split(r"[^a-z]+", n.lower()))]
+    return f"{setting}: {base} includes {few(held_out)}" if held_out else ""
+
+
 def _below(path: str, names: Sequence[str]) -> list[str]:
     if path in names:
         return [path]
     if inside := [n for n in names if is_data(n) and str(PurePosixPath(n).parent) == path]:
         return inside
     return [name for name in names if matches(name.split("/"), path.split("/"))]
-
-
-def _in_split(place: HubPlace, setting: str, names: Sequence[str]) -> list[str]:
-    """Ask `datasets`, with a directory of the data set's card and empty files."""
-    import datasets
-
-    root = place.fetch([name for name in names if name == _CARD])
-    with tempfile.TemporaryDirectory() as folder:
-        shown, cache = Path(folder, "shown"), Path(folder, "cache")
-        for name in names:
-            path = shown / PurePosixPath(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes((root / name).read_bytes() if name == _CARD else b"")
-        try:
-            subset, wanted = _chosen(place, shown)
-            options = {"name": subset, "cache_dir": str(cache)}
-            builder: Any = datasets.load_dataset_builder(str(shown), **options)
-            splits = {str(split): files for split, files in builder.config.data_files.items()}
-        except (ValueError, OSError) as error:  # `datasets` finds no data files, or a broken card
-            raise MissingError(
-                f"`datasets` does not understand the data set {place}",
-                have=" ".join(str(error).replace(str(shown), place.repo).split())[:300],
-                want="JSON Lines, Parquet or CSV files",
-                do=f"name its files: hf://datasets/{place.repo}/PATH",
-            ) from error
-        wanted = wanted or _SPLITS[setting]
-        found = next((splits[name] for name in wanted if name in splits), None)
-        if found is None:
-            raise MissingError(
-                f"{place} has no split {' or '.join(wanted)}",
-                have=", ".join(splits),
-                want=FORMS["dataset"],
-                do=f"as {_named(place, f'{subset}/{next(iter(splits), None)}')}",
-            )
-        return [Path(each).relative_to(shown.resolve()).as_posix() for each in found]
-
-
-def _chosen(place: HubPlace, shown: Path) -> tuple[str, Sequence[str]]:
-    """Return the named or usual subset, and the named split."""
-    import datasets
-
-    subsets = datasets.get_dataset_config_names(str(shown))
-    first, slash, second = place.part.partition("/")
-    if first in subsets:
-        return first, [second] if second else []
-    usual = datasets.get_dataset_default_config_name(str(shown))
-    usual = usual or next((name for name in _USUAL_SUBSETS if name in subsets), None)
-    if slash or usual is None:
-        raise MissingError(
-            f"the data set {place} has {'no such subset' if first else 'several subsets'}",
-            have=", ".join(subsets),
-            want=FORMS["dataset"],
-            do=f"as {_named(place, subsets[0])}",
-        )
-    return usual, [first] if first else []
-
-
-def _named(place: HubPlace, part: str) -> HubPlace:
-    return replace(place, part=part, revision="")

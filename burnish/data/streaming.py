@@ -23,15 +23,15 @@ import pyarrow.parquet
 import xxhash
 from fsspec.spec import AbstractBufferedFile
 
-from burnish.data.columns import READERS, Row, is_data
+from burnish.data.columns import READERS, Row
 from burnish.data.loader import PERIOD, Loader, State, order, pattern, unfit
 from burnish.data.sources import LOOKED_AT, Rows, kind_of, matching_files, parsed
-from burnish.data.splits import split_files
+from burnish.data.splits import folder_files, split_files
 from burnish.data.tasks import Item, Mixture, RowDataset
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.layout import Layout
-from burnish.errors import UsageError, refusing
-from burnish.files.cache import cache_root, made_once, select
+from burnish.errors import UsageError, of_setting, refusing
+from burnish.files.cache import cache_root, made_once
 from burnish.files.hub import HubPlace
 from burnish.files.remote import Remote, begun
 from burnish.files.urls import Url, is_url
@@ -213,11 +213,11 @@ def open_rows(
         if layout.is_main:
             shards = [each for path in paths for each in _shards(path, setting) if each.size]
             for shard in shards:
-                if kind_of([PurePosixPath(shard.name)], setting) == "csv":
+                if kind_of([PurePosixPath(shard.name)], setting) not in ("json", "parquet"):
                     raise UsageError(
                         f"{setting}: no part of {shard} can be read alone",
                         want="JSON Lines or Parquet for data.streaming",
-                        do="convert it, or set data.streaming=0",
+                        do="convert it, or set data.streaming=0, which reads Arrow files without copying them",
                     )
     shards = from_main(shards, layout)
     starts = accumulate((shard.size for shard in shards), initial=0)
@@ -372,7 +372,10 @@ def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
             yield StreamedFile(hub, name, size, hub.revision)
         return
     if is_url(path):
-        selected = select(Remote(path), is_data)
+        with of_setting(setting):
+            selected, notice = folder_files(path, setting)
+        if notice:
+            logger.warning(notice)
         for file in selected.files:
             yield StreamedFile(selected.remote, file.name, file.size, file.version)
         return

@@ -92,7 +92,7 @@ class HubPlace:
         match = None if is_url(text) else _ID.fullmatch(text)
         if match is None or PurePosixPath(match["repo"]).suffix in _FILES or Path(text).exists():
             return None
-        if match["part"] and kind == "model":
+        if match["part"] and (kind == "model" or local_part(text)[1]):
             return None
         return cls(kind, match["repo"], match["revision"] or "", match["part"] or "")
 
@@ -253,6 +253,14 @@ def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | 
             f"{folder} could not be sent to {repo}", have=reason(error), do="start again"
         ) from error
     return str(sent.commit_url)
+
+
+def local_part(text: str) -> tuple[Path, str]:
+    """Return the local path that an entry of `data` names, and SUBSET/SPLIT after a folder, if any."""
+    path, (folder, _, part) = Path(text).expanduser(), text.rpartition(":")
+    if folder and not path.exists() and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser(), part
+    return path, ""
 
 
 def is_elsewhere(value: object, kind: Kind = "model") -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from importlib import import_module
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
-from burnish.data.columns import is_data
-from burnish.data.splits import split_files
+from burnish.data.splits import folder_files, split_files
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, UsageError, of_setting
-from burnish.files.cache import Watch, local_files
+from burnish.files.cache import Watch, copied, local_files
 from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
@@ -28,6 +28,7 @@ from burnish.train.pins import beginning, hub_entries, pin
 _SMALL_FILE = 256 << 20
 """Most bytes of a data set's file that a dry run downloads."""
 _WEIGHTS = ".safetensors"
+_log = logging.getLogger(__name__)
 _MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
 
 
@@ -122,7 +123,12 @@ def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) ->
         return [str(root / name) for name in names]
     if only_small or not is_url(entry):
         return [entry]
-    return [str(file) for file in local_files(entry, is_data, watch)]
+    with of_setting(setting):
+        selected, notice = folder_files(entry, setting)
+    if notice:
+        _log.warning(notice)
+    root = copied(selected, watch)
+    return [str(root / file.name) for file in selected.files]
 
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:

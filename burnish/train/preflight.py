@@ -15,8 +15,8 @@ from typing import Any
 
 from burnish.config.constraints import Command
 from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RewardConfig, RunConfig
-from burnish.data.columns import READERS, files_here, is_data
-from burnish.data.splits import split_files
+from burnish.data.columns import READERS
+from burnish.data.splits import entry_files, folder_files, split_files
 from burnish.distributed.environment import place_of
 from burnish.errors import (
     BurnishError,
@@ -28,7 +28,6 @@ from burnish.errors import (
     of_setting,
     together,
 )
-from burnish.files.cache import select
 from burnish.files.hub import FORMS, HubPlace, Kind
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.safetensors import ADAPTER_CONFIG
@@ -90,8 +89,8 @@ def data_sizes(path: str, setting: str) -> list[int]:
     if hub := HubPlace.of(path, "dataset"):
         return list(split_files(hub.at_commit(), setting).values())
     if is_url(path):
-        return [file.size for file in select(Remote(path, _PATIENCE), is_data).files]
-    return [file.stat().st_size for file in files_here(path)]
+        return [file.size for file in folder_files(path, setting, _PATIENCE).selected.files]
+    return [file.stat().st_size for file in entry_files(path, setting).files]
 
 
 def model_fields(model: ModelConfig) -> dict[str, Any]:
@@ -210,18 +209,12 @@ def _file(path: str, setting: str) -> Iterator[BurnishError]:
 
 
 def _data(path: str, setting: str) -> Iterator[BurnishError]:
-    if HubPlace.of(path, "dataset"):
-        with of_setting(setting):
-            data_sizes(path, setting)
-        return
-    try:
-        have = "" if data_sizes(path, setting) else neighbours(Path(path).expanduser())
-    except MissingError as error:  # nothing is at a URL
-        have = str(error.have)
-    if have:
+    with of_setting(setting):
+        sizes = data_sizes(path, setting)
+    if not sizes:
         yield MissingError(
             f"{setting}: nothing to read at {path}",
-            have=have,
+            have=neighbours(Path(path).expanduser()),
             want=f"a {', '.join(sorted(READERS))} file, a directory of such, a pattern that matches, or a data set of the hub, {FORMS['dataset']}",
             do=f"correct {setting}",
         )

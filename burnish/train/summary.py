@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from burnish.data.columns import files_here
+from burnish.data.splits import entry_files
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.families import ModelShape
 from burnish.files.hub import is_elsewhere
@@ -206,25 +206,25 @@ def _data(paths: Sequence[str], setting: str) -> tuple[str, int, str]:
         return named, 0, ""
     sizes = [size for path in paths for size in data_sizes(path, setting)]
     parts = [count_text(len(sizes), "file"), bytes_text(sum(sizes))]
-    rows, about = _count(paths)
+    rows, about = _count(paths, setting)
     if rows:
         parts.append(f"{about}{count_text(rows, 'row')}")
     return f"{named} ({', '.join(parts)})", rows, about
 
 
-def _count(paths: Sequence[str]) -> tuple[int, str]:
+def _count(paths: Sequence[str], setting: str) -> tuple[int, str]:
     """Count rows for a moment: 0 if that fails; with "about ", the count is extrapolated."""
     deadline = time.monotonic() + _COUNTING_SECONDS
     rows = read = 0
     try:
         if any(is_elsewhere(path, "dataset") for path in paths):
             return 0, ""
-        files = [file for path in paths for file in files_here(path)]
-        if not all(file.is_file() and file.suffix != ".csv" for file in files):
+        files = [file for path in paths for file in entry_files(path, setting).files]
+        if not all(file.is_file() and file.suffix in _COUNTERS for file in files):
             return 0, ""
         total = sum(file.stat().st_size for file in files)
         for file in files:
-            for found, size in _parquet(file) if file.suffix == ".parquet" else _lines(file):
+            for found, size in _COUNTERS[file.suffix](file):
                 rows, read = rows + found, read + size
                 if time.monotonic() > deadline and 0 < read < total:
                     return round(rows * total / read), "about "
@@ -249,3 +249,19 @@ def _lines(path: Path) -> Iterator[tuple[int, int]]:
 def _parquet(path: Path) -> Iterator[tuple[int, int]]:
     parquet = import_module("pyarrow.parquet")
     yield parquet.read_metadata(path).num_rows, path.stat().st_size
+
+
+def _arrow(path: Path) -> Iterator[tuple[int, int]]:
+    arrow = import_module("pyarrow")
+    with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as batches:
+        for batch in batches:
+            yield batch.num_rows, batch.nbytes
+
+
+_COUNTERS: Mapping[str, Callable[[Path], Iterator[tuple[int, int]]]] = {
+    ".jsonl": _lines,
+    ".json": _lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
+"""How to count the rows of a file, by suffix."""
