@@ -239,7 +239,10 @@ def _undefined(around: nn.Module, module: nn.Module, keys: Collection[str]) -> n
         tensor = torch.full(like.shape, value, dtype=like.dtype, device=device)
         return nn.Parameter(tensor, False) if isinstance(like, nn.Parameter) else tensor
 
-    made = copy.copy(around)
+    made = object.__new__(
+        type(around)
+    )  # copy.copy calls FSDP2's __new__, which builds a module anew
+    made.__dict__.update(vars(around))
     inside = around._modules.items()
     made._modules = {n: child and _undefined(child, module, keys) for n, child in inside}
     made._parameters = {key: blank(key, held) for key, held in around._parameters.items()}  # type: ignore[misc]
