@@ -7,8 +7,11 @@ as for attention. transformers' own kernels compute the rest.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,6 +32,10 @@ def pack_mixers(model: PreTrainedModel) -> None:
                 # As in FSDP2, the module remains an instance of its class, so that transformers initializes it.
                 child.__class__ = type(kind.__name__, (_PackedMixer, kind), {"cache": cache})
                 parent.register_forward_pre_hook(child.take, with_kwargs=True)
+                norm = getattr(child, "norm", None)
+                if isinstance(norm, nn.Module) and hasattr(norm, "norm_before_gate"):
+                    kind = type(norm)
+                    norm.__class__ = type(kind.__name__, (_TokenwiseNorm, kind), {})
 
 
 def _cache_of(module: nn.Module) -> str | None:
@@ -66,7 +73,48 @@ class _PackedMixer(nn.Module):
         mixer = super().forward
 
         def mixed(rows: Tensor, cache: Any) -> Tensor:
-            output: Tensor = mixer(rows, **options | {self.cache: cache})
+            with _bounded_steps(self, cache):
+                output: Tensor = mixer(rows, **options | {self.cache: cache})
             return output
 
         return packing.mix(self.layer_idx, mixed, hidden_states)
+
+
+class _TokenwiseNorm(nn.Module):
+    """Falcon-H1's gated norm, which loses a dimension if each of several sequences has one token: a base class before its own."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        """Return normed states, in the shape of `hidden_states` and `gate` [n, L, H]."""
+        rows, gates = (each.flatten(0, 1)[None] for each in (hidden_states, gate))
+        output: Tensor = super().forward(rows, gates)
+        return output.view(hidden_states.shape)
+
+
+@contextmanager
+def _bounded_steps(mixer: Any, cache: Any) -> Iterator[None]:
+    """Bound Mamba 2's time steps Δ = softplus(d + bias) while `cache` continues sequences.
+
+    transformers bounds Δ in a whole pass, and not where it decodes a token. d is the end of what `in_proj` returns.
+    """
+    limits = getattr(mixer, "time_step_limit", None) or (0.0, torch.inf)
+    continues = cache is not None and cache.has_previous_state(mixer.layer_idx)
+    if not continues or tuple(limits) == (0.0, torch.inf):
+        yield
+        return
+    bias = mixer.dt_bias.float()
+    bounds = torch.tensor(limits, device=bias.device)
+    unbiased = bounds + torch.log(-torch.expm1(-bounds))  # softplus's inverse
+    low, high = unbiased[:, None] - bias
+    if (factors := getattr(mixer, "mup_vector", None)) is not None:  # Falcon-H1 multiplies d
+        low, high = (each / factors.flatten()[-len(bias) :] for each in (low, high))
+
+    def bound(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        steps = output[..., -len(bias) :]
+        steps.copy_(steps.clamp(low, high))
+        return output
+
+    handle = mixer.in_proj.register_forward_hook(bound)
+    try:
+        yield
+    finally:
+        handle.remove()
