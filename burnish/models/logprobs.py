@@ -41,7 +41,7 @@ class LogitTransform:
     """A family's transform of `W h`: `softcap · tanh(scale · W h / softcap)`."""
 
     scale: float = 1.0
-    """Factor on the raw logits (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`)."""
+    """Factor on the raw logits (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`, Falcon-H1's `lm_head_multiplier`)."""
     softcap: float | None = None
     """Bound of the logits (Gemma's `final_logit_softcapping`); None: no bound."""
 

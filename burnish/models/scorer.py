@@ -86,6 +86,7 @@ class Scorer(nn.Module):
             return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
         states = plan.predictors.take(hidden if part is None else part.all_rows(hidden))
         head = self.model.get_output_embeddings().weight
+        states = states.to(head.dtype)  # Mamba 2's last norm returns fp32
         options = LogprobOptions(self.chunk, temperature, self.transform)
         found = token_logprobs(states, head, plan.targets, options, part)
         logprobs, entropy = (plan.spread(values) for values in found)
@@ -199,5 +200,6 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     scale = float(getattr(text, "logit_scale", None) or 1.0)
     scaling = float(getattr(text, "logits_scaling", None) or 1.0)
     scale *= scaling if family.multiplies_logits_scaling else 1 / scaling
+    scale *= float(getattr(text, "lm_head_multiplier", None) or 1.0)
     softcap = getattr(text, "final_logit_softcapping", None)
     return LogitTransform(scale, None if softcap is None else float(softcap))

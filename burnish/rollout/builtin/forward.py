@@ -78,7 +78,7 @@ class InferenceModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, hidden] as `Scorer` computes them, in new memory."""
         head = self.module.get_output_embeddings().weight
-        return self._transform.apply_(linear(hidden, head).float())
+        return self._transform.apply_(linear(hidden.to(head.dtype), head).float())
 
     def shards(self) -> Iterator[Shard]:
         """Yield all weights as views; a tied head also as `logits` reads it."""
