@@ -110,6 +110,43 @@ WITH_STATE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
 }
 """Families with layers whose state goes on from token to token."""
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "time_step_limit": (0.4, 0.9),
+}
+BOUNDED_STATES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 0.5,
+    },
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_limit": (0.4, 0.9),
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 64,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": True,
+        "lm_head_multiplier": 0.3,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    },
+}
+"""Families with Mamba layers, whose time steps are bounded where it matters, in chunks that are shorter than some prompts."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Those with experts."""
 
@@ -117,7 +154,7 @@ MIXTURES = ("mixtral", "qwen3_moe")
 def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
     """A configuration of a few thousand parameters; `changes` override its fields."""
     return AutoConfig.for_model(
-        family, **{**_BASE, **(FAMILIES | OTHERS | WITH_STATE)[family], **changes}
+        family, **{**_BASE, **(FAMILIES | OTHERS | BOUNDED_STATES | WITH_STATE)[family], **changes}
     )
 
 
@@ -125,7 +162,7 @@ def tiny_model(
     family: str = "qwen3", seed: int = 0, attention: str | None = None, **changes: Any
 ) -> PreTrainedModel:
     """A plain transformers model with random weights in fp32, large enough to make every part matter."""
-    attention = attention or ("eager" if family in OTHERS else "sdpa")
+    attention = attention or ("eager" if family in OTHERS or family in BOUNDED_STATES else "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(

@@ -11,7 +11,7 @@ import torch
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import differences, make_generator, require_close
 from nights import by_day
-from tiny import FAMILIES, VOCAB, WITH_STATE, save_tiny, tiny_config
+from tiny import BOUNDED_STATES, FAMILIES, VOCAB, WITH_STATE, save_tiny, tiny_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,10 +39,10 @@ SOME = ("qwen3", "mixtral", "qwen3_5_moe_text", "granitemoehybrid")
 @pytest.mark.parametrize(
     ("precision", "family"),
     by_day(
-        product(("fp32", "bf16"), (*FAMILIES, *WITH_STATE)),
+        product(("fp32", "bf16"), (*FAMILIES, *WITH_STATE, *BOUNDED_STATES)),
         [
-            *(("fp32", family) for family in (*FAMILIES, *SOME)),
-            *(("bf16", each) for each in SOME[:2]),
+            *(("fp32", family) for family in (*FAMILIES, *SOME, "falcon_h1")),
+            *(("bf16", each) for each in (*SOME[:2], "mamba2")),
         ],
     ),
 )

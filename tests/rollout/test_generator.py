@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from contracts.generator import (
     make_requests,
 )
 from generators_for_tests import builtin
+from nights import by_day
 from ranks import run_ranks
-from tiny import FAMILIES, MIXTURES, WITH_STATE, tiny_config, tiny_model
+from tiny import BOUNDED_STATES, FAMILIES, MIXTURES, WITH_STATE, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -83,8 +84,15 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     assert texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.parametrize("units", [False, True])
-@pytest.mark.parametrize("family", WITH_STATE)
+@pytest.mark.parametrize(
+    ("family", "units"),
+    [
+        *product(WITH_STATE, (False, True)),
+        *by_day(
+            product(BOUNDED_STATES, (False, True)), [("nemotron_h", False), ("falcon_h1", False)]
+        ),
+    ],
+)
 def test_layers_with_state_continue_each_completion(
     family: str, units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +107,16 @@ def test_layers_with_state_continue_each_completion(
         for each in group:
             logprobs = logits_by_hand(model, request, each).log_softmax(-1)
             np.testing.assert_allclose(each.logprobs, chosen(logprobs, each), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", by_day(BOUNDED_STATES, ["nemotron_h"]))
+def test_greedy_tokens_of_bounded_states_are_the_likeliest_of_one_pass(family: str) -> None:
+    model = tiny_model(family)
+    requests = make_requests((1, 1, 5, 40), samples=1)
+    groups = builtin(model).generate(requests, Sampling(20, temperature=0.0))
+    for request, (each,) in zip(requests, groups, strict=True):
+        logprobs = logits_by_hand(model, request, each).log_softmax(-1)
+        np.testing.assert_allclose(each.logprobs, logprobs.amax(-1), atol=1e-5)
 
 
 def test_no_more_prompts_are_read_ahead_than_there_are_slots(
