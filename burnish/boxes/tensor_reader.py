@@ -162,6 +162,21 @@ class TensorReader(Closing, ABC):
             self.read(key, box, result[first : first + box.elements].view(box.sizes))
         return result
 
+    def same(self, key: str, other: str) -> bool:
+        """Return whether two tensors have the same shape and numbers, in any dtypes. Stops at the first difference."""
+        one, two = self.tensors[key], self.tensors[other]
+        if one.shape != two.shape:
+            return False
+        for start, stop in chunks(one.elements, _BUFFER_BYTES):
+            x = self.read_range(key, start, stop)
+            y = self.read_range(other, start, stop)
+            equal_bytes = x.dtype == y.dtype and torch.equal(
+                x.view(torch.uint8), y.view(torch.uint8)
+            )
+            if not equal_bytes and not torch.equal(x.double(), y.double()):
+                return False
+        return True
+
     def _sources(self, key: str, dtype: torch.dtype) -> Sources:
         return [(key, copy)]
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -240,6 +240,11 @@ ADAPTER_PREFIX = "base_model.model."
 """Prefix of the names of an adapter's tensors."""
 
 _SINGLE = f"model{SUFFIX}"
+_STEM = "model"
+# Weights in formats that are never read.
+_PICKLED = re.compile(
+    r"(pytorch_model|adapter_model|tf_model|flax_model|consolidated|model)\b.*\.(bin|pth?|h5|msgpack)|.+\.gguf"
+)
 _PART = re.compile(rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 _INDEX_LIMIT = 64 << 20
 # Samples of each file, evenly spaced, and the bytes of a sample.
@@ -247,19 +252,23 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model or adapter: the index's, `model.safetensors`, or all.
+    """Return the safetensors files of a model or adapter: the index's, `model.safetensors`, its parts, or all.
 
-    Raises `MissingError` if one or all are missing, and `CorruptError` for a broken index.
+    Raises `MissingError` if one or all are missing, `CorruptError` for a broken index, and `IncompatibleError` for two sets
+    of weights.
     """
-    if (directory / INDEX).is_file():
+    there = {path.name for path in directory.glob("*")}
+    own = {name for name in there if (match := _PART.fullmatch(name)) and match[1] == _STEM}
+    if INDEX in there:
         names = sorted(set(weight_map(directory).values()))
-    elif (directory / _SINGLE).is_file():
+    elif _SINGLE in there:
         names = [_SINGLE]
     else:
-        names = _with_missing_parts({path.name for path in directory.glob(f"*{SUFFIX}")})
+        names = _with_missing_parts(own or {name for name in there if name.endswith(SUFFIX)})
+    _require_one_model(directory, there, own, names)
     absent = [name for name in names if not (directory / name).is_file()]
     if absent or not names:
-        found = few(sorted(path.name for path in directory.glob("*")))
+        found = few(sorted(there))
         raise MissingError(
             f"{directory} lacks {few(absent) or 'weights'}",
             have=found or "an empty or absent directory",
@@ -269,15 +278,74 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def _require_one_model(
+    directory: Path, there: set[str], own: set[str], names: Sequence[str]
+) -> None:
+    """Raise `IncompatibleError` for files of which programs choose differently.
+
+    transformers prefers `model.safetensors` to the index, vLLM the index; both put an adapter onto a model beside it.
+    """
+    whole = sorted(({INDEX, _SINGLE} & there) | own)
+    others = sorted((own | ({_SINGLE} & there)) - set(names))
+    if ADAPTER_CONFIG in there and whole:
+        have, do = f"{ADAPTER_CONFIG} and {few(whole)}", "put the adapter into its own directory"
+    elif others:
+        read = f"{INDEX}, which lists {few(names)}," if INDEX in there else few(names)
+        have, do = f"{read} and {few(others)}", "remove those that are not the model's"
+    else:
+        return
+    raise IncompatibleError(
+        f"{directory} holds two sets of weights, and programs differ in which they read",
+        have=have,
+        want="the weights of one model",
+        do=do,
+    )
+
+
+def unread_files(directory: Path) -> list[str]:
+    """Return the names of weights and indexes that lie beside a model's own and are not read; parts count as one."""
+    read = {path.name for path in weight_files(directory)} | {INDEX}
+    others = {
+        path.name
+        for path in directory.glob("*")
+        if path.name.endswith((SUFFIX, f"{SUFFIX}.index.json")) or _PICKLED.fullmatch(path.name)
+    }
+    return sorted({re.sub(r"-[0-9]{5}-of-", "-*-of-", name) for name in others - read})
+
+
 def weight_map(directory: Path) -> dict[str, str]:
     """Return each tensor's file from a model's index, if any. Raises `CorruptError`."""
+    return _read_index(directory)[0]
+
+
+def contradictions(directory: Path, entries: Iterable[tuple[str, TensorEntry]]) -> list[str]:
+    """Return what a model's index says otherwise than its files' headers, given each tensor's file and entry."""
+    listed, size = _read_index(directory)
+    if not listed:
+        return []
+    entries = list(entries)
+    files = {entry.name: file for file, entry in entries}
+    absent = sorted(listed.keys() - files.keys())
+    moved = sorted(name for name, file in files.items() if listed.get(name, file) != file)
+    held = sum(entry.end - entry.begin for _, entry in entries)
+    found = [f"no file holds {few(absent)}"] if absent else []
+    found += [f"{few(moved)} lies in another file"] if moved else []
+    return found + (
+        [f"it counts {size} bytes, its files hold {held}"] if size not in (None, held) else []
+    )
+
+
+def _read_index(directory: Path) -> tuple[dict[str, str], Any]:
+    """Return each tensor's file, and the stated number of bytes, if any."""
     index = directory / INDEX
     if not index.is_file():
-        return {}
+        return {}, None
     with refusing(f"{index} is not an index of weights", CorruptError, do="get the file again"):
         if index.stat().st_size > _INDEX_LIMIT:
             raise ValueError(f"more than {_INDEX_LIMIT} bytes")
-        found: dict[str, str] = parse_json(index.read_bytes(), str(index))["weight_map"]
+        parsed = parse_json(index.read_bytes(), str(index))
+        found: dict[str, str] = parsed["weight_map"]
+        metadata = parsed.get("metadata")
         outside = [name for name in set(found.values()) if Path(name).name != name]
     if outside:
         raise CorruptError(
@@ -286,7 +354,7 @@ def weight_map(directory: Path) -> dict[str, str]:
             want="names of files beside it",
             do="get the file again, from someone you trust",
         )
-    return found
+    return found, metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
 def _with_missing_parts(names: set[str]) -> list[str]:

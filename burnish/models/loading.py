@@ -9,7 +9,9 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +32,14 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few, refusing
-from burnish.files.safetensors import code_files
+from burnish.files.safetensors import (
+    INDEX,
+    SUFFIX,
+    code_files,
+    contradictions,
+    unread_files,
+)
+from burnish.files.storage import Closing
 from burnish.models.meta_init import (
     build_on_meta,
     has_own_code,
@@ -45,8 +54,14 @@ from burnish.records.seeds import derive_seed
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DTYPES = _FLOATS | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
+GENERATION_CONFIG = "generation_config.json"
+"""The file with a model's sampling settings, and the tokens that end its completions."""
+
 _MXFP4 = "burnish.models.mxfp4"
 _LANGUAGE_MODEL = "model.language_model."
+
+# Buffers that older versions of transformers saved, and compute now.
+_CONSTANTS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias)$")
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +95,7 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
         has_value_head(found)  # raises for architectures that are no names
     if has_own_code(found):
         code_files(directory)  # refused now, not when a checkpoint is written
-    return _language_model(found)
+    return _with_own_head(_language_model(found), directory)
 
 
 def _language_model(config: PretrainedConfig) -> PretrainedConfig:
@@ -91,6 +106,25 @@ def _language_model(config: PretrainedConfig) -> PretrainedConfig:
         return config
     text.name_or_path = config.name_or_path
     return text
+
+
+def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
+    """Untie the head if config.json ties it and the files hold another one, as transformers does."""
+    is_tied = getattr(config, "tie_word_embeddings", False) and not has_value_head(config)
+    if not is_tied or not any(directory.glob(f"*{SUFFIX}")):
+        return config
+    with SafetensorsSource(directory, tied_names(build_on_meta(config))) as source:
+        heads = source.untied()
+    if heads:
+        _log.warning(
+            "%s ties %s, but its files hold another one, which is read as in transformers; "
+            "what is saved says tie_word_embeddings: false",
+            directory / "config.json",
+            few(heads),
+        )
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
+    return config
 
 
 def weights_source(
@@ -147,9 +181,9 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
 def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
     """Return the sampling settings of the model's generation_config.json, or its configuration's defaults."""
     origin = hf_config.name_or_path
-    if origin and (Path(origin) / "generation_config.json").is_file():
+    if origin and (Path(origin) / GENERATION_CONFIG).is_file():
         with refusing(
-            f"{origin}/generation_config.json is not one that transformers takes",
+            f"{origin}/{GENERATION_CONFIG} is not one that transformers takes",
             want="a JSON object with settings of transformers' GenerationConfig",
             do="correct or remove the file",
         ):
@@ -159,13 +193,49 @@ def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
     return GenerationConfig.from_model_config(hf_config)
 
 
+def aligned_generation_config(
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ends: Iterable[int] = (),
+) -> GenerationConfig:
+    """Return `generation_config` with the tokenizer's special tokens; `ends` end completions, too."""
+    found = generation_config(hf_config)
+    if tokenizer is not None:
+        _align_special_tokens(found, tokenizer)
+        given = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+        every = [each for each in dict.fromkeys((*given, *ends)) if each is not None]
+        found.eos_token_id = every[0] if len(every) == 1 else every or None
+    return found
+
+
+def _align_special_tokens(
+    config: PretrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Set the special tokens that the tokenizer has, as transformers' Trainer does. Further eos tokens stay."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token, given = getattr(tokenizer, name), getattr(config, name, None)
+        if token is None:
+            continue
+        # Any of several tokens ends a completion. In config.json only lists have several.
+        if name == "eos_token_id" and (
+            isinstance(given, list) or isinstance(config, GenerationConfig)
+        ):
+            others = given if isinstance(given, list) else [given]
+            token = [token, *(each for each in others if each not in (token, None))]
+        setattr(config, name, token)
+
+
 def save_model_assets(
     hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     directory: str | os.PathLike[str],
     dtype: torch.dtype,
+    ends: Iterable[int] = (),
 ) -> None:
-    """Write the files that a Hugging Face directory needs beside its weights in `dtype`."""
+    """Write the files that a Hugging Face directory needs beside its weights in `dtype`.
+
+    config.json and generation_config.json get the tokenizer's special tokens. `ends` end completions, too.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_config)
@@ -174,10 +244,14 @@ def save_model_assets(
         if architecture := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
             config.architectures = [architecture]
         # `save_pretrained` refuses settings of many published models, such as a temperature without do_sample.
-        generation_config(config).to_json_file(directory / "generation_config.json")
+        generation = aligned_generation_config(config, tokenizer, ends)
+        generation.to_json_file(directory / GENERATION_CONFIG)
     for stale in ("quantization_config", *(() if has_own_code(hf_config) else ("auto_map",))):
         if hasattr(config, stale):
             delattr(config, stale)
+    if tokenizer is not None:
+        for each in {id(each): each for each in (config, config.get_text_config())}.values():
+            _align_special_tokens(each, tokenizer)
     config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -186,10 +260,10 @@ def save_model_assets(
             shutil.copyfile(source, directory / source.name)
 
 
-class SafetensorsSource:
+class SafetensorsSource(Closing):
     """A `ShardSource` of a Hugging Face model directory. Opening reads only headers.
 
-    Raises `MissingError` for absent files, and `CorruptError` for a wrong header.
+    Raises `MissingError` for absent files, `CorruptError` for a wrong header, and `IncompatibleError` for two sets of weights.
     """
 
     def __init__(
@@ -198,26 +272,73 @@ class SafetensorsSource:
         """Also accept tensors under the names in `tied` (`tied_names(model)`)."""
         self.directory = Path(directory)
         self._reader = DirectoryReader(self.directory)
+        self._tied = dict(tied or {})
         # A model that also reads images has its language model below this name.
         within = [name for name in self._reader.tensors if name.startswith(_LANGUAGE_MODEL)]
-        kept = {name: name.replace(_LANGUAGE_MODEL, "model.", 1) for name in within} | dict(
-            tied or {}
-        )
+        kept = {name: name.replace(_LANGUAGE_MODEL, "model.", 1) for name in within} | self._tied
         self._aliases: dict[str, list[str]] = {}
         for alias, name in kept.items():
             self._aliases.setdefault(name, []).append(alias)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
-        """Compare with all tensors of a model; return the names of unused ones. Raises as `fill` does."""
+        """Compare with all tensors of a model; return the unused ones. Raises as `fill` does.
+
+        Warns of unused tensors and files, and of an index that contradicts its files. Raises `IncompatibleError` for several tensors of different values that stand for the same weight.
+        """
         wanted = {spec.name for spec in map(self._checked, specs)}
         held = self._reader.tensors
         used = wanted | {f"{n}{s}" for n in wanted - held.keys() for s in ("_blocks", "_scales")}
-        used.update(alias for name in wanted for alias in self._aliases.get(name, ()))
-        extra = [name for name in held if name not in used]
+        with self._reader:
+            for name in wanted:
+                used.update(self._alike(name))
+        extra = [name for name in held if name not in used and not self._is_mask(name)]
         if extra:
             unused = "%s holds %d tensors that the model has no use for: %s"
-            _log.warning(unused, self.directory, len(extra), few(extra))
+            _log.warning(unused, self.directory, len(extra), _in_groups(extra, used))
+        entries = ((each.file, each.entry) for each in self._reader.locations.values())
+        if others := unread_files(self.directory):
+            read = few(sorted({each.file for each in self._reader.locations.values()}))
+            _log.warning("%s: %s is read, %s is not", self.directory, read, ", ".join(others))
+        if wrong := contradictions(self.directory, entries):
+            _log.warning("%s contradicts its files: %s", self.directory / INDEX, "; ".join(wrong))
         return extra
+
+    def untied(self) -> list[str]:
+        """Return the tied names if each has a tensor with other values than the one that stands for it."""
+        held = self._reader.tensors
+        for alias, name in self._tied.items():
+            other = next(
+                (n for n in (name, *self._aliases[name]) if n in held and n != alias), None
+            )
+            if alias not in held or other is None or self._reader.same(alias, other):
+                return []
+        return list(self._tied)
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        self._reader.close()
+
+    def _alike(self, name: str) -> list[str]:
+        """Return the tensors that stand for a weight. Raises `IncompatibleError` if they differ."""
+        held = self._reader.tensors
+        there = [each for each in (name, *self._aliases.get(name, ())) if each in held]
+        differing = [each for each in there[1:] if not self._reader.same(there[0], each)]
+        if there and f"{name}_blocks" in held:
+            differing.append(f"{name}_blocks")
+        if differing:
+            raise IncompatibleError(
+                f"{self.directory} holds different values for the same weight of the model",
+                have=f"{there[0]} and {few(differing)}",
+                want="one of them, or equal values",
+                do="remove the tensor that is not the model's, or correct config.json (tie_word_embeddings)",
+            )
+        return there
+
+    def _is_mask(self, name: str) -> bool:
+        """Return whether a tensor is a constant of old files, which follows from config.json."""
+        shape = self._reader.tensors[name].shape
+        is_causal = name.endswith(".bias") and len(shape) == 4 and shape[:2] == (1, 1)
+        return is_causal or _CONSTANTS.search(name) is not None
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Read each shard's own bytes. Holds a buffer of 1 MiB."""
@@ -271,6 +392,18 @@ class SafetensorsSource:
                 do="dequantize the model first",
             )
         return spec
+
+
+def _in_groups(names: Iterable[str], used: Iterable[str]) -> str:
+    """Return names, those of a module of which nothing is used as one: "mtp.* (15), lm_head.weight"."""
+    known = {prefix for name in used for prefix in _prefixes(name)}
+    groups = Counter(next((p for p in _prefixes(n) if p not in known), n) for n in names)
+    return ", ".join(f"{g}* ({n})" if g.endswith(".") else g for g, n in groups.items())
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) + "." for n in range(1, len(parts))]
 
 
 class FreshSource:

@@ -28,6 +28,8 @@ from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError, refusing
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
+    GENERATION_CONFIG,
+    aligned_generation_config,
     generation_config,
     read_model_config,
     require_embeddings,
@@ -103,11 +105,16 @@ class Foundation(TextFoundation):
         if self.adapter is None:
             is_fp32 = self.config.checkpoint.model_dtype == "fp32"
             dtype = torch.float32 if is_fp32 else torch.bfloat16
-            save_model_assets(self.hf_config, self.tokenizer, directory, dtype)
+            save_model_assets(self.hf_config, self.tokenizer, directory, dtype, self.eos_token_ids)
         else:
             adapter_config = import_module("burnish.models.lora.adapter_config")
             adapter_config.save_adapter_config(self.adapter, directory)
             self.tokenizer.save_pretrained(directory)
+            # The base's own knows nothing of the tokens that training has taught the adapter to end with.
+            generation = aligned_generation_config(
+                self.hf_config, self.tokenizer, self.eos_token_ids
+            )
+            generation.to_json_file(directory / GENERATION_CONFIG)
         if self.card:
             (directory / "README.md").write_text(self.card, encoding="utf-8")
 

@@ -11,7 +11,14 @@ from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.trainer_utils import align_special_tokens
 
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError
@@ -151,12 +158,60 @@ def test_assets_and_weights_make_a_hugging_face_directory(tmp_path, family, toke
     assert back.dtype == torch.bfloat16
     for name, tensor in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor)
+    align_special_tokens(model, tokenizer)
+    model.config.save_pretrained(tmp_path / "theirs")
     theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
     ours = json.loads((tmp_path / "out" / "config.json").read_text())
     assert ours == theirs
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again("a b").input_ids == [2, 3]
     assert again.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("given", [2, [5, 2], [5, 1, 2], None])
+@pytest.mark.parametrize("generation", ["absent", 7, [7, 2], [1, 7]])
+@pytest.mark.parametrize("pad", ["<pad>", None])
+def test_special_tokens_are_aligned_as_by_transformers_trainer(
+    tmp_path, tokenizer, given, generation, pad
+):
+    tokenizer.pad_token = pad
+    directory = save_tiny(tmp_path / "in", "llama", eos_token_id=given, pad_token_id=9)
+    path = directory / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if generation != "absent":
+        path.write_text(json.dumps({"eos_token_id": generation, "temperature": 0.5}))
+    config = read_model_config(ModelConfig(path=str(directory)))
+    save_model_assets(config, tokenizer, tmp_path / "out", torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    align_special_tokens(plain, tokenizer)
+    ours = AutoConfig.from_pretrained(tmp_path / "out")
+    mine = GenerationConfig.from_pretrained(tmp_path / "out")
+    theirs = plain.generation_config
+    assert ours.eos_token_id == plain.config.eos_token_id or set(ours.eos_token_id) == set(given)
+    assert ours.pad_token_id == plain.config.pad_token_id
+    assert mine.pad_token_id == theirs.pad_token_id
+    ids = [
+        each if isinstance(each, list) else [each]
+        for each in (mine.eos_token_id, theirs.eos_token_id)
+    ]
+    assert ids[0][0] == tokenizer.eos_token_id
+    assert set(ids[0]) == set(ids[1])
+    assert config.eos_token_id == given
+
+
+def test_tokens_that_end_turns_end_completions_of_the_saved_model(tmp_path, tokenizer):
+    directory = save_tiny(tmp_path / "in", "llama")
+    config = read_model_config(ModelConfig(path=str(directory)))
+    save_model_assets(config, tokenizer, tmp_path / "out", torch.float32, ends=(1, 3))
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 2, 3]
+
+
+def test_a_composite_has_the_tokens_in_both_of_its_configurations(tmp_path, tokenizer):
+    text = tiny_config("gemma3_text").to_dict()
+    both = AutoConfig.for_model("gemma3", text_config=text, eos_token_id=9)
+    save_model_assets(both, tokenizer, tmp_path, torch.float32)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["eos_token_id"] == saved["text_config"]["eos_token_id"] == 1
 
 
 def test_the_generation_config_is_carried_over(tmp_path):

@@ -34,7 +34,8 @@ from burnish.files.durable import Syncs, naming_failures
 from burnish.files.lease import locked
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
 from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage
-from burnish.models.loading import read_model_config
+from burnish.files.strict_json import encode_json, parse_object
+from burnish.models.loading import GENERATION_CONFIG, read_model_config
 from burnish.models.lora.adapter import Adapter, Change
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
 from burnish.models.meta_init import build_on_meta
@@ -139,9 +140,18 @@ class MergedModel(Closing):
         return found
 
     def assets(self) -> dict[str, bytes]:
-        """Return the model's files, with the adapter's tokenizer."""
+        """Return the model's files, with the adapter's tokenizer and its special tokens."""
         found = read_assets(self._base) | self._adapter.assets()
         found.pop(ADAPTER_CONFIG, None)
+        config = parse_object(found[CONFIG], f"{self._base / CONFIG}")
+        if GENERATION_CONFIG in self._adapter.assets():
+            ends = parse_object(found[GENERATION_CONFIG], f"the adapter's {GENERATION_CONFIG}")
+            _set_special_tokens(config, ends)
+        if "auto_map" not in config:  # code of the model's own is not run
+            read = read_model_config(ModelConfig(path=str(self._base)))
+            if not getattr(read, "tie_word_embeddings", True):
+                config["tie_word_embeddings"] = False
+        found[CONFIG] = encode_json(config)
         if card := found.get(_CARD):
             found[_CARD] = card.replace(b"library_name: peft", b"library_name: transformers", 1)
         return found
@@ -280,6 +290,17 @@ def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> M
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
     hf_config = read_model_config(ModelConfig(path=str(base)))
     return Adapter(build_on_meta(hf_config), lora).changes
+
+
+def _set_special_tokens(config: dict[str, Any], generation: Mapping[str, Any]) -> None:
+    """Give a config.json the tokens of a generation_config.json, whose first eos token is the tokenizer's."""
+    parts = [config, *(each for n, each in config.items() if n == "text_config")]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (given := generation.get(name)) is None:
+            continue
+        first = given[0] if isinstance(given, list) else given
+        for each in parts:
+            each[name] = given if isinstance(each.get(name), list) else first
 
 
 def _model_directory(step: Committed, role: str) -> str:

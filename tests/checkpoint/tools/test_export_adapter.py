@@ -10,7 +10,7 @@ import torch
 from adapters_for_tests import EXPERTS, LORA, adapter_tensor, plain_adapted
 from checkpoints_for_tests import bits, contents_of, shards_of, written_by
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_config, tiny_model
 from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 from torch import Tensor
@@ -25,6 +25,7 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage
+from burnish.models.loading import aligned_generation_config
 from burnish.models.lora.adapter import Adapter, adapter_record
 from burnish.models.lora.adapter_config import save_adapter_config
 from burnish.models.meta_init import build_on_meta
@@ -48,6 +49,9 @@ def save_adapter(
     def write_assets(directory: Path) -> None:
         save_adapter_config(record, directory)
         char_tokenizer().save_pretrained(directory)
+        config = AutoConfig.from_pretrained(base)
+        aligned = aligned_generation_config(config, char_tokenizer())
+        aligned.to_json_file(directory / "generation_config.json")
 
     contents = contents_of(
         weights,
@@ -110,6 +114,26 @@ def test_exported_alone_it_is_exact_in_fp32(tmp_path: Path, base: Path, rslora: 
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(plain, tmp_path / "out").eval()
     assert torch.equal(logits(loaded), logits(plain_adapted(base, lora)))
+
+
+def test_merged_it_keeps_a_head_of_its_own_and_ends_as_the_adapter_does(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "m", "qwen2", torch.float32)
+    save_char_tokenizer(base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    step = save_adapter(tmp_path / "run", base)
+    with MergedModel(step, base) as model:
+        export(model, tmp_path / "out", torch.float32, BIG)
+    with pytest.warns(UserWarning, match="tie_word_embeddings=False"):
+        wanted = plain_adapted(base, LORA).merge_and_unload()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert torch.allclose(logits(found), logits(wanted), atol=1e-5)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert config["eos_token_id"] == char_tokenizer().eos_token_id
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation["eos_token_id"][0] == char_tokenizer().eos_token_id
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
