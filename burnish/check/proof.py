@@ -2,21 +2,17 @@
 
 Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with transformers' eager model on
 each sequence alone, and so are greedy completions. Processes that share a model also compare one training step. Of bf16, only
-attention is compared, with fp32. A file in the cache records a passed proof.
+attention is compared, with fp32. A file in the cache records a passed proof (`burnish.check.proof_key`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,6 +38,7 @@ from burnish.check.comparison import (
     recording,
     require_equal,
 )
+from burnish.check.proof_key import proof_place
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
@@ -50,7 +47,6 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
-from burnish.files.cache import cache_root
 from burnish.models.kernels.attention import PackedLayout, Softmax
 from burnish.models.meta_init import build_on_meta, model_sizes, plain_model, position_limit
 from burnish.models.names import model_shards
@@ -104,7 +100,7 @@ def prove(
     kind, layout = hf_config.get_text_config().model_type, layout or Layout()
     kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
     adapter = lora and lora.model_dump(mode="json")
-    place = _place(hf_config, device, [generates, adapter, kept, engine and engine.precision])
+    place = proof_place(hf_config, device, [generates, adapter, kept, engine and engine.precision])
     if place.is_file():
         return
     if layout.is_main:
@@ -137,7 +133,9 @@ def prove_layout(
     """Prove one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
     layout = engine.layout
     own = config.model_copy(update=_PLAIN).model_dump(mode="json")
-    place = _place(hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")])
+    place = proof_place(
+        hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")]
+    )
     if all(gather_objects(place.is_file(), layout)):
         return
     begun = perf_counter()
@@ -357,37 +355,7 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
     return None
 
 
-def _place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
-    """Return a proof's file, the same for each copy of a model."""
-    fields = {n: v for n, v in hf_config.to_dict().items() if n != "_name_or_path"}
-    config = json.dumps(fields, sort_keys=True, default=str)
-    versions = [_own_code(), *(version(each) for each in ("torch", "transformers"))]
-    said = json.dumps([config, _model_code(hf_config), versions, device_name(device), how])
-    return cache_root() / "proofs" / hashlib.sha256(said.encode()).hexdigest()[:32]
-
-
 def _keep(place: Path, layout: Layout) -> None:
     if layout.local_rank == 0:
         with suppress(OSError):  # the next run proves it again
             write_atomically(place, b"passed\n")
-
-
-def _model_code(hf_config: PretrainedConfig) -> str:
-    """Hash a model's own Python files; return "" without any."""
-    module = sys.modules[type(hf_config).__module__]
-    if not module.__name__.startswith("transformers_modules."):
-        return ""
-    folders = {Path(str(module.__file__)).parent, Path(hf_config.name_or_path)}
-    return _hash_of(sorted(path for folder in folders for path in folder.glob("*.py")))
-
-
-@cache
-def _own_code() -> str:
-    return _hash_of(sorted(Path(__file__).parents[1].rglob("*.py")))
-
-
-def _hash_of(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

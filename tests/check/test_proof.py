@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
-from burnish.check import proof
+from burnish.check import proof, proof_key
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
@@ -504,7 +504,7 @@ def test_attention_that_is_wrong_in_bf16_alone_is_found(
         return right(plan, rows, softmax._replace(window=50) if is_half else softmax)
 
     monkeypatch.setattr(attention.BlockPlan, "attend", attend)
-    monkeypatch.setattr(proof, "_own_code", lambda: "changed")
+    monkeypatch.setattr(proof_key, "own_code", lambda: "changed")
     with pytest.raises(IncompatibleError) if precision == "bf16" else nullcontext():
         prove(config, engine=engine)
 
@@ -537,7 +537,7 @@ def test_what_is_proven_is_remembered(
             lines(tiny_config("llama"), layout=Layout(rank=1, world=2, local_rank=1, local_world=2))
             == 0
         )
-        monkeypatch.setattr(proof, "version", lambda _: "tomorrow's")
+        monkeypatch.setattr(proof_key, "installed", lambda: "tomorrow's")
         assert lines(tiny_config("qwen3")) == 1
         monkeypatch.setenv("BURNISH_CACHE", "/dev/null/nowhere")
         assert lines(tiny_config("qwen3")) == 1
