@@ -42,7 +42,8 @@ def chat(given: Namespace) -> None:
         model = at_newest_steps(config.model_dump()).model
     else:
         model, step = newest_model(run, config.model)
-    data = DataConfig(chat_template_kwargs=config.data.chat_template_kwargs)
+    rendering = {"chat_template_kwargs", "chat_template_name", "system_prompt"}
+    data = DataConfig(**config.data.model_dump(include=rendering))
     settings = config.model_copy(update={"model": model, "data": data, "reward": RewardConfig()})
 
     def talk(layout: Layout, device: torch.device) -> None:
@@ -61,12 +62,15 @@ def chat(given: Namespace) -> None:
 
 def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
     tokenizer, config = foundation.tokenizer, foundation.config
-    encoder = ChatEncoder(tokenizer, config.data.chat_template_kwargs)
+    encoder = ChatEncoder(tokenizer, config.data)
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
-    messages: list[dict[str, str]] = []
+    system = config.data.system_prompt
+    has_place = system is not None and tokenizer.chat_template
+    opening = [{"role": "system", "content": str(system)}] if has_place else []
+    messages = list(opening)
     for turn, line in enumerate(_lines()):
         if line == "/reset":
-            messages = []
+            messages = list(opening)
             continue
         messages.append({"role": "user", "content": line})
         text = "".join(each["content"] for each in messages)

@@ -65,6 +65,7 @@ _OF_ALL: Sequence[_Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
     ("model.lora", "model.path", "only the adapter of a new model would be saved"),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
+    ("data.chat_template_name", "model.chat_template=null", "a file has one template"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
 )

@@ -231,7 +231,9 @@ class DataConfig(Section):
     string_prompts: Literal["raw", "user"] = "raw"
     """How to read a prompt that is a string. raw: as it is, without the chat template, as TRL does. user: as a user's message; reward functions and models then get messages, and a string completion of SFT is the assistant's message."""
     system_prompt: str | None = None
-    """A system message for every conversation that does not begin with one."""
+    """A system message for every conversation that does not begin with one, and whose row has none in a column `system`, `system_prompt` or `system_message`."""
+    chat_template_name: str | None = None
+    """Which of the tokenizer's named chat templates to use. Default: `tool_use` for rows with tools, if there is one, and `default` or the only one for others."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, such as {enable_thinking: false}, for training and validation. They are not saved with the model: give them again when you use it."""
     max_prompt_length: int | None = Field(None, ge=1)

@@ -9,20 +9,20 @@ added after a last turn.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.columns import Message, Tools, called
-from burnish.data.tokenizer import end_of_turn_id, has_generation_marks, render
+from burnish.config.schema import DataConfig
+from burnish.data.messages import Message, Tools
+from burnish.data.template import ChatTemplate
+from burnish.data.tokenizer import end_of_turn_id, has_generation_marks, single_template
+from burnish.data.unread import UnreadWords
 from burnish.errors import UsageError
 from burnish.records import Mask, TokenIds
 
@@ -56,6 +56,13 @@ class Conversation:
     trained_from: int = 0
     """Assistant turns before this index are context only."""
     tools: Tools | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What the row has in other columns that are usually for the model."""
+
+    @property
+    def documents(self) -> Tools | None:
+        """The documents beside the messages, which some templates write."""
+        return self.beside.get("documents")
 
     @property
     def turns(self) -> list[int]:
@@ -72,6 +79,10 @@ class Text:
     """The trained text; an end-of-sequence token is added."""
     prompt: str = ""
     """The text before it, which is context only."""
+    name: str = "a row"
+    """The row's name in warnings."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """See `Conversation.beside`."""
 
 
 class ChatEncoder:
@@ -80,22 +91,34 @@ class ChatEncoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        template_kwargs: Mapping[str, Any] | None = None,
+        data: DataConfig | None = None,
         limit: int | None = None,
         eos_token_ids: Collection[int] = (),
+        *,
+        strict: bool = True,
     ) -> None:
-        """`eos_token_ids` end the model's completions.
+        """`eos_token_ids` end the model's completions. `data` says how to render.
 
-        Raises `UsageError` if the template does not read one of `template_kwargs`; only warns if it is a boolean.
+        `strict` refuses words to train on that the template leaves out; otherwise they are only noted. Raises `UsageError` if the
+        template does not read one of `data.chat_template_kwargs`; only warns if it is a boolean.
         """
+        data = data or DataConfig()
+        self._for_tools: ChatEncoder | None = None
+        """The encoder of rows with tools, if the tokenizer has another template for them."""
+        name, several = data.chat_template_name, tokenizer.chat_template
+        if name is None and isinstance(several, dict) and {"tool_use", "default"} <= several.keys():
+            used = single_template(tokenizer, tools=True)
+            self._for_tools = ChatEncoder(used, data, limit, eos_token_ids, strict=strict)
+        tokenizer = single_template(tokenizer, name)
         self._tokenizer = tokenizer
-        self._template_kwargs = dict(template_kwargs or {})
         self._limit = limit
         self._longest = 0 if limit is None else max(map(len, tokenizer.get_vocab()))
-        self._unwritten = self._unended = ""
-        _require_read(tokenizer, self._template_kwargs)
+        self._template = ChatTemplate(tokenizer, data.chat_template_kwargs)
+        self.unread = UnreadWords(self._template, data.system_prompt, strict=strict)
+        """Collects warnings of words that do not reach the model."""
+        _require_read(self._template, tokenizer, data.chat_template_kwargs)
         self._remedy = "set model.chat_template to a template with {% generation %} around the assistant's part"
-        if _reads(tokenizer, "enable_thinking"):
+        if self._template.reads("enable_thinking"):
             self._remedy += (
                 ", or enable_thinking in data.chat_template_kwargs as rows have thoughts or none"
             )
@@ -112,9 +135,6 @@ class ChatEncoder:
             found = {role: token for role, token in openers.items() if token in eos_token_ids}
             self._openers = {r: t for r, t in found.items() if t is not None and t != self._eos}
         self._stops = [*self._past_ends, *eos_token_ids]
-        self.reads_tools = _reads(tokenizer, "tools")
-        """Whether the chat template has a place for descriptions of tools."""
-        self._reads_calls = _reads(tokenizer, "tool_calls")
         # Compare with `plain`: the tokens for a sequence's beginning and end may have the same id.
         plain, closed = (
             tokenizer("0", add_special_tokens=each)["input_ids"] for each in (False, True)
@@ -124,9 +144,15 @@ class ChatEncoder:
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
 
     @property
-    def warnings(self) -> tuple[str, str]:
-        """Two warnings or "": of text that the template drops, of turns that it does not end."""
-        return self._unwritten, self._unended
+    def reads_tools(self) -> bool:
+        """Whether a chat template has a place for descriptions of tools."""
+        return self._for_tools is not None or self._template.reads("tools")
+
+    @property
+    def warnings(self) -> dict[str, str]:
+        """One sentence for each kind of words that do not reach the model, and for turns without an end."""
+        others = {} if self._for_tools is None else self._for_tools.warnings
+        return others | self.unread.warnings
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Tokenize each text. `special` adds leading tokens, never trailing ones.
@@ -156,25 +182,29 @@ class ChatEncoder:
             size *= 4
         return text
 
-    def prompt(self, messages: list[Message], name: str, tools: Tools | None = None) -> str:
-        """Render up to the assistant's next turn; leave a last assistant turn open."""
-        if messages[-1].get("role") == "assistant":
-            text = self._render(messages, name, tools, continue_final_message=True)
-        else:
-            text = self._before(messages, name, tools)
-            if messages[-1].get("role") == "user":
-                self._look_for(messages[-1], text, f"the last message of {name}")
-        self._require_calls(messages, name, text)
-        return text
+    def prompt(
+        self,
+        messages: list[Message],
+        name: str,
+        tools: Tools | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render up to the assistant's next turn; leave a last assistant turn open. `beside`: see `Conversation`."""
+        if tools and self._for_tools:
+            return self._for_tools.prompt(messages, name, tools, beside)
+        row = Conversation(messages, name, len(messages), tools, beside or {})
+        is_open = messages[-1].get("role") == "assistant"
+        how = {"continue_final_message" if is_open else "add_generation_prompt": True}
+        return self._checked(row, **how)
 
     def answered(self, messages: list[Message], answer: str, name: str) -> str:
         """Render with the assistant's answer, or the rest of its open turn."""
         *before, last = messages
         if last.get("role") == "assistant":
-            return self._render(
-                [*before, last | {"content": f"{last['content']}{answer}"}], name, None
-            )
-        return self._render([*messages, {"role": "assistant", "content": answer}], name, None)
+            last = last | {"content": f"{text_in(last['content'])}{answer}"}
+            return str(self._template.render([*before, last], name))
+        said = {"role": "assistant", "content": answer}
+        return str(self._template.render([*messages, said], name))
 
     def texts(self, rows: Sequence[Text]) -> list[Encoded]:
         """Encode prompt, text and end of sequence. Text and end are trained on, but never the first token.
@@ -191,6 +221,7 @@ class ChatEncoder:
                 tokens = [*tokens, self._eos]
             mask = np.arange(len(tokens)) >= max(len(head), 1)
             encoded.append((np.array(tokens, dtype=np.int64), mask))
+            self.unread.check_beside(row.beside, None, row.name, row.prompt + row.text)
         return encoded
 
     def _continued(self, text: str) -> list[int]:
@@ -206,6 +237,10 @@ class ChatEncoder:
         Raises `UsageError` naming the row if the template refuses it or, without generation marks, rewrites earlier text other
         than thoughts.
         """
+        if self._for_tools is not None and any(row.tools for row in rows):
+            with_tools = iter(self._for_tools.conversations([row for row in rows if row.tools]))
+            others = iter(self.conversations([row for row in rows if not row.tools]))
+            return [next(with_tools) if row.tools else next(others) for row in rows]
         encoded = self._by_marks(rows) if self._marked else self._by_prefixes(rows)
         for _, mask in encoded:
             mask[:1] = False
@@ -213,8 +248,8 @@ class ChatEncoder:
             encoded = [self._ended(row, *each) for row, each in zip(rows, encoded, strict=True)]
         for row, (ids, mask) in zip(rows, encoded, strict=True):
             is_cut = self._limit is not None and len(ids) > self._limit
-            if not (self._unended or is_cut or np.isin(ids[mask], self._stops).any()):
-                self._unended = self._without_end(row) if mask.any() else ""
+            if mask.any() and not is_cut and not np.isin(ids[mask], self._stops).any():
+                self.unread.note("the end of turns", self._without_end(row))
         return encoded
 
     def _without_end(self, row: Conversation) -> str:
@@ -248,7 +283,7 @@ class ChatEncoder:
                 ids = np.array(self.ids([text], special=False)[0], dtype=np.int64)
                 encoded.append((ids, np.ones(len(ids), dtype=np.bool_)))
                 continue
-            out = self._render(row.messages, row.name, row.tools, **_MARKING)
+            out = self._render(row.messages, row, **_MARKING)
             ids = np.array(out["input_ids"], dtype=np.int64)
             mask = np.array(out["assistant_masks"], dtype=np.bool_)
             begins, ends = np.array(out["offset_mapping"]).reshape(-1, 2).T
@@ -256,7 +291,7 @@ class ChatEncoder:
                 mask[i] |= mask[i - 1]
             mask[1:] |= mask[:-1] & np.isin(ids[1:], self._ends)
             if row.trained_from:
-                before = self._before(row.messages[: row.trained_from], row.name, row.tools)
+                before = self._before(row.messages[: row.trained_from], row)
                 both = self._with_contents(row, row.trained_from - 1)
                 rest = _common(*(each[::-1] for each in both))[::-1]
                 start, end = self.ids([before, rest], special=False)
@@ -271,8 +306,8 @@ class ChatEncoder:
         for row in rows:
             texts.append(self._checked(row))
             for turn in row.turns:
-                texts.append(self._before(row.messages[:turn], row.name, row.tools))
-                texts.append(self._render(row.messages[: turn + 1], row.name, row.tools))
+                texts.append(self._before(row.messages[:turn], row))
+                texts.append(str(self._render(row.messages[: turn + 1], row)))
         tokenized = iter(zip(texts, self.ids(texts, special=False), strict=True))
         encoded = []
         for row in rows:
@@ -309,7 +344,7 @@ class ChatEncoder:
     def _with_contents(self, row: Conversation, turn: int) -> list[str]:
         before, after = row.messages[:turn], row.messages[turn + 1 :]
         changed = ([*before, row.messages[turn] | {"content": c}, *after] for c in _CONTENTS)
-        return [self._render(messages, row.name, row.tools) for messages in changed]
+        return [str(self._render(messages, row)) for messages in changed]
 
     def _turn_end(
         self,
@@ -354,59 +389,32 @@ class ChatEncoder:
             do=self._remedy,
         )
 
-    def _before(self, messages: list[Message], name: str, tools: Tools | None) -> str:
+    def _before(self, messages: list[Message], row: Conversation) -> str:
         if not messages:
             raise UsageError(
-                f"{name} begins with the assistant",
+                f"{row.name} begins with the assistant",
                 want="a user or system message before the assistant's first",
                 do="correct the row, or use a chat template with {% generation %}",
             )
-        return self._render(messages, name, tools, add_generation_prompt=True)
+        return str(self._render(messages, row, add_generation_prompt=True))
 
-    def _checked(self, row: Conversation) -> str:
-        text = self._render(row.messages, row.name, row.tools)
-        self._require_calls(row.messages, row.name, text)
-        for turn in row.turns:
-            self._look_for(row.messages[turn], text, f"message {turn} of {row.name}")
+    def _checked(self, row: Conversation, **options: Any) -> str:
+        """Render the row, and look for its words in the text."""
+        text = str(self._render(row.messages, row, **options))
+
+        def again(messages: Sequence[Message]) -> str | None:
+            try:
+                return str(self._render(messages, row, **options))
+            except UsageError:
+                return None
+
+        self.unread.check(row.messages, row.name, text, again, row.turns)
+        self.unread.check_beside(row.beside, row.tools, row.name, text)
         return text
 
-    def _look_for(self, message: Message, text: str, where: str) -> None:
-        content = message.get("content")
-        # Templates may drop the thoughts of past turns.
-        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
-        if said not in text and json.dumps(said)[1:-1] not in text:
-            self._unwritten = self._unwritten or (
-                f"the chat template leaves out what the {message['role']} says in {where}, and perhaps in others"
-            )
-
-    def _require_calls(self, messages: Sequence[Message], name: str, text: str) -> None:
-        for turn, message in enumerate(messages):
-            names = [str(called(call).get("name")) for call in message.get("tool_calls", ())]
-            if any(each not in text for each in names) or (names and not self._reads_calls):
-                raise UsageError(
-                    f"the chat template does not write the tool calls of message {turn} of {name}",
-                    have=f"calls of {', '.join(names)}",
-                    want="a template that writes tool_calls",
-                    do="set model.chat_template to one, or write the calls into content",
-                )
-
-    def _render(
-        self, messages: list[Message], name: str, tools: Tools | None, **options: Any
-    ) -> Any:
-        if not self._tokenizer.chat_template:
-            raise UsageError(
-                f"{name} is a conversation, and the tokenizer has no chat template",
-                do="set model.chat_template to a Jinja file, or use plain prompts and completions",
-            )
-        variables = self._template_kwargs | ({} if tools is None else {"tools": tools})
-        try:
-            return render(self._tokenizer, messages, **{"tokenize": False} | variables | options)
-        except jinja2.TemplateError as error:
-            raise UsageError(
-                f"the chat template refuses {name}: {error}",
-                have=f"roles {', '.join(str(message.get('role')) for message in messages)}",
-                do="correct the row, or set model.chat_template to a template that takes it",
-            ) from error
+    def _render(self, messages: Sequence[Message], row: Conversation, **options: Any) -> Any:
+        documents = row.documents if self._template.reads("documents") else None
+        return self._template.render(messages, row.name, row.tools, documents, **options)
 
 
 def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
@@ -416,8 +424,17 @@ def shared_beginning(start: Sequence[int] | TokenIds, ids: TokenIds) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
-    unread = [name for name in variables if not _reads(tokenizer, name)]
+def text_in(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _require_read(
+    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
+) -> None:
+    unread = [name for name in variables if not template.reads(name)]
     if unread and all(isinstance(variables[name], bool) for name in unread):
         logger.warning(
             "data.chat_template_kwargs: the chat template does not read %s", ", ".join(unread)
@@ -431,11 +448,6 @@ def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, An
             want="names that occur in the template",
             do="correct data.chat_template_kwargs, or set model.chat_template to a template that reads them",
         )
-
-
-def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    template = str(tokenizer.chat_template or "")
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _common(*texts: str) -> str:

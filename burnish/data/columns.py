@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
 _ExampleKind = Literal["chat", "pair", "text"]
 Row = dict[str, Any]
 """One row: a value for every column, None where the row has none."""
-Message = dict[str, Any]
-"""One turn: `role`, `content`, and whatever else the chat template reads."""
-Tools = list[dict[str, Any]]
-"""JSON schemas of the functions that a conversation may call."""
 
 READERS = {
     ".jsonl": "json",
@@ -35,20 +30,22 @@ _PROMPT_COLUMNS = ("prompt", "question", "problem", _INSTRUCTION)
 """Usual names of the prompt (verl and TRL; GSM8K; MATH; Alpaca)."""
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "output")
 """Usual names of the ground truth; a dot goes into a nested column."""
-TOOLS_COLUMN = "tools"
-"""The functions that a row's conversation may call (TRL)."""
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+"""Columns of a row's own system message (LLaMA-Factory, OpenOrca)."""
+HISTORY_COLUMN = "history"
+"""Earlier questions and answers of an Alpaca row (LLaMA-Factory)."""
+_CONTEXT_COLUMNS = (
+    *SYSTEM_COLUMNS, HISTORY_COLUMN, "audio", "audios", "context", "developer", "documents", "functions", "image", "images", "input",
+    "instruction", "tools", "video", "videos",
+)  # fmt: skip
+"""Columns that by convention hold what the model reads."""
+_TARGET_COLUMNS = (
+    "chosen", "completion", "conversations", "messages", "output", "prompt", "reasoning", "reasoning_content", "rejected", "response",
+    "text", "thinking", "thoughts",
+)  # fmt: skip
+"""Columns that by convention hold what the model learns to write, or a whole row. Reward functions read them too."""
 _MESSAGES_COLUMNS = ("messages", "conversations")
 """Usual names of a chat (OpenAI and TRL; ShareGPT)."""
-_ROLES: Mapping[str, str] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-"""ShareGPT's `from` to `role`."""
 
 
 def is_data(name: str) -> bool:
@@ -123,105 +120,38 @@ def value_at(row: Row, name: str) -> Any:
 
 
 def prompt_at(row: Row, name: str) -> Any:
-    """Return a row's prompt. Alpaca's instruction and input become a message."""
+    """Return a row's prompt. Alpaca's instruction and input become a message, after those of its history."""
     value, input_ = value_at(row, name), row.get("input")
     if name != _INSTRUCTION or not isinstance(value, str):
         return value
-    return [{"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}]
+    asked = {"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}
+    return [*_history(row.get(HISTORY_COLUMN)), asked]
 
 
-def messages_of(
-    value: Any, name: str, role: str | None = None, exact: bool = False
-) -> list[Message]:
-    """Check messages and remove nulls, except from arguments if `exact`. With a `role`, a string is a message of this role."""
-    if role is not None and isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise _not_messages(name, value, "" if role is None else "a string, or ")
-    return [_message(turn, f"message {i} of {name}", exact) for i, turn in enumerate(value)]
+def _history(value: Any) -> list[Any]:
+    """Return the messages of a list of [question, answer]; [] for anything else."""
+    pairs = value if isinstance(value, list) else []
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        return []
+    roles = ("user", "assistant")
+    return [
+        {"role": r, "content": text} for pair in pairs for r, text in zip(roles, pair, strict=True)
+    ]
 
 
-def tools_of(row: Row, name: str, exact: bool = False) -> Tools | None:
-    """Read a row's tools: a list of JSON schemas, or its text. Raises `UsageError`."""
-    value = row.get(TOOLS_COLUMN)
-    if isinstance(value, str) and value.strip():
-        try:
-            value, exact = json.loads(value), True
-        except ValueError as error:
-            raise _not_tools(name, value) from error
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise _not_tools(name, value)
-    return value if exact else [_cleaned(tool) for tool in value]
+def beside(row: Row, used: Collection[str], *, targets: bool) -> Row:
+    """Return what a row has in columns that are usually for the model, without the `used` ones.
+
+    `targets` adds those that are usually trained on.
+    """
+    names = (*_CONTEXT_COLUMNS, *_TARGET_COLUMNS) if targets else _CONTEXT_COLUMNS
+    return {name: row[name] for name in names if row.get(name) and name not in used}
 
 
-def _not_tools(name: str, value: Any) -> UsageError:
-    return UsageError(
-        f"the column {TOOLS_COLUMN!r} of {name} does not describe tools",
-        have=f"{value!r:.60}",
-        want="a list of JSON schemas, or such a list as JSON text",
-        do="correct the row, or rename the column if it holds something else",
-    )
-
-
-def _message(turn: Any, name: str, exact: bool) -> Message:
-    if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
-        if turn["from"] not in _ROLES:
-            raise _not_messages(name, turn, want=f"from: {', '.join(_ROLES)}")
-        others = {key: turn[key] for key in turn.keys() - {"from", "value"}}
-        turn = {**others, "role": _ROLES[turn["from"]], "content": turn.get("value")}
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise _not_messages(name, turn)
-    meant = _ROLES.get(turn["role"].strip().lower())
-    if meant and turn["role"] not in (*_ROLES.values(), "observation"):
-        raise _not_messages(name, turn, want=f"the role {meant}")
-    message: Message = _cleaned(turn, "arguments" if exact else "")
-    if message.keys() == {"role"} or not isinstance(message.setdefault("content", ""), str | list):
-        raise _not_messages(name, turn)
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise UsageError(
-            f"the tool calls of {name} cannot be read",
-            have=f"{calls!r:.200}",
-            want='tool_calls: a list of {"function": {"name": ..., "arguments": {...}}}',
-            do="correct the row",
-        )
-    return message
-
-
-def _is_call(call: Any) -> bool:
-    function = called(call)
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            return False
-    return isinstance(function.get("name"), str) and isinstance(arguments, dict)
-
-
-def called(call: Any) -> Mapping[str, Any]:
-    """Return name and arguments of a tool call, in OpenAI's form or without its envelope."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    return function if isinstance(function, dict) else {}
-
-
-def _cleaned(value: Any, kept: str = "") -> Any:
-    if isinstance(value, dict):
-        return {k: v if k == kept else _cleaned(v, kept) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_cleaned(item, kept) for item in value]
-    return value
-
-
-def _not_messages(name: str, value: Any, or_: str = "", *, want: str = "") -> UsageError:
-    return UsageError(
-        f"{name} is not in chat form",
-        have=f"{type(value).__name__} {value!r:.100}",
-        want=want or or_ + 'a list of {"role": ..., "content": ...}',
-        do="convert the data to that form",
-    )
+def system_of(row: Row) -> str | None:
+    """Return a row's own system message in a column, or None."""
+    texts = (row.get(name) for name in SYSTEM_COLUMNS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), None)
 
 
 def text_of(value: Any, column: str, name: str) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import PurePath
 from typing import Any, TypeVar, overload
 
@@ -25,21 +25,19 @@ from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
 from burnish.data.columns import (
     ANSWER_COLUMNS,
     READERS,
-    TOOLS_COLUMN,
-    Message,
     Row,
-    Tools,
     answer_column,
+    beside,
     example_format,
     holds_chats,
-    messages_of,
     prompt_at,
     prompt_column,
+    system_of,
     text_of,
-    tools_of,
     value_at,
 )
 from burnish.data.loader import MEASURED, Difficulty
+from burnish.data.messages import TOOL_COLUMNS, Message, Tools, messages_of, tools_of
 from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
@@ -89,7 +87,7 @@ class RowDataset(ItemSequence[Item]):
     first_index: int
     """Number of rows in a mixture that come before these."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
@@ -98,8 +96,10 @@ class RowDataset(ItemSequence[Item]):
         setting: str,
         layout: Layout | None,
         eos_token_ids: Sequence[int] = (),
+        *,
+        strict: bool = False,
     ) -> None:
-        """`setting` names the setting of `limit`, in tokens."""
+        """`setting` names the setting of `limit`, in tokens. `strict`: see `ChatEncoder`."""
         self.rows, self.first_index = rows, 0
         self._data = data
         self._layout = layout or Layout()
@@ -107,9 +107,13 @@ class RowDataset(ItemSequence[Item]):
         self.limit, self._setting = limit, setting
         self._most = np.inf if limit is None else limit
         self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # Arrow adds no nulls
-        self._encoder = ChatEncoder(tokenizer, data.chat_template_kwargs, limit, eos_token_ids)
+        self._encoder = ChatEncoder(tokenizer, data, limit, eos_token_ids, strict=strict)
+        self._strict = strict
         self._eos = tuple(eos_token_ids)
-        self._unanswered = ""
+        self._told: set[str] = set()
+        self._used: tuple[str, ...] = ()
+        """The columns that are read."""
+        self._tool_columns = TOOL_COLUMNS if self._encoder.reads_tools else ()
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
@@ -127,7 +131,7 @@ class RowDataset(ItemSequence[Item]):
             return
         total, limit, setting = len(self.rows), self.limit, self._setting
         lengths, self.digest, warnings = self._lengths(progress or Progress(enabled=False))
-        for warning in filter(None, warnings):
+        for warning in warnings:
             logger.warning("%s", warning)
         over = lengths > self._most
         if over.any() and self._data.overlong == "error":
@@ -161,7 +165,7 @@ class RowDataset(ItemSequence[Item]):
         """Tokenize all rows, unless an earlier start did. Collective."""
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
         kind, ends = type(self).__name__, self._eos
-        named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends)
+        named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends, self._strict)
         kept = import_module("burnish.data.kept_lengths")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key) if key else None
@@ -179,6 +183,7 @@ class RowDataset(ItemSequence[Item]):
         total, starts = len(self.rows), range(0, len(self.rows), _SPAN)
         lengths = np.zeros(total, dtype=np.int64)
         digests = np.zeros((len(starts), 2), dtype=np.int64)
+        firsts: list[tuple[int, str, str]] = []
         with agree(sharing):
             for number in range(sharing.rank, len(starts), sharing.world):
                 span = range(starts[number], min(starts[number] + _SPAN, total))
@@ -190,14 +195,27 @@ class RowDataset(ItemSequence[Item]):
                     if 0 < length <= self._most:
                         digest.update(b"%d " % len(content) + content)
                 digests[number] = np.frombuffer(digest.digest(), np.int64)
+                known = {key for _, key, _ in firsts}
+                for key, sentence in self._encoder.warnings.items():
+                    if key not in known:
+                        firsts.append((number, key, sentence))
                 bar.advance(len(span) * sharing.world)
-        warnings = [*self._encoder.warnings, self._unanswered]
         if sharing.world > 1:  # each number is 0 on all ranks but one
             for numbers in (lengths, digests):
                 dist.all_reduce(torch.from_numpy(numbers))
-            everyones = zip(*gather_objects(warnings, sharing), strict=True)
-            warnings = [next(filter(None, same), "") for same in everyones]
-        return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), warnings
+        warnings: dict[str, str] = {}
+        for _, key, sentence in sorted(chain.from_iterable(gather_objects(firsts, sharing))):
+            warnings.setdefault(key, sentence)
+        return lengths, xxhash.xxh3_128_hexdigest(digests.tobytes()), [*warnings.values()]
+
+    def _warn_streamed(self) -> None:
+        """Log the warnings of streamed rows, which no scan has collected."""
+        if not self.rows.is_streamed:
+            return
+        new = {key: each for key, each in self._encoder.warnings.items() if key not in self._told}
+        self._told |= new.keys()
+        for warning in new.values():
+            logger.warning("%s", warning)
 
     def _notice_raw(self, column: str) -> None:
         if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
@@ -214,14 +232,9 @@ class RowDataset(ItemSequence[Item]):
     def _messages(self, value: Any, name: str, role: str | None = None) -> list[Message]:
         return messages_of(value, name, role, self._exact)
 
-    def _notice_tools(self) -> None:
-        if TOOLS_COLUMN in self.rows.columns and not self._encoder.reads_tools:
-            logger.warning(
-                "the column %r is not read: the chat template has no place for tools", TOOLS_COLUMN
-            )
-
-    def _opened(self, messages: list[Message]) -> list[Message]:
-        system = self._data.system_prompt
+    def _opened(self, messages: list[Message], row: Row) -> list[Message]:
+        """Put the row's own system message, or else `data.system_prompt`, before messages without one."""
+        system = system_of(row) or self._data.system_prompt
         if system is None or messages[0]["role"] in _SYSTEM_ROLES:
             return messages
         return [{"role": "system", "content": system}, *messages]
@@ -288,17 +301,18 @@ class PromptDataset(RowDataset[Prompt]):
         data: DataConfig,
         *,
         limits: Mapping[str, int] | None = None,
+        scored: Collection[str] = (),
         progress: Progress | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """Tokenize all rows, a part on each rank of `layout`. Collective."""
+        """Tokenize all rows, a part on each rank of `layout`. Reward functions read the columns `scored`. Collective."""
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
         super().__init__(rows, tokenizer, data, most.get(setting), setting, layout)
-        self._notice_tools()
         self._column = prompt_column(data, rows)
+        self._used = (self._column, *self._tool_columns, *scored)
         self._answer = answer_column(data, rows)
         if isinstance(prompt_at(rows[0], self._column), str):
             self._notice_raw(self._column)
@@ -344,30 +358,35 @@ class PromptDataset(RowDataset[Prompt]):
                     f"the prompt of {self.rows.where(index)} is empty", do="correct the row"
                 )
             encoded.append((text, messages, np.array(ids, dtype=np.int64)))
+        self._warn_streamed()
         return encoded
 
     def _answer_of(self, row: Row, index: int) -> Any:
         answer = None if self._answer is None else value_at(row, self._answer)
-        if answer is None and self._data.answer_column is None and not self._unanswered:
+        if answer is None and self._data.answer_column is None:
             others = [name for name in ANSWER_COLUMNS if value_at(row, name) is not None]
             if others:
-                self._unanswered = f"answers are read from the column {self._answer}, which {self.rows.where(index)} and perhaps others lack; they have {others[0]}. Set data.answer_column to choose the column"
-                if self.rows.is_streamed:
-                    logger.warning("%s", self._unanswered)
+                self._encoder.unread.note(
+                    "answers",
+                    f"answers are read from the column {self._answer}, which {self.rows.where(index)} and perhaps others lack; they have {others[0]}. Set data.answer_column to choose the column",
+                )
         return answer
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
         value, name = prompt_at(row, self._column), self.rows.where(index)
+        others = beside(row, self._used, targets=False)
         if isinstance(value, str) and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
+            self._encoder.unread.check_beside(others, None, name, value)
             return value, None
         messages = self._messages(value, f"the prompt of {name}", "user")
         if holds_chats(self._data, self._column) and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
             raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
-        messages = self._opened(messages)
-        return self._encoder.prompt(messages, name, self._tools(row, name)), messages
+        messages = self._opened(messages, row)
+        tools = self._tools(row, name)
+        return self._encoder.prompt(messages, name, tools, others), messages
 
 
 class ExampleDataset(RowDataset[Example]):
@@ -380,7 +399,7 @@ class ExampleDataset(RowDataset[Example]):
     `data.overlong` decides on examples over `max_length` tokens. Those without trained tokens are dropped (`dropped_untrained`).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
@@ -389,13 +408,16 @@ class ExampleDataset(RowDataset[Example]):
         progress: Progress | None = None,
         layout: Layout | None = None,
         eos_token_ids: Sequence[int] = (),
+        *,
+        strict: bool = False,
     ) -> None:
-        """See `PromptDataset`; `eos_token_ids` end the model's completions. Collective."""
+        """See `PromptDataset`; `eos_token_ids` end the model's completions. `strict`: see `ChatEncoder`. Collective."""
         name = "data.max_length"
-        super().__init__(rows, tokenizer, data, max_length, name, layout, eos_token_ids)
+        super().__init__(
+            rows, tokenizer, data, max_length, name, layout, eos_token_ids, strict=strict
+        )
         self._kind, self._columns = example_format(data, rows)
-        if self._kind != "text":
-            self._notice_tools()
+        self._used = (*self._columns, *self._tool_columns)
         if self._kind == "pair" and all(
             isinstance(prompt_at(rows[0], n), str) for n in self._columns
         ):
@@ -403,22 +425,27 @@ class ExampleDataset(RowDataset[Example]):
         self._scan(progress)
 
     def _read(self, index: int, row: Row) -> Conversation | Text:
-        name = self.rows.where(index)
+        name, others = self.rows.where(index), beside(row, self._used, targets=True)
         if self._kind == "text":
             self._require_no_chat_settings(name)
-            return Text(text_of(value_at(row, self._columns[0]), self._columns[0], name))
+            text = text_of(value_at(row, self._columns[0]), self._columns[0], name)
+            return Text(text, name=name, beside=others)
         if self._kind == "chat":
-            messages = self._opened(self._messages(value_at(row, self._columns[0]), name))
-            return Conversation(messages, name, tools=self._tools(row, name))
+            messages = self._messages(value_at(row, self._columns[0]), name)
+            messages = self._opened(messages, row)
+            return Conversation(messages, name, tools=self._tools(row, name), beside=others)
         prompt, completion = (prompt_at(row, column) for column in self._columns)
         strings = isinstance(prompt, str) and isinstance(completion, str)
         if strings and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
-            return Text(completion, prompt)
+            return Text(completion, prompt, name, others)
         before = self._messages(prompt, f"the prompt of {name}", "user")
         after = self._messages(completion, f"the completion of {name}", "assistant")
-        before = self._opened(before)
-        return Conversation(before + after, name, len(before), self._tools(row, name))
+        before = self._opened(before, row)
+        # As in LLaMA-Factory, the answers in an Alpaca row's history are trained on.
+        is_alpaca = isinstance(prompt, list) and isinstance(row.get(self._columns[0]), str)
+        context = 0 if is_alpaca else len(before)
+        return Conversation(before + after, name, context, self._tools(row, name), others)
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         return [
@@ -428,10 +455,8 @@ class ExampleDataset(RowDataset[Example]):
 
     def make(self, indices: Sequence[int]) -> list[Example]:
         """Return rows' examples."""
-        told = self._encoder.warnings
         encoded = self._encode(indices, [self.rows[index] for index in indices])
-        for warning in {*self._encoder.warnings} - {*told} if self.rows.is_streamed else ():
-            logger.warning("%s", warning)
+        self._warn_streamed()
         return [Example(token_ids=ids, loss_mask=mask) for ids, mask in encoded]
 
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:

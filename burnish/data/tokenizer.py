@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import signal
@@ -25,9 +26,12 @@ _RENDER_SECONDS = 3.0
 
 
 def load_tokenizer(
-    path: str, chat_template_file: str | None = None, trust_remote_code: bool = False
+    path: str,
+    chat_template_file: str | None = None,
+    trust_remote_code: bool = False,
+    template_name: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load and repair a tokenizer.
+    """Load and repair a tokenizer. Of several chat templates, `template_name` is used; all stay with it.
 
     The token that ends the template's turns becomes the end of sequence, unless the template writes `eos_token`. A missing pad
     token becomes the end of sequence, or the unknown token.
@@ -39,13 +43,45 @@ def load_tokenizer(
     if chat_template_file is not None:
         tokenizer.chat_template = _read_template(chat_template_file)
         _check_template(tokenizer, chat_template_file)
-    _repair_eos(tokenizer, path)
+    _require_texts(tokenizer, path)
+    _repair_eos(tokenizer, path, template_name)
     _repair_pad(tokenizer, path)
     return tokenizer
 
 
+def single_template(
+    tokenizer: PreTrainedTokenizerBase, name: str | None = None, *, tools: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with one of its named chat templates, as transformers chooses it.
+
+    That is `name`, or else `tool_use` for rows with tools, `default`, or the only one. Raises `UsageError` if there is none.
+    """
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        if name in (None, "default"):
+            return tokenizer
+        raise UsageError(
+            f"the tokenizer has no chat template called {name}",
+            have="one template without a name" if templates else "no chat template",
+            do="remove data.chat_template_name",
+        )
+    only = list(templates) if len(templates) == 1 else []
+    wanted = [name] if name else [*["tool_use"] * tools, "default", *only]
+    chosen = next((each for each in wanted if each in templates), None)
+    if chosen is None:
+        raise UsageError(
+            f"the tokenizer has no chat template called {wanted[-1]}",
+            have=", ".join(sorted(templates)),
+            want="the name of one of them",
+            do=f"set data.chat_template_name={min(templates)}, or to another of them",
+        )
+    single = copy.copy(tokenizer)
+    single.chat_template = templates[chosen]
+    return single
+
+
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
-    """Return all ids that end a completion, ascending: of the tokenizer, its chat template, and each of `configs`."""
+    """Return all ids that end a completion, ascending: of the tokenizer, its single chat template, and each of `configs`."""
     found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:
         value = getattr(config, "eos_token_id", None)
@@ -192,11 +228,24 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         ) from error
 
 
-def _repair_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    closing = _closing(tokenizer)
+def _require_texts(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    templates = tokenizer.chat_template
+    named = templates if isinstance(templates, dict) else {"default": templates or ""}
+    if not named or not all(isinstance(each, str) for each in named.values()):
+        raise UsageError(
+            f"the chat template in {path} is no text",
+            have=f"{templates!r:.100}",
+            want="a Jinja template, or a list of named ones",
+            do="correct chat_template in tokenizer_config.json, or set model.chat_template",
+        )
+
+
+def _repair_eos(tokenizer: PreTrainedTokenizerBase, path: str, template_name: str | None) -> None:
+    used = single_template(tokenizer, template_name)
+    closing = _closing(used)
     if not closing or tokenizer.eos_token_id in closing:
         return
-    if tokenizer.eos_token is not None and "eos_token" in str(tokenizer.get_chat_template()):
+    if tokenizer.eos_token is not None and "eos_token" in str(used.chat_template):
         return  # the template would write another eos token
     token = str(tokenizer.convert_ids_to_tokens(closing[0]))
     logger.warning(

@@ -116,6 +116,12 @@ class RewardPool:
             raise
         self._signatures = self._workers[0].signatures
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that reward functions take by name."""
+        taken = (each.columns | (each.accepts or frozenset()) for each in self._signatures)
+        return frozenset[str]().union(*taken)
+
     def check_columns(self, columns: Collection[str], setting: str) -> None:
         """Raise `MissingError` if `columns` lack a required one."""
         for each, signature in zip(self._config.functions, self._signatures, strict=True):

@@ -20,7 +20,7 @@ import numpy as np
 
 from burnish.boxes.shards import Publication
 from burnish.config.schema import RolloutConfig
-from burnish.data.columns import tools_of
+from burnish.data.messages import tools_of
 from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason

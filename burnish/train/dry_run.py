@@ -72,7 +72,7 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
         with _collecting(errors):
             foundation: TextFoundation
             if command == "eval" and local.rollout.engine == "openai":
-                tokenizer = model_tokenizer(local.model)
+                tokenizer = model_tokenizer(local.model, local.data.chat_template_name)
                 foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
             else:
                 foundation = laid = lay_foundation(local, given=config.model)

@@ -188,7 +188,7 @@ def evaluate(
             progress = Progress(local.tracking.progress and layout.is_main)
             foundation: TextFoundation
             if local.rollout.engine == "openai":
-                tokenizer = model_tokenizer(local.model)
+                tokenizer = model_tokenizer(local.model, local.data.chat_template_name)
                 foundation = TextFoundation(local, tokenizer, layout, device)
             else:
                 foundation = _with_weights(lay_foundation(local, layout, device), step, progress)

@@ -20,7 +20,7 @@ from burnish.config.schema import DataConfig, ModelConfig, OptimConfig, RunConfi
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
-from burnish.data.tokenizer import eos_token_ids, load_tokenizer
+from burnish.data.tokenizer import eos_token_ids, load_tokenizer, single_template
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
@@ -163,7 +163,7 @@ def lay_foundation(
             want="a causal language model",
             do="set model.path to a language model; a critic's directory belongs in critic.path",
         )
-    tokenizer = model_tokenizer(config.model)
+    tokenizer = model_tokenizer(config.model, config.data.chat_template_name)
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine)
@@ -194,17 +194,23 @@ def lay_foundation(
         source,
         base,
         adapter,
-        eos_token_ids(tokenizer, hf_config, generation_config(hf_config)),
+        eos_token_ids(
+            single_template(tokenizer, config.data.chat_template_name),
+            hf_config,
+            generation_config(hf_config),
+        ),
         count_flops(hf_config),
         card,
     )
     return foundation if given is None else with_assets(foundation)
 
 
-def model_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model."""
+def model_tokenizer(
+    model: ModelConfig, template_name: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model; `template_name` is `data.chat_template_name`."""
     place = model.tokenizer or model.path or ""
-    return load_tokenizer(place, model.chat_template, model.trust_remote_code)
+    return load_tokenizer(place, model.chat_template, model.trust_remote_code, template_name)
 
 
 def with_assets(foundation: Foundation) -> Foundation:
@@ -259,7 +265,13 @@ def prompt_dataset(
     limits = _prompt_limits(foundation) if isinstance(foundation, Foundation) else {}
     layout = foundation.layout
     return PromptDataset(
-        rows, foundation.tokenizer, config.data, limits=limits, progress=progress, layout=layout
+        rows,
+        foundation.tokenizer,
+        config.data,
+        limits=limits,
+        scored=() if pool is None else pool.columns,
+        progress=progress,
+        layout=layout,
     )
 
 
@@ -342,7 +354,7 @@ def example_dataset(
     limit = min(data.max_length or budget, budget)
     tokenizer, layout = foundation.tokenizer, foundation.layout
     ends = foundation.eos_token_ids
-    return ExampleDataset(rows, tokenizer, data, limit, progress, layout, ends)
+    return ExampleDataset(rows, tokenizer, data, limit, progress, layout, ends, strict=True)
 
 
 def make_engine(

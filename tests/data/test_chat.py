@@ -10,6 +10,7 @@ from tokenizers_for_tests import CHARACTERS, CHATML, CHATML_MARKED, char_tokeniz
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config.constraints import _RENDERING
+from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation, Text
 from burnish.errors import UsageError
 
@@ -167,7 +168,7 @@ def test_tools_stand_where_the_template_puts_them_and_are_context(template):
     assert encoder.prompt(messages[:1], "row 0", [TOOL]) == "look;" + encoder.prompt(
         messages[:1], "row 0"
     )
-    own = ChatEncoder(tokenizer, {"tools": [TOOL, TOOL]})
+    own = ChatEncoder(tokenizer, DataConfig(chat_template_kwargs={"tools": [TOOL, TOOL]}))
     assert own.prompt(messages[:1], "row 0").startswith("look;look;<")
     assert own.prompt(messages[:1], "row 0", [TOOL]).startswith("look;<")
 

@@ -19,6 +19,7 @@ from chat_templates import (
     tokenizer_of,
 )
 
+from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation
 from burnish.errors import UsageError
 
@@ -108,7 +109,9 @@ def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() ->
 
 def test_a_switch_of_thoughts_that_is_not_as_the_rows_is_named() -> None:
     rows = [Conversation(talk("a", "<think>\nhm\n</think>\n\nx"), "row 0")]
-    off = ChatEncoder(tokenizer_of(HYBRID), {"enable_thinking": False})
+    off = ChatEncoder(
+        tokenizer_of(HYBRID), DataConfig(chat_template_kwargs={"enable_thinking": False})
+    )
     with pytest.raises(UsageError, match=r"enable_thinking in data\.chat_template_kwargs"):
         off.conversations(rows)
     assert ChatEncoder(tokenizer_of(HYBRID)).conversations(rows)[0][1].any()

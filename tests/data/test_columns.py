@@ -1,6 +1,7 @@
 import pytest
 
-from burnish.data.columns import messages_of, text_of, value_at
+from burnish.data.columns import text_of, value_at
+from burnish.data.messages import messages_of
 from burnish.errors import UsageError
 
 
@@ -22,11 +23,11 @@ def test_values_are_reached_through_dots():
 def test_nulls_that_arrow_adds_are_taken_out_of_messages():
     raw = [
         {"role": "user", "content": "a", "name": None},
-        {"role": "assistant", "content": None, "calls": [{"f": "g", "x": None}]},
+        {"role": "assistant", "content": "b", "calls": [{"f": "g", "x": None}]},
     ]
     assert messages_of(raw, "row 0") == [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "calls": [{"f": "g"}]},
+        {"role": "assistant", "content": "b", "calls": [{"f": "g"}]},
     ]
 
 

@@ -243,17 +243,24 @@ def test_tool_calls_that_the_template_does_not_write_are_refused(rows_of):
         assert "look" in TOKENIZER.decode(written.token_ids)
 
 
-def test_words_of_an_assistant_that_the_template_leaves_out_are_noted_once(rows_of, caplog):
-    rows = rows_of([{"messages": [user("a"), bot("b")]}, {"messages": [user("a"), bot("hidden")]}])
+def test_words_to_train_on_that_the_template_leaves_out_are_refused_and_others_are_noted(
+    rows_of, caplog
+):
+    turns = [user("a"), bot("hidden"), user("b"), bot("c")]
+    rows = rows_of([{"messages": [user("a"), bot("b")]}, {"messages": turns}])
     leaves_out = CHATML_MARKED.replace("message['content'] +", "message['content'] | replace('hidden', 'x') +")  # fmt: skip
-    ExampleDataset(rows, char_tokenizer(leaves_out), DataConfig())
+    with pytest.raises(UsageError, match="message 1 of row 1"):
+        ExampleDataset(rows, char_tokenizer(leaves_out), DataConfig(), strict=True)
+    turns[1] |= {"weight": 0}
+    rows = rows_of([{"messages": [user("a"), bot("b")]}, {"messages": turns}], "context.jsonl")
+    ExampleDataset(rows, char_tokenizer(leaves_out), DataConfig(), strict=True)
     (record,) = caplog.records
     assert "message 1 of row 1" in record.getMessage()
     caplog.clear()
     silent = CHATML.replace("message['content']", "''")
     asked = rows_of([{"prompt": [user(text)]} for text in "xyz"], "asked.jsonl")
     PromptDataset(asked, char_tokenizer(silent), DataConfig())
-    assert ["last message of row 0" in each for each in caplog.messages] == [True]
+    assert ["message 0 of row 0" in each for each in caplog.messages] == [True]
 
 
 def test_a_template_that_fails_or_does_not_end_is_named(rows_of, monkeypatch):
@@ -279,7 +286,7 @@ def test_tools_of_a_row_reach_a_template_that_reads_them(rows_of, caplog, tools)
     for make in (prompts, examples):
         caplog.clear()
         assert TOKENIZER.decode(make(rows)[0].token_ids).startswith(ASK.format("a"))
-        assert "the chat template has no place for tools" in caplog.text
+        assert "'tools'" in caplog.text
 
 
 @pytest.mark.parametrize("tools", ["look", "3", ["look"], {"name": "look"}])
