@@ -106,7 +106,8 @@ class RowDataset(ItemSequence[Item]):
         self._tokenizer = tokenizer
         self.limit, self._setting = limit, setting
         self._most = np.inf if limit is None else limit
-        self._exact = READERS[PurePath(rows.files[0]).suffix] != "parquet"  # Arrow adds no nulls
+        # Arrow fills the keys that a row lacks with nulls.
+        self._exact = READERS[PurePath(rows.files[0]).suffix] not in ("parquet", "arrow")
         self._encoder = ChatEncoder(tokenizer, data, limit, eos_token_ids, strict=strict)
         self._strict = strict
         self._eos = tuple(eos_token_ids)
