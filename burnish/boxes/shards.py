@@ -5,8 +5,8 @@ Names, shapes and dim order are the Hugging Face checkpoint's. Optimizer state h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +42,14 @@ class Shard:
         """Return the xxh3_128 of the elements' bytes in C order."""
         flat = self.tensor.detach().contiguous().cpu().view(-1)
         return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
+
+
+def renamed(shard: Shard, names: Mapping[str, str]) -> Shard:
+    """Return a shard under the name that `names` has for its weight, if any; a slot stays in front."""
+    slot, slash, weight = shard.spec.name.rpartition("/")
+    if weight not in names:
+        return shard
+    return replace(shard, spec=shard.spec._replace(name=f"{slot}{slash}{names[weight]}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.boxes.shards import Shard
-from burnish.boxes.tensor_reader import OpenFiles, Sources, TensorReader, copy, locate
+from burnish.boxes.shards import Shard, renamed
+from burnish.boxes.tensor_reader import (
+    OpenFiles,
+    Sources,
+    TensorInfo,
+    TensorReader,
+    copy,
+    locate,
+)
 from burnish.checkpoint.layout import (
     MAIN,
     MODEL,
@@ -143,9 +150,10 @@ class CheckpointSource:
             headers = {name: headers[name] for name in names}
             self._reader = StepReader(committed, headers, arena)
         self._prefix = prefix_of(MAIN)
+        self._names: Mapping[str, str] = {}
 
-    def of(self, role: str) -> CheckpointSource:
-        """Return the source of another role. Raises `MissingError`."""
+    def of(self, role: str, names: Mapping[str, str] | None = None) -> CheckpointSource:
+        """Return the source of a role, whose weights have other `names` in the step. Raises `MissingError`."""
         roles = roles_in(self._step.manifest.files)
         if role not in roles:
             raise MissingError(
@@ -156,6 +164,7 @@ class CheckpointSource:
             )
         other = shallow_copy(self)
         other._prefix = prefix_of(role)
+        other._names = names or {}
         return other
 
     def files(self, below: str) -> dict[str, bytes]:
@@ -168,13 +177,22 @@ class CheckpointSource:
                     found = {name: read_file(step, name) for name in names}
         return found
 
-    def require(self, weights: Iterable[Shard], training: Iterable[Shard]) -> None:
-        """Require that the step has exactly all ranks' tensors and dtypes. Collective.
+    def require(
+        self,
+        weights: Iterable[Shard],
+        training: Iterable[Shard],
+        rest: Mapping[str, TensorInfo] | None = None,
+    ) -> None:
+        """Require that the step has exactly all ranks' tensors and dtypes, and the `rest`. Collective.
 
         Raises `MissingError` if it only lacks tensors, else `IncompatibleError`.
         """
+        weights, training = (
+            [renamed(s, self._names) for s in each] for each in (weights, training)
+        )
         mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
+        mine |= {f"{MODEL}/{name}": (each.dtype, each.shape) for name, each in (rest or {}).items()}
         stored = self._stored()
         misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
         gathered = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
@@ -196,6 +214,10 @@ class CheckpointSource:
             do="resume with the model that wrote it, or begin another run with name=NAME",
         )
 
+    def read(self, weight: str, start: int, stop: int) -> Tensor:
+        """Return a weight's elements `start` to `stop` in C order, as they are stored. Raises `DamagedBlock`."""
+        return self._reader.read_range(f"{self._prefix}{MODEL}/{weight}", start, stop)
+
     @property
     def holds_training(self) -> bool:
         """Whether the step holds the optimizer state."""
@@ -211,7 +233,7 @@ class CheckpointSource:
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """See `ShardSource.fill`. Collective, errors included. Also raises `CorruptError` for a damaged block."""
-        shards = list(shards)
+        shards = [renamed(shard, self._names) for shard in shards]
         with agree(self._layout):
             keyed = [(self._checked(shard), shard) for shard in shards]
         readers = min(_READERS, own_cores(self._layout.local_world))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from burnish import __version__
+from burnish.boxes.box import whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.plan import Group, Move
 from burnish.boxes.shards import Shard, TensorSpec
@@ -93,6 +94,8 @@ class ModelContents:
     """Rank 0: config.json and tokenizer files, by path below the model's directory."""
     whole: frozenset[str] = frozenset()
     """Names of fp32 weights that are never split: their family keeps them in fp32."""
+    kept: Callable[[], Mapping[str, Tensor]] | None = None
+    """Rank 0: returns whole tensors that are not trained, by name; they are saved as they are (`burnish.checkpoint.kept`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -488,6 +491,9 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
             else:
                 spec = TensorSpec(key, shape, dtype)
                 yield StoredShard(shard, spec, checked=contents.check_finite)
+        for name, tensor in (model.kept() if model.kept else {}).items():
+            spec = TensorSpec(f"{prefix}{MODEL}/{name}", tuple(tensor.shape), tensor.dtype)
+            yield StoredShard(Shard(spec, whole(spec.shape), tensor), spec)
         for shard in model.training:
             slot, _, name = shard.spec.name.partition("/")
             if not name or slot in taken or not slot.isidentifier():

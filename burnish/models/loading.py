@@ -13,6 +13,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import DirectoryReader
+from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few, refusing
 from burnish.files.safetensors import (
@@ -40,11 +45,13 @@ from burnish.files.safetensors import (
     unread_files,
 )
 from burnish.files.storage import Closing
+from burnish.files.strict_json import parse_object
 from burnish.models.meta_init import (
     build_on_meta,
     has_own_code,
     has_value_head,
     initialized,
+    other_inputs,
     owned_modules,
 )
 from burnish.models.names import regions, tensor_specs, tied_names
@@ -58,7 +65,8 @@ GENERATION_CONFIG = "generation_config.json"
 """The file with a model's sampling settings, and the tokens that end its completions."""
 
 _MXFP4 = "burnish.models.mxfp4"
-_LANGUAGE_MODEL = "model.language_model."
+_COMPOSITE = "burnish.models.composite"
+_WITH_IMAGES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 # Buffers that older versions of transformers saved, and compute now.
 _CONSTANTS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias)$")
@@ -95,16 +103,23 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
         has_value_head(found)  # raises for architectures that are no names
     if has_own_code(found):
         code_files(directory)  # refused now, not when a checkpoint is written
-    return _with_own_head(_language_model(found), directory)
+    return _with_own_head(language_config(found), directory)
 
 
-def _language_model(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the text configuration if transformers' causal language model takes only that, as for Qwen3.5."""
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a composite's language model if transformers has it as a causal language model, else `config`."""
     text = config.get_text_config()
-    kind = None if has_value_head(config) else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if text is config or getattr(kind, "config_class", None) is not type(text):
+    if text is config or has_value_head(config):
+        return config
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_alone = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) is not None
+    is_composite = config.model_type in _WITH_IMAGES and other_inputs(config) and is_alone
+    if getattr(kind, "config_class", None) is not type(text) and not (
+        is_composite and not (config.is_encoder_decoder or text.is_encoder_decoder)
+    ):
         return config
     text.name_or_path = config.name_or_path
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     return text
 
 
@@ -113,7 +128,8 @@ def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfi
     is_tied = getattr(config, "tie_word_embeddings", False) and not has_value_head(config)
     if not is_tied or not any(directory.glob(f"*{SUFFIX}")):
         return config
-    with SafetensorsSource(directory, tied_names(build_on_meta(config))) as source:
+    tied, composite = tied_names(build_on_meta(config)), composite_of(str(directory), config)
+    with SafetensorsSource(directory, tied, composite) as source:
         heads = source.untied()
     if heads:
         _log.warning(
@@ -127,6 +143,36 @@ def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfi
     return config
 
 
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """The checkpoint around a language model, whose model also reads images, video or audio."""
+
+    directory: Path
+    names: Mapping[str, str]
+    """The checkpoint's name of each tensor of the language model, by the language model's own."""
+    rest: Mapping[str, TensorInfo]
+    """All other tensors, which are kept as they are."""
+    strays: frozenset[str] = frozenset()
+    """Those of them that lie in the language model and that it has no use for."""
+
+
+def composite_of(path: str | None, hf_config: PretrainedConfig) -> Composite | None:
+    """Return the checkpoint around `hf_config`'s language model; None if `path` holds it alone. Reads only headers.
+
+    Raises `IncompatibleError` for one that cannot be kept.
+    """
+    directory = Path(path or "").expanduser()
+    if path is None or hf_config.model_type == _model_type(directory):
+        return None
+    found: Composite | None = import_module(_COMPOSITE).composite_at(directory, hf_config)
+    return found
+
+
+def _model_type(directory: Path) -> object:
+    file = directory / "config.json"
+    return parse_object(file.read_bytes(), str(file)).get("model_type")
+
+
 def weights_source(
     config: ModelConfig, hf_config: PretrainedConfig, seed: int
 ) -> FreshSource | SafetensorsSource:
@@ -137,7 +183,8 @@ def weights_source(
     if config.path is None:
         return FreshSource(hf_config, seed)
     model = build_on_meta(hf_config)
-    source = SafetensorsSource(Path(config.path).expanduser(), tied_names(model))
+    composite = composite_of(config.path, hf_config)
+    source = SafetensorsSource(Path(config.path).expanduser(), tied_names(model), composite)
     source.check(tensor_specs(model))
     return source
 
@@ -267,18 +314,22 @@ class SafetensorsSource(Closing):
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], tied: Mapping[str, str] | None = None
+        self,
+        directory: str | os.PathLike[str],
+        tied: Mapping[str, str] | None = None,
+        composite: Composite | None = None,
     ) -> None:
-        """Also accept tensors under the names in `tied` (`tied_names(model)`)."""
+        """Also accept tensors under the names in `tied` (`tied_names(model)`), and those of `composite`."""
         self.directory = Path(directory)
         self._reader = DirectoryReader(self.directory)
+        self._names = dict(composite.names if composite else {})
         self._tied = dict(tied or {})
-        # A model that also reads images has its language model below this name.
-        within = [name for name in self._reader.tensors if name.startswith(_LANGUAGE_MODEL)]
-        kept = {name: name.replace(_LANGUAGE_MODEL, "model.", 1) for name in within} | self._tied
+        self._kept = composite.rest.keys() - composite.strays if composite else set()
+        aliases = {outer: self._tied.get(n, n) for n, outer in self._names.items()} | self._tied
         self._aliases: dict[str, list[str]] = {}
-        for alias, name in kept.items():
-            self._aliases.setdefault(name, []).append(alias)
+        for alias, name in aliases.items():
+            if alias != name:
+                self._aliases.setdefault(name, []).append(alias)
 
     def check(self, specs: Iterable[TensorSpec]) -> list[str]:
         """Compare with all tensors of a model; return the unused ones. Raises as `fill` does.
@@ -291,6 +342,7 @@ class SafetensorsSource(Closing):
         with self._reader:
             for name in wanted:
                 used.update(self._alike(name))
+        used |= self._kept
         extra = [name for name in held if name not in used and not self._is_mask(name)]
         if extra:
             unused = "%s holds %d tensors that the model has no use for: %s"
@@ -307,10 +359,9 @@ class SafetensorsSource(Closing):
         """Return the tied names if each has a tensor with other values than the one that stands for it."""
         held = self._reader.tensors
         for alias, name in self._tied.items():
-            other = next(
-                (n for n in (name, *self._aliases[name]) if n in held and n != alias), None
-            )
-            if alias not in held or other is None or self._reader.same(alias, other):
+            own = self._names.get(alias, alias)
+            other = next((n for n in (name, *self._aliases[name]) if n in held and n != own), None)
+            if own not in held or other is None or self._reader.same(own, other):
                 return []
         return list(self._tied)
 

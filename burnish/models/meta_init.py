@@ -125,13 +125,17 @@ def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[st
     return frozenset(n for n in names if any(f".{module}." in f".{n}." for module in modules))
 
 
+def other_inputs(config: PretrainedConfig) -> list[str]:
+    """Return the names of the configurations of what reads images, video or audio."""
+    return [n for n in config.sub_configs if _SENSES.search(n) and getattr(config, n, None)]
+
+
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return transformers' model in fp32, with a value head or an output layer, on torch's default device.
 
     Raises `IncompatibleError` if it reads more than text, and `UsageError` if transformers cannot build it.
     """
-    others = [n for n in config.sub_configs if _SENSES.search(n) and getattr(config, n, None)]
-    if others:
+    if others := other_inputs(config):
         raise IncompatibleError(
             f"models of type {config.model_type} do not only read text",
             have=", ".join(others),

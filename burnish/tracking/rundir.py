@@ -4,7 +4,7 @@
 runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
-  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
+  kept.safetensors  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
   evaluations/1/{config.yaml,metrics.jsonl,rollouts/,...}
 ```
 """
@@ -56,6 +56,8 @@ class RunDirectory:
         self.traces = root / "traces"
         self.profiles = root / "profiles"
         self.checkpoints = root / CHECKPOINTS
+        self.kept = root / "kept.safetensors"
+        """The tensors beside a composite's language model, which every step gets."""
         self.servers = root / "servers"
         self.report = root / "report.html"
 

@@ -51,6 +51,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
         source=source,
         base=source,
         adapter=None,
+        composite=None,
         flops=count_flops(hf_config),
         card="",
     )

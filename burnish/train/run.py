@@ -109,6 +109,8 @@ class Run:
         main = learners[MAIN]
         session.intact.require(*main.foundation.places(fresh=False))
         self.state = TrainerState(roles=self._other_counts())
+        self._kept: Callable[[], Mapping[str, Tensor]] | None = None
+        """On rank 0, the tensors that surround a composite's language model."""
         self.pending: Sequence[DrawnBatch] = ()
         """Batches drawn and not trained on in this state."""
         self.partial: Mapping[SampleKey, Completion] = {}
@@ -117,6 +119,7 @@ class Run:
         if resumed is None:
             places = main.foundation.places(fresh=True)
             session.intact.require(*places, self._config.critic.path)
+            self._keep(None)
         if self._layout.is_main:
             self._log_start()
         for learner in learners.values():
@@ -127,6 +130,16 @@ class Run:
             with agree(self._layout), self._writing():
                 if self._layout.is_main:
                     session.mirror.bring_back(session.directory)
+
+    def _keep(self, step: CheckpointSource | None) -> None:
+        """Copy what surrounds a composite's language model, from a step or from model.path. Collective."""
+        composite = self._learners[MAIN].foundation.composite
+        if composite is None or not composite.rest:
+            return
+        path = self._session.directory.kept
+        with agree(self._layout), self._writing():
+            if self._layout.is_main:
+                self._kept = import_module("burnish.checkpoint.kept").keep(path, composite, step)
 
     def _log_start(self) -> None:
         made, total = self.state.step, self._total_steps
@@ -388,8 +401,11 @@ class Run:
         files: dict[str, bytes] = {}
         if self._layout.is_main and self._queue is not None:
             files = ahead_files(pending, self._queue.partial())
+        models = {role: learner.contents() for role, learner in self._learners.items()}
+        if self._kept is not None:
+            models[MAIN] = replace(models[MAIN], kept=self._kept)
         return Contents(
-            models={role: learner.contents() for role, learner in self._learners.items()},
+            models=models,
             state=state_json(self.state, main, self._fingerprints, self._digest),
             files=files,
             healthy=self._finite_loss,
@@ -415,6 +431,7 @@ class Run:
             self._digest,
             may_be_fresh=self._config.checkpoint.fresh_optimizer,
         )
+        self._keep(source)
         self.pending, self.partial, self._saved_step = pending, partial, self.state.step
 
     def _other_counts(self) -> dict[str, Updates]:

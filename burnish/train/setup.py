@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from burnish.boxes.shards import ShardSource
+from burnish.boxes.shards import ShardSource, renamed
 from burnish.checkpoint.save import ModelContents
 from burnish.config.schema import DataConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
@@ -29,7 +29,9 @@ from burnish.errors import IncompatibleError, UsageError, refusing
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     GENERATION_CONFIG,
+    Composite,
     aligned_generation_config,
+    composite_of,
     generation_config,
     read_model_config,
     require_embeddings,
@@ -83,6 +85,8 @@ class Foundation(TextFoundation):
     """All ids that end a completion."""
     flops: ModelFlops
     """FLOPs of a forward pass over the model's sequences."""
+    composite: Composite | None = None
+    """The checkpoint around the model, with the names of what is trained; None where it holds the model alone."""
     card: str = ""
     """The README.md of the trained model; "" for none."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
@@ -92,6 +96,11 @@ class Foundation(TextFoundation):
     def costs(self) -> ModelFlops:
         """FLOPs of sequences in an update."""
         return self.flops.of_training(frozen=self.adapter is not None)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Names in checkpoints of the trained tensors that are called otherwise there."""
+        return {} if self.composite is None else self.composite.names
 
     def places(self, *, fresh: bool) -> list[str | None]:
         """Return where the weights lie that a run only reads, and if `fresh` those that it trains."""
@@ -106,9 +115,12 @@ class Foundation(TextFoundation):
             is_fp32 = self.config.checkpoint.model_dtype == "fp32"
             dtype = torch.float32 if is_fp32 else torch.bfloat16
             save_model_assets(self.hf_config, self.tokenizer, directory, dtype, self.eos_token_ids)
+            if self.composite is not None:
+                composite = import_module("burnish.models.composite")
+                composite.write_composite_assets(self.composite, directory, dtype)
         else:
             adapter_config = import_module("burnish.models.lora.adapter_config")
-            adapter_config.save_adapter_config(self.adapter, directory)
+            adapter_config.save_adapter_config(self.adapter, directory, self.names.values())
             self.tokenizer.save_pretrained(directory)
             # The base's own knows nothing of the tokens that training has taught the adapter to end with.
             generation = aligned_generation_config(
@@ -134,12 +146,13 @@ class Learner:
 
     def contents(self) -> ModelContents:
         """Return its checkpoint's contents."""
-        weights = list(self.engine.shards(Part.WEIGHTS))
+        weights, names = list(self.engine.shards(Part.WEIGHTS)), self.foundation.names
+        whole = kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights))
         return ModelContents(
-            weights=weights,
-            training=list(self.engine.shards(Part.TRAINING)),
+            weights=[renamed(shard, names) for shard in weights],
+            training=[renamed(shard, names) for shard in self.engine.shards(Part.TRAINING)],
             assets=self.foundation.assets,
-            whole=kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights)),
+            whole=frozenset(names.get(name, name) for name in whole),
         )
 
 
@@ -174,13 +187,15 @@ def lay_foundation(
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
+    composite = composite_of(config.model.path, hf_config)
     origin = given.path if given and given.path != config.model.path else None
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     if config.model.adapter:
         lora = import_module("burnish.models.lora.adapter")
+        composite = lora.within(composite, config.model, hf_config)
         adapter = lora.adapter_record(config.model, hf_config, origin)
-        source = lora.first_adapter(config.model, hf_config, adapter, config.seed)
+        source = lora.first_adapter(config.model, hf_config, adapter, config.seed, composite)
     if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":
         vllm = import_module(_ENGINES["vllm"][0])
         dtype = compute_dtype(config.engine)
@@ -200,6 +215,7 @@ def lay_foundation(
             generation_config(hf_config),
         ),
         count_flops(hf_config),
+        composite,
         card,
     )
     return foundation if given is None else with_assets(foundation)

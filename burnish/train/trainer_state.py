@@ -258,12 +258,14 @@ def restore(
         changed.append("the settings that decide the outcome, or which of them there are")
     if changed and main.engine.layout.is_main:
         _log.warning("changed since %s was saved: %s", step.path, ", ".join(changed))
-    sources = {role: source.of(role) for role in learners}
+    sources = {role: source.of(role, each.foundation.names) for role, each in learners.items()}
     made = {role: state.counts(role) for role in learners}
     fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
     for role, learner in learners.items():
         weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
-        sources[role].require(weights, [] if role in fresh else training)
+        composite = learner.foundation.composite
+        rest = {} if composite is None else composite.rest
+        sources[role].require(weights, [] if role in fresh else training, rest)
     for role, learner in learners.items():
         learner.engine.load(sources[role], Part.WEIGHTS)
         if role in fresh:

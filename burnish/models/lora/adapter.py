@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, few
 from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
-from burnish.models.loading import SafetensorsSource
+from burnish.models.loading import Composite, SafetensorsSource
 from burnish.models.lora.adapter_config import (
     ADAPTER_NAME,
     factor_name,
@@ -295,10 +296,36 @@ def adapter_record(
     }
 
 
+def within(
+    composite: Composite | None, model: ModelConfig, hf_config: PretrainedConfig
+) -> Composite | None:
+    """Return the composite around `model.lora`: the names that PEFT gives the adapter's tensors in the composite's class.
+
+    Raises `IncompatibleError` if that class has no place for them.
+    """
+    if composite is None:
+        return None
+    modules = import_module("burnish.models.composite").language_modules(composite, hf_config)
+    weights = Adapter(build_on_meta(hf_config), model.lora).weights
+    names = {each.name: moved(each.name, *modules) for each in weights}
+    return Composite(composite.directory, names, {})
+
+
+def moved(name: str, inner: str, outer: str) -> str:
+    """Return PEFT's name of an adapter's tensor, or of a layer, where the module `inner` is called `outer`."""
+    start = ADAPTER_PREFIX if name.startswith(ADAPTER_PREFIX) else ""
+    tail = name.removeprefix(f"{start}{inner}.")
+    return name if tail == name else f"{start}{outer}.{tail}"
+
+
 def first_adapter(
-    model: ModelConfig, hf_config: PretrainedConfig, record: Mapping[str, Any], seed: int
+    model: ModelConfig,
+    hf_config: PretrainedConfig,
+    record: Mapping[str, Any],
+    seed: int,
+    composite: Composite | None = None,
 ) -> ShardSource:
-    """Return the checked initial values of `model.lora`.
+    """Return the checked initial values of `model.lora`, whose tensors may have the names of `composite`.
 
     Raises `IncompatibleError` for another model's adapter or other tensors, and as `SafetensorsSource.check` does.
     """
@@ -306,7 +333,7 @@ def first_adapter(
         return FreshAdapter(seed)
     directory = Path(model.lora.path).expanduser()
     require_same_base(directory, record)
-    source = SafetensorsSource(directory)
+    source = SafetensorsSource(directory, composite=composite)
     weights = Adapter(build_on_meta(hf_config), model.lora).weights
     extra = source.check(TensorSpec(each.name, each.shape, torch.float32) for each in weights)
     if extra:

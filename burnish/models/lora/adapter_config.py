@@ -97,14 +97,24 @@ def peft_config(lora: LoraConfig, kinds: Sequence[str]) -> Any:
     )
 
 
-def save_adapter_config(record: Mapping[str, Any], directory: Path) -> None:
-    """Write an `adapter_record` as PEFT's adapter_config.json."""
+def save_adapter_config(
+    record: Mapping[str, Any], directory: Path, names: Iterable[str] = ()
+) -> None:
+    """Write an `adapter_record` as PEFT's adapter_config.json.
+
+    `names` are the tensors of an adapter in a composite. Its layers are named in full there, because towers have some
+    of the same kinds.
+    """
     lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
     values = peft_config(lora, record["targets"]).to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
     if base := HubPlace.of(record["base"], "model"):
         values |= {_BASE_PATH: base.repo, "revision": base.revision or None}
     values["target_modules"] = sorted(values["target_modules"])  # PEFT's is a set, which JSON lacks
+    if layers := adapted_weights(names):
+        kinds = set(values["target_modules"])
+        full = {layer for layer in layers.values() if layer.rpartition(".")[2] in kinds}
+        values["target_modules"] = sorted(full)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2, sort_keys=True)
     (directory / ADAPTER_CONFIG).write_text(text + "\n")

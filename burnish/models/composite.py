@@ -1,0 +1,183 @@
+"""Keep a composite what it was: a checkpoint whose model also reads images, video or audio.
+
+Burnish trains its language model alone, as transformers' causal language model of the same type. A step of the run is
+the composite again, with its own names, configuration and processor, and with every other tensor as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+from transformers.utils import (
+    CHAT_TEMPLATE_FILE,
+    FEATURE_EXTRACTOR_NAME,
+    IMAGE_PROCESSOR_NAME,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
+
+from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo
+from burnish.errors import IncompatibleError, few
+from burnish.files.strict_json import parse_object
+from burnish.models.loading import Composite, language_config
+from burnish.models.meta_init import build_on_meta
+from burnish.models.names import tensor_specs, tied_names
+
+_CONFIG = "config.json"
+_QUANTIZATION = "quantization_config"
+_TIE = "tie_word_embeddings"
+_DTYPES = ("dtype", "torch_dtype")
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_PROCESSOR_FILES = (
+    PROCESSOR_NAME,
+    IMAGE_PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    FEATURE_EXTRACTOR_NAME,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+)
+"""The files that make images, video and audio tensors. The tokenizer's own files are written anew."""
+
+
+def composite_at(directory: Path, hf_config: PretrainedConfig) -> Composite | None:
+    """Return what the directory of the language model `hf_config` holds around it; None if it is no composite's.
+
+    Raises `IncompatibleError` for two language models, or for quantized tensors that could not be kept.
+    """
+    whole = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if language_config(whole) is whole:
+        return None
+    held = DirectoryReader(directory).tensors
+    prefix, names = language_names(held, build_on_meta(hf_config))
+    rest = _beside(held, names)
+    quantized = [name for name, each in rest.items() if _is_quantized(each.dtype)]
+    if quantized:
+        raise IncompatibleError(
+            f"{directory} has quantized tensors beside its language model, which could not be read again",
+            have=few(quantized),
+            want="weights of 16 bits or more, because a saved model has no quantization_config",
+            do="dequantize the model first",
+        )
+    strays = [name for name in rest if prefix and name.startswith(prefix)]
+    return Composite(directory, names, rest, frozenset(strays))
+
+
+def language_names(held: Collection[str], model: PreTrainedModel) -> tuple[str, dict[str, str]]:
+    """Return the prefix of a composite's language model, and its name of each of the model's tensors, tied ones included.
+
+    The language model lies below the one prefix under which all its tensors are. Names that are not held are left out.
+    Raises `IncompatibleError` for two such prefixes.
+    """
+    own = f"{model.base_model_prefix}."
+    wanted = [*(spec.name for spec in tensor_specs(model)), *tied_names(model)]
+    inner = [name.removeprefix(own) for name in wanted if name.startswith(own)]
+    prefixes: dict[str, int] = {}
+    for tail in inner[:1]:
+        for name in held:
+            prefix = name.removesuffix(tail)
+            if prefix != name and (not prefix or prefix.endswith(".")):
+                prefixes[prefix] = sum(f"{prefix}{each}" in held for each in inner)
+    most = max(prefixes.values(), default=0)
+    best = [prefix for prefix, count in prefixes.items() if count == most]
+    if len(best) > 1:
+        raise IncompatibleError(
+            "the checkpoint holds several models that could be the language model",
+            have=few([f"{each}*" for each in best]),
+            want=f"one prefix below which all tensors of a {model.config.model_type} are",
+            do="save the one to be trained alone, and set model.path to that",
+        )
+    found = {}
+    for name in wanted:
+        tail = name.removeprefix(own)
+        places = [f"{best[0]}{tail}"] if best and tail != name else _outwards(best, name)
+        if there := next((each for each in places if each in held), None):
+            found[name] = there
+    return best[0] if best else "", found
+
+
+def _outwards(prefixes: list[str], name: str) -> list[str]:
+    """Return the places of a tensor beside the backbone: next to it, then further out."""
+    parts = prefixes[0].split(".")[:-1] if prefixes else []
+    return [".".join([*parts[:count], name]) for count in range(len(parts), -1, -1)]
+
+
+def kept_beside(config: bytes, tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Return the names of the tensors beside the language model that the model of this config.json would be trained as."""
+    values = parse_object(config, _CONFIG)
+    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
+        return frozenset()
+    whole = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    language = language_config(whole)
+    if language is whole:
+        return frozenset()
+    return frozenset(_beside(tensors, language_names(tensors, build_on_meta(language))[1]))
+
+
+def _beside(held: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    language = set(names.values())
+    return {name: each for name, each in held.items() if name not in language}
+
+
+def _is_quantized(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def language_modules(composite: Composite, hf_config: PretrainedConfig) -> tuple[str, str]:
+    """Return the backbone's module name in the causal language model, and in the composite's own class.
+
+    Raises `IncompatibleError` if transformers' class has no such module.
+    """
+    model = build_on_meta(hf_config)
+    whole = AutoConfig.from_pretrained(composite.directory, local_files_only=True)
+    kinds = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    kind = next(each[type(whole)] for each in kinds if type(whole) in each)
+    with torch.device("meta"):
+        built = kind._from_config(whole)
+    backbone = type(model.base_model)
+    found = [name for name, module in built.named_modules() if type(module) is backbone]
+    if len(found) != 1:
+        raise IncompatibleError(
+            f"{kind.__name__} has no module to which an adapter of its language model belongs",
+            have=few(found) or f"no {backbone.__name__}",
+            want=f"one {backbone.__name__}",
+            do="train the model itself, without model.lora",
+        )
+    return model.base_model_prefix, found[0]
+
+
+def write_composite_assets(composite: Composite, directory: Path, dtype: torch.dtype) -> None:
+    """Turn the files of a saved language model into the composite's: its config.json and its processor's files."""
+    written = parse_object((directory / _CONFIG).read_bytes(), _CONFIG)
+    values = parse_object((composite.directory / _CONFIG).read_bytes(), _CONFIG)
+    values.pop(_QUANTIZATION, None)
+    whole = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    text = whole.get_text_config()
+    keys = [key for key in whole.sub_configs if getattr(whole, key, None) is text]
+    parts: list[dict[str, Any]] = [values, *(values.setdefault(key, {}) for key in keys)]
+    for part in parts:
+        for key in (*_SPECIAL_TOKENS, _TIE):
+            if key in written and (key in part or part is not values):
+                part[key] = written[key]
+        if held := [key for key in _DTYPES if key in part]:
+            part |= dict.fromkeys(held, str(dtype).partition(".")[2])
+    if getattr(whole, _TIE, written.get(_TIE)) != written.get(_TIE):
+        values[_TIE] = written.get(_TIE)
+    if not any(key in values for key in _DTYPES):
+        values["dtype"] = str(dtype).partition(".")[2]
+    (directory / _CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    for name in dict.fromkeys(_PROCESSOR_FILES):
+        if (composite.directory / name).is_file():
+            (directory / name).write_bytes((composite.directory / name).read_bytes())
+    template = composite.directory / CHAT_TEMPLATE_FILE
+    if template.is_file() and not (directory / CHAT_TEMPLATE_FILE).exists():
+        (directory / CHAT_TEMPLATE_FILE).write_bytes(template.read_bytes())
