@@ -287,13 +287,13 @@ def _compute_what_all_need() -> None:
 
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from burnish.check import proof
+    from burnish.check import proof_key
     from burnish.config.keys import known_keys
     from burnish.data import kept_lengths
     from burnish.view import report
 
     known_keys()  # the schema, in words
-    proof._own_code()  # reads the library's files, once
+    proof_key.own_code()  # reads the library's files, once
     kept_lengths._code()  # so does this
     get_checkpoint_conversion_mapping("qwen3")  # compiles 600 regular expressions, once
     codecs.lookup("idna")  # which every name of a host asks for
