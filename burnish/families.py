@@ -51,6 +51,8 @@ class Family:
     """Default of tie_word_embeddings."""
     windows: Literal["never", "always", "switched", "by_layer"] = "never"
     """Layers with a sliding window: none, all, all if use_sliding_window, or those that layer_types names."""
+    reads_directly: tuple[str, ...] = ()
+    """Linear layers whose weights the model reads without calling the layer, so that an adapter would be passed over."""
     window_period: int = 0
     """If layer_types is missing, one in this many layers has no window; 0: max_window_layers decides."""
 
@@ -108,6 +110,9 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family(described=False, has_router=True, softmax_of_chosen=True),
     "qwen3_next": Family(described=False, has_router=True),
     "qwen3_5_moe_text": Family(described=False, has_router=True),
+    "gemma3n_text": Family(described=False, reads_directly=("correction_coefs",)),
+    "jamba": Family(described=False, reads_directly=("dt_proj",)),
+    "longcat_flash": Family(described=False, reads_directly=("classifier",)),
     "hyperclovax": Family(described=False, multiplies_logits_scaling=True),
 }
 """By `model_type`. Defaults are those of transformers' configuration classes."""

@@ -193,8 +193,8 @@ def _material(
             do="train a model of another family, or report this with its config.json",
         )
     if lora is not None:
-        # Larger random adapters would saturate attention, which magnifies rounding.
-        most = 2.0 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+        # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
+        most = 0.5 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
     examples = _examples(config)
     return Material(

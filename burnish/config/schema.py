@@ -81,7 +81,7 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     targets: list[str] = []
-    """Linear layers by the last part of their names, such as q_proj; fused experts as experts.gate_up_proj and experts.down_proj. Default: all linear layers except the output layer and numbered ones, and no experts."""
+    """Linear layers by the last part of their names, such as q_proj; fused experts as experts.gate_up_proj and experts.down_proj. Default: all linear layers except the output layer, numbered ones and those that PEFT cannot adapt, which a warning names; and no experts."""
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
     publish: MayChange[Literal["merged", "adapter"]] = "merged"

@@ -194,6 +194,8 @@ def lay_foundation(
     if config.model.adapter:
         lora = import_module("burnish.models.lora.adapter")
         composite = lora.within(composite, config.model, hf_config)
+        if layout.is_main:
+            lora.warn_of_unadapted(config.model.adapter, hf_config)
         adapter = lora.adapter_record(config.model, hf_config, origin)
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed, composite)
     if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from faulty_engines import ENGINES
+from listed_models import REFUSED, TRAINED, listed_config
 from nights import by_day
 from ranks import run_ranks
 from tiny import FAMILIES, tiny_config
@@ -375,87 +376,33 @@ def test_the_families_of_the_table_pass(family: str) -> None:
     prove(tiny_config(family))
 
 
-RIGHT: dict[str, dict[str, Any]] = {
-    "hyperclovax": {"logits_scaling": 0.125},
-    "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.1},
-    "gemma3_text": {"attn_logit_softcapping": 50.0},  # which its code does not use
-    "gemma4": {"text_config": {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 10}},
-    "cohere": {"use_qk_norm": True},
-    "hunyuan_v1_moe": {
-        "head_dim": 128, "num_experts": 8,
-        "moe_topk": [2] * 32, "moe_intermediate_size": [3072] * 32,
-    },
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "ministral": {"head_dim": 128},
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"] * 16,
-        "position_embedding_type": "rope",
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-} | {
-    family: {}
-    for family in (
-        "afmoe", "apertus", "arcee", "axk1", "bamba", "biogpt", "bitnet", "cohere2", "cohere2_moe", "cwm",
-        "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2",
-        "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-        "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "granite_swa", "granitemoe",
-        "granitemoe_swa", "granitemoeshared",
-        "helium", "hy_v3", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash", "minicpm3",
-        "minimax_m2", "ministral3", "nanochat", "nemotron_h", "olmo", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
-        "phi3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
-    )
-}  # fmt: skip
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "zaya": ({}, "model.layers.0.self_attn.qkv_proj"),
-    "mamba": ({}, "MambaMixer"),
-    "phimoe": ({}, "model.layers.0.mlp"),
-    # Blocks of 128 keys are chosen, so no sequence of a proof is long enough to see it.
-    "minimax_m3_vl_text": ({"layer_types": ["minimax_m3_sparse"] * 60}, ""),
-    "nemotron": ({"num_key_value_heads": 8}, ""),
-} | {
-    family: ({}, "")
-    for family in (
-        "axk2", "bert", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "diffllama",
-        "doge", "falcon", "falcon_mamba", "gemma3", "gemma3n",
-        "glm_moe_dsa", "gpt_neo", "gptj", "hrm_text",
-        "hy_v4", "inkling_text", "llama4", "llama4_text",
-        "minimax", "mllama", "modernbert-decoder", "mpt", "openai-gpt",
-        "phi", "recurrent_gemma",
-        "rwkv", "stablelm", "xglm", "xlnet", "xlstm", "zamba2",
-    )
-}  # fmt: skip
-"""What is refused, and the module that is named, if one is."""
-
-
 def test_the_page_of_models_names_what_is_compared() -> None:
     page = Path(__file__).parents[2] / "docs/reference/models.md"
-    _, trained, refused, _ = page.read_text().split("\n## ")
+    sections = dict(each.split("\n", 1) for each in page.read_text().split("\n## ")[1:])
+    trained, refused = sections["Trained"], sections["Refused"]
     rows = ["".join(re.findall(r"^\|.*", each, re.MULTILINE)) for each in (trained, refused)]
     names = [re.findall(r"`([\w-]+)`", each) for each in rows]
-    assert [sorted(each) for each in names] == [sorted(RIGHT | FAMILIES), sorted(WRONG)]
+    assert [sorted(each) for each in names] == [sorted(TRAINED), sorted(REFUSED)]
 
 
 @pytest.mark.parametrize(
     "family",
     by_day(
-        RIGHT,
+        [each for each in TRAINED if each not in FAMILIES],
         ("gpt_oss", "deepseek_v3", "qwen3_next"),
     ),
 )
 def test_families_outside_the_table_pass(family: str) -> None:
-    prove(AutoConfig.for_model(family, **RIGHT[family]))
+    prove(listed_config(family))
 
 
 @pytest.mark.parametrize(
-    "family", by_day(WRONG, ("zaya", "mamba", "phimoe", "minimax_m3_vl_text", "bert"))
+    "family", by_day(REFUSED, ("zaya", "mamba", "phimoe", "minimax_m3_vl_text", "bert"))
 )
 def test_families_that_would_be_wrong_are_refused(family: str) -> None:
-    fields, module = WRONG[family]
+    _, module = REFUSED[family]
     with pytest.raises(IncompatibleError) as caught:
-        prove(AutoConfig.for_model(family, **fields))
+        prove(listed_config(family))
     assert module in str(caught.value)
 
 
@@ -482,13 +429,12 @@ def test_what_gemma3n_adds_up_in_place_is_not_kept() -> None:
 
 @pytest.mark.parametrize("recomputed", by_day(["none", "selective"], []))
 def test_adapters_of_layers_that_a_model_reads_by_itself_are_refused(recomputed: str) -> None:
-    """Gemma 3n takes one layer's weight in training, and calls the layer else. Numbered layers are not adapted."""
+    """Gemma 3n takes one layer's weight in training, and calls the layer else."""
     config, engine = AutoConfig.for_model("gemma3n_text"), EngineConfig(activation_checkpointing=recomputed)  # fmt: skip
-    for targets in ([], ["correction_coefs"]):
-        with pytest.raises(IncompatibleError, match=r"model\.lora\.targets"):
-            prove(config, lora=LoraConfig(rank=2, targets=targets), generates=False, engine=engine)
-    right = LoraConfig(rank=2, targets=["q_proj", "down_proj", "per_layer_projection"])
-    prove(config, lora=right, generates=False, engine=engine)
+    with pytest.raises(IncompatibleError, match=r"model\.lora\.targets"):
+        prove(config, lora=LoraConfig(rank=2, targets=["correction_coefs"]), generates=False, engine=engine)  # fmt: skip
+    for targets in ([], ["q_proj", "down_proj", "per_layer_projection"]):
+        prove(config, lora=LoraConfig(rank=2, targets=targets), generates=False, engine=engine)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -517,7 +463,7 @@ def test_a_transform_of_logits_that_is_not_known_is_found(
     for module in (scorer, forward):
         monkeypatch.setattr(module, "logit_transform", lambda _: LogitTransform())
     with pytest.raises(IncompatibleError, match="the output layer"):
-        prove(AutoConfig.for_model(family, **RIGHT[family]))
+        prove(listed_config(family))
 
 
 def test_what_is_proven_is_remembered(

@@ -11,15 +11,21 @@ import torch
 from adapters_for_tests import EXPERTS, LORA, RandomAdapter, plain_adapted
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, MIXTURES, save_tiny, tiny_config, tiny_model
+from tiny import FAMILIES, MIXTURES, VOCAB, save_tiny, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
+from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, UsageError, install
 from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
-from burnish.models.lora.adapter import Adapter, FreshAdapter, adapter_record
+from burnish.models.lora.adapter import (
+    Adapter,
+    FreshAdapter,
+    adapter_record,
+    warn_of_unadapted,
+)
 from burnish.models.lora.adapter_config import save_adapter_config
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import model_shards, regions
@@ -126,11 +132,53 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_are_not_adapted_by_mistake() -> None:
     """In this family down_proj names a dense layer and, to PEFT, the fused experts as well."""
-    model = build_on_meta(tiny_config("qwen3_moe"))
+    mixed = tiny_config("qwen3_moe")
+    named = LORA.model_copy(update={"targets": ["q_proj", "down_proj"]})
     with pytest.raises(IncompatibleError):
-        Adapter(model, LORA)
+        Adapter(build_on_meta(mixed), named)
+    by_default = Adapter(build_on_meta(mixed), LORA)
+    assert len(by_default.weights) == 2 * 4 * mixed.num_hidden_layers
     dense = tiny_config("qwen3_moe", mlp_only_layers=[])
     assert len(Adapter(build_on_meta(dense), LORA).weights) == 2 * 4 * dense.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [
+        ("qwen3", []),
+        ("qwen3_moe", ["down_proj", "gate_proj", "up_proj"]),
+        ("qwen3_next", ["down_proj", "gate_proj", "up_proj"]),
+        ("mamba2", ["out_proj"]),
+        ("nemotron_h", ["out_proj"]),
+    ],
+)
+def test_layers_that_peft_cannot_adapt_are_left_out_and_named(
+    family: str, left_out: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config(family)
+    warn_of_unadapted(LORA, config)
+    assert all(name in caplog.text for name in left_out)
+    assert bool(caplog.records) == bool(left_out)
+    adapter = Adapter(build_on_meta(config), LORA)
+    adapted = {change.layer.rpartition(".")[2] for change in adapter.changes.values()}
+    assert not adapted & set(left_out)
+    assert adapted
+
+
+def test_transposed_layers_are_merged_as_peft_does() -> None:
+    """GPT-2 keeps Wᵀ."""
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    adapter = Adapter(model, LoraConfig(rank=2, alpha=3.0))
+    with torch.no_grad():
+        for shard in model_shards(model, parts=adapter.weights):
+            shard.tensor.normal_()
+    merged = {each.spec.name: each.part(each.box) for each in adapter.merged(Layout())}
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        layer: Any = model.get_submodule(f"transformer.h.0.{name}")
+        layer.merge()
+        ours = merged[f"transformer.h.0.{name}.weight"]
+        torch.testing.assert_close(ours, layer.base_layer.weight.detach())
 
 
 def test_first_values_are_pefts_kind_and_depend_on_the_name_alone() -> None:

@@ -286,7 +286,9 @@ def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
     if not any(map(are_parameters, record["targets"])):
-        return {name: Change(layer) for name, layer in adapted_weights(weights).items()}
+        is_transposed = record.get("fan_in_fan_out", False)
+        layers = adapted_weights(weights)
+        return {name: Change(layer, transposed=is_transposed) for name, layer in layers.items()}
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
     hf_config = read_model_config(ModelConfig(path=str(base)))
     return Adapter(build_on_meta(hf_config), lora).changes

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, ShardSource, TensorSpec
@@ -27,6 +29,7 @@ from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, few
+from burnish.families import family_of
 from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
 from burnish.models.loading import Composite, SafetensorsSource
 from burnish.models.lora.adapter_config import (
@@ -48,6 +51,8 @@ from burnish.records.seeds import derive_seed
 # Elements of a weight that are merged in fp32 at a time.
 _BLOCK_ELEMENTS = 1 << 20
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -63,9 +68,13 @@ class Change:
     """The number of the tensor's expert."""
     experts: int = 1
     """Number of experts that A and B serve."""
+    transposed: bool = False
+    """The tensor is Wᵀ, as GPT-2's `Conv1D` has it."""
 
     def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's factors from this tensor's first column and row on: A [r, columns], B [rows, r]."""
+        if self.transposed:
+            a, b = b.T, a.T
         rank = len(a) // self.experts
         own = a[self.expert * rank : (self.expert + 1) * rank]
         return own[:, self.column :], b[self.row :, self.expert :: self.experts]
@@ -113,7 +122,14 @@ class Adapter:
                         do="take the experts out of model.lora.targets",
                     )
                 experts = model.get_parameter(region.parameter).shape[0] if expert else 1
-                self.changes[region.name] = Change(layer, row, column, sum(expert), experts)
+                self.changes[region.name] = Change(
+                    layer,
+                    row,
+                    column,
+                    sum(expert),
+                    experts,
+                    getattr(model.get_submodule(layer), "fan_in_fan_out", False),
+                )
         if base_dtype is not None:
             for parameter in model.parameters():
                 if not parameter.requires_grad:
@@ -151,6 +167,8 @@ class Adapter:
         for piece, pair in zip(base, factors, strict=True):
             if pair:
                 a, b = pair[0].tensor, pair[1].tensor[:, :, 0]
+                if self.changes[piece.spec.name].transposed:
+                    a, b = b.T, a.T
                 yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
             else:
                 yield piece
@@ -160,7 +178,8 @@ class Adapter:
         change = self.changes.get(piece.spec.name)
         if change is None:
             return ()
-        (row, column), (rows, columns) = piece.box.offsets, piece.box.sizes
+        places = list(zip(piece.box.offsets, piece.box.sizes, strict=True))
+        (row, rows), (column, columns) = reversed(places) if change.transposed else places
         a, b = (factor_name(change.layer, letter) for letter in "AB")
         rank, first = self._rank, change.expert * self._rank
         of_a = TensorSpec(a, self._shapes[a], torch.float32)
@@ -212,21 +231,69 @@ class _MergedShard(Shard):
 
 def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the weights that `config` adapts. Raises `IncompatibleError` if some are missing."""
-    head = model.get_output_embeddings()
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    # PEFT would mistake the number of a layer in a list for that of a decoder layer.
-    layers = [f"{name}.weight" for name in linear if not name.rpartition(".")[2].isdigit()]
+    layers = _linear_weights(model)
     weights = [*layers, *expert_parameters(model)]
     require_targets(config.targets, kinds_of(weights))
-    wanted = config.targets or kinds_of(layers)
+    wanted = config.targets or _default_targets(model, kinds_of(layers))
     return [name for name in weights if kinds_of([name])[0] in wanted]
+
+
+def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
+    """Name the linear layers that `config` would adapt by default, and cannot."""
+    if config.targets:
+        return
+    model = build_on_meta(hf_config)
+    layers = kinds_of(_linear_weights(model))
+    adapted = _default_targets(model, layers)
+    if left_out := [name for name in layers if name not in adapted]:
+        _log.warning(
+            "the linear layers %s get no adapter: in models of type %s it would not be applied",
+            few(left_out),
+            hf_config.get_text_config().model_type,
+        )
+
+
+def _linear_weights(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    kinds = nn.Linear | Conv1D
+    linear = [n for n, m in model.named_modules() if isinstance(m, kinds) and m is not head]
+    # PEFT would mistake the number of a layer in a list for that of a decoder layer.
+    return [f"{name}.weight" for name in linear if not name.rpartition(".")[2].isdigit()]
+
+
+def _default_targets(model: PreTrainedModel, layers: Sequence[str]) -> list[str]:
+    """Return the kinds of linear layers that can have an adapter."""
+    text = model.config.get_text_config()
+    read_directly = family_of(text.model_type).reads_directly
+    return [n for n in layers if n not in read_directly and _is_adaptable(model.config, n)]
+
+
+def _is_transposed(model: PreTrainedModel, weights: Iterable[str]) -> bool:
+    """Return whether the weights are Wᵀ, as GPT-2's are."""
+    owners = {name.rpartition(".")[0] for name in weights}
+    return any(isinstance(model.get_submodule(owner), Conv1D) for owner in owners)
+
+
+def _is_adaptable(config: PretrainedConfig, layer: str) -> bool:
+    """Return whether PEFT adapts a linear layer of this name.
+
+    In some types of models it refuses a name (Mamba's out_proj), or takes it for experts (a shared expert's up_proj).
+    """
+    probe = nn.Module()
+    probe.config = config
+    probe.add_module(layer, nn.Linear(1, 1, device="meta"))
+    described = peft_config(LoraConfig(rank=1), [layer])
+    with suppress(ValueError):
+        import_peft().inject_adapter_in_model(described, probe, ADAPTER_NAME)
+    adapted = probe.get_submodule(layer)
+    return hasattr(adapted, "lora_A") and not hasattr(adapted, "parameter_name")
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     peft, targets = import_peft(), target_weights(model, config)
     with model.device, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the check below raises instead
-        described = peft_config(config, kinds_of(targets))
+        described = peft_config(config, kinds_of(targets), _is_transposed(model, targets))
         peft.inject_adapter_in_model(described, model, ADAPTER_NAME)
     if {weight for weight, factor in plain_names(model).values() if factor} != set(targets):
         of_experts = ("gate_proj", "up_proj", "down_proj")
@@ -286,13 +353,16 @@ def adapter_record(
     Raises `IncompatibleError` for layers that the model lacks.
     """
     lora, base = model.lora, Path(model.path or "").expanduser().absolute()
+    built = build_on_meta(hf_config)
+    weights = target_weights(built, lora)
     return {
         "base": url or str(base),
         "base_digest": model_digest(base),
         "rank": lora.rank,
         "alpha": lora.alpha,
         "rslora": lora.rslora,
-        "targets": kinds_of(target_weights(build_on_meta(hf_config), lora)),
+        "targets": kinds_of(weights),
+        "fan_in_fan_out": _is_transposed(built, weights),
     }
 
 

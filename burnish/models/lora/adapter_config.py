@@ -85,12 +85,13 @@ def import_peft() -> Any:
     return peft
 
 
-def peft_config(lora: LoraConfig, kinds: Sequence[str]) -> Any:
-    """Return PEFT's description of an adapter. Raises `UsageError` without PEFT."""
+def peft_config(lora: LoraConfig, kinds: Sequence[str], is_transposed: bool = False) -> Any:
+    """Return PEFT's description of an adapter, `is_transposed` for GPT-2's layers. Raises `UsageError` without PEFT."""
     return import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
+        fan_in_fan_out=is_transposed,
         target_modules=[kind for kind in kinds if not are_parameters(kind)],
         target_parameters=[kind for kind in kinds if are_parameters(kind)] or None,
         task_type="CAUSAL_LM",
@@ -106,7 +107,8 @@ def save_adapter_config(
     of the same kinds.
     """
     lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
-    values = peft_config(lora, record["targets"]).to_dict()
+    is_transposed = record.get("fan_in_fan_out", False)  # steps of older versions lack it
+    values = peft_config(lora, record["targets"], is_transposed).to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
     if base := HubPlace.of(record["base"], "model"):
         values |= {_BASE_PATH: base.repo, "revision": base.revision or None}
@@ -170,7 +172,7 @@ _PARAMETERS = "target_parameters"
 _WITHOUT_EFFECT = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", _BASE_PATH, "revision", "inference_mode"),
-        *("lora_dropout", "megatron_core", "qalora_group_size"),
+        *("lora_dropout", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
     }
 )
 """PEFT's options that change nothing in an adapter that is trained here."""
