@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
+from burnish.redaction import in_one_line, redacted
+
 _SHOWN = 5
 
 
@@ -111,7 +113,7 @@ def refusing(
     except BurnishError:
         raise
     except Exception as error:
-        have = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        have = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:300]}"
         raise kind(problem, have=have, want=want, do=do) from error
 
 
@@ -171,6 +173,7 @@ def neighbours(path: Path) -> str:
 
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> Iterator[str]:
     """Yield aligned lines of `rows`; the first `right` columns are right-aligned."""
+    rows = [[in_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from burnish.errors import BurnishError, UsageError, refusing
+from burnish.redaction import redacted
 
 Registry = Mapping[str, "Callable[..., Any] | str"]
 """Built-ins by name: the function itself, or `module:name` if it is imported on first use."""
@@ -69,13 +70,13 @@ def guarded(function: Callable[..., Any], name: str, setting: str, want: str) ->
     return called
 
 
-def failure(error: BaseException, hide: Callable[[str], str] = str) -> str:
-    """Return type, text and place of an error in a user's function; `hide` changes the whole text before it is cut."""
+def failure(error: BaseException) -> str:
+    """Return type, text and place of an error in a user's function, without credentials."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     # `str(error)` may raise; `format_exception_only` handles that.
     text = traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
-    return f"{type(error).__name__}: {hide(text)[:LONGEST]}{place}"
+    return f"{type(error).__name__}: {redacted(text)[:LONGEST]}{place}"
 
 
 def name_of(function: Callable[..., Any]) -> str:

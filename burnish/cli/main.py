@@ -16,6 +16,7 @@ from burnish.cli.arguments import function_of, parse
 from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
+from burnish.redaction import presentable
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Values of BURNISH_LOG_LEVEL, in either case."""
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     except BurnishError as error:
         if _must_print(error):
-            print(f"{_rank()}error: {error}", file=sys.stderr)
+            print(presentable(f"{_rank()}error: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{_rank()}interrupted", file=sys.stderr)
@@ -65,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 have=error.strerror,
                 do="give another place, or change who may use this one",
             )
-            print(f"{_rank()}error: {refused}", file=sys.stderr)
+            print(presentable(f"{_rank()}error: {refused}"), file=sys.stderr)
         else:
-            traceback.print_exc()
+            print(presentable(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
@@ -107,7 +108,7 @@ class _StandardErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(presentable(self.format(record)), file=sys.stderr, flush=True)
         except OSError:  # the terminal may be gone
             self.handleError(record)
 

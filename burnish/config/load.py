@@ -11,17 +11,20 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from burnish.config.credentials import refused_credentials, without_credentials
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import foreign_names, suggestion
 from burnish.errors import BurnishError, MissingError, UsageError, refusing, together
 from burnish.functions import name_of
+from burnish.redaction import redacted
 
 DEFAULT = "default"
 """The origin of a value that nothing set."""
@@ -116,8 +119,8 @@ class _Draft:
         if not equals or not name.isprintable() or not name:
             self.problems.append(
                 UsageError(
-                    f"{text!r} is not an override",
-                    have=text,
+                    f"{redacted(text)!r} is not an override",
+                    have=redacted(text),
                     want="key=value",
                     do="write as in optim.lr=1e-6",
                 )
@@ -163,6 +166,7 @@ class _Draft:
         """Return the configuration, or raise `UsageError` with all problems."""
         try:
             config = RunConfig.model_validate(self.values)
+            self.problems += refused_credentials(config, partial(_origin, self.origins))
         except ValidationError as error:
             self._note_findings(error)
         if self.problems:
@@ -211,7 +215,7 @@ class _Draft:
             return
         want, do = suggestion(name, value)
         origin = _origin(self.origins, name)
-        have = f"{name}: {_shown(value)}"
+        have = redacted(f"{name}: {_shown(value)}")
         self.problems.append(
             UsageError(f"there is no setting {name} ({origin})", have=have, want=want, do=do)
         )
@@ -278,7 +282,7 @@ def _name_of(location: Sequence[int | str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = redacted(json.dumps(without_credentials(value), ensure_ascii=False, default=str))
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 

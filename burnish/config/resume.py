@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from burnish.config.credentials import without_credentials
 from burnish.config.schema import MAY_CHANGE, RunConfig, Section
 from burnish.errors import IncompatibleError, UsageError, table
 
@@ -95,7 +96,7 @@ def _canonical(value: Any) -> str:
 
 
 def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting that may not change."""
+    """Yield every setting that may not change, without credentials, which may."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if field.json_schema_extra == MAY_CHANGE:
@@ -103,4 +104,5 @@ def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, Section):
             yield from _deciding(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, section.model_dump(mode="json", include={name})[name]
+            value = section.model_dump(mode="json", include={name})[name]
+            yield prefix + name, without_credentials(value)

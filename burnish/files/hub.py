@@ -22,7 +22,8 @@ from typing import Any, Literal, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, few, neighbours
 from burnish.files.remote import RetryPolicy, reason, retry
-from burnish.files.urls import is_url, redacted
+from burnish.files.urls import is_url
+from burnish.redaction import redacted
 
 T = TypeVar("T")
 Kind = Literal["model", "dataset"]

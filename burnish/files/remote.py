@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
 from burnish.files.backends import Backend, Pulse, RemoteFile, Verdict, open_backend
 from burnish.files.storage import Bytes
-from burnish.files.urls import SCHEMES, Url, redacted
+from burnish.files.urls import SCHEMES, Url
+from burnish.redaction import redacted
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from burnish.errors import UsageError
+from burnish.redaction import redacted
 
 SCHEMES: Mapping[str, str] = {
     "hdfs": "hdfs://NAMENODE:PORT/PATH",
@@ -19,27 +20,11 @@ SCHEMES: Mapping[str, str] = {
 """The URL schemes of files, each with its form. `burnish.files.hub` handles `hf://`."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
-_SECRETS = (
-    (re.compile(r"(://)[^/\s@]+@"), r"\1***@"),
-    (
-        re.compile(r"(?i)((?:signature|credential|security-token|access_token|secret)=)[^&\s]+"),
-        r"\1***",
-    ),
-    (re.compile(r"(?i)(authorization:?\s+(?:\w+\s+)?)\S+"), r"\1***"),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), "***"),
-)
 
 
 def is_url(text: str) -> bool:
     """Return whether the text is a URL of any scheme."""
     return _URL.match(text) is not None
-
-
-def redacted(text: str) -> str:
-    """Replace anything like a credential by `***`."""
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from burnish.config.credentials import with_environment
 from burnish.config.schema import RewardConfig
 from burnish.distributed.environment import environ_of_child
 from burnish.errors import BurnishError, MissingError, UsageError
@@ -96,6 +97,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
         """Load every function; `moved()` is called as calls end. Raises `UsageError` for an unusable function."""
+        config = with_environment(config)
         self._config, self._moved = config, moved
         self._workers: list[_Worker] = []
         self._heard: set[str] = set()

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.errors import UsageError, refusing
-from burnish.files.urls import redacted
 from burnish.functions import LONGEST, did_you_mean, failure
 
 if TYPE_CHECKING:  # importing it loads torch, which workers do not need
@@ -176,7 +175,7 @@ def call(
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        answers = [Answer(None, failure(error, redacted))] * count
+        answers = [Answer(None, failure(error))] * count
     return timed(answers, began)
 
 
@@ -190,7 +189,7 @@ async def call_async(
     except MemoryError:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
-        answers = [Answer(None, failure(error, redacted))] * count
+        answers = [Answer(None, failure(error))] * count
     return timed(answers, began)
 
 

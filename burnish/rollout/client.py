@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException
 from itertools import chain
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
+from burnish.files.strict_json import clipped
 from burnish.records import Completion, Request
 from burnish.rollout import messages
 from burnish.rollout.base import Sampling, Underway, Watch
+from burnish.rollout.connections import PacedResponse, connection_to
 
 log = logging.getLogger("burnish")
 
@@ -39,6 +41,8 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
 # Seconds for a server to send its partial completions.
 _TOLD_SECONDS = 10.0
+# Most characters of what a lost server says.
+_WHY_CHARACTERS = 500
 _WRONG = (OSError, HTTPException, *messages.NONSENSE)
 
 T = TypeVar("T")
@@ -53,9 +57,12 @@ class ServerLost(Exception):
 class Server:
     """A client of one server. Its methods raise `ServerLost`."""
 
-    def __init__(self, url: str, token: str, timeout: float) -> None:
-        """The server counts as lost after `timeout` silent seconds."""
-        self.url, self.timeout = url, timeout
+    def __init__(self, url: str, token: str, timeout: float, vocabulary: int = 0) -> None:
+        """The server counts as lost if it sends no whole message in `timeout` seconds.
+
+        Token ids of its completions have to be below `vocabulary`.
+        """
+        self.url, self.timeout, self.vocabulary, self._token = url, timeout, vocabulary, token
         self._headers = {"Authorization": f"Bearer {token}"}
         self._asking: HTTPConnection | None = None
 
@@ -118,10 +125,15 @@ class Server:
         asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
         with self.losing(), closing(self._connection()) as self._asking:
             answer = self._ask(self._asking, "POST", "/completions", b"".join(asked))
+            left = sum(each.samples for each in requests)
             while "ended" in (message := self.next(answer)).fields:
-                told.put(int(message.fields["ended"]))
+                ended = message.fields["ended"]
+                if type(ended) is not int or not 0 <= ended <= left:
+                    raise ValueError(f"{clipped(str(ended))} of {left} completions have ended")
+                left -= ended
+                told.put(ended)
             return messages.read_completions(
-                message, requests, sampling, version, in_flight=in_flight
+                message, requests, sampling, version, self.vocabulary, in_flight=in_flight
             )
 
     def so_far(self, owner: str) -> list[Underway]:
@@ -132,8 +144,9 @@ class Server:
             if asked.fields.get("owner") != owner:
                 return []
             requests, sampling, version = messages.read_requests(asked)
+            message, known = self.next(answer), self.vocabulary
             groups = messages.read_completions(
-                self.next(answer), requests, sampling, version, in_flight=True, partial=True
+                message, requests, sampling, version, known, in_flight=True, partial=True
             )
             return [Underway(sampling, *each) for each in zip(requests, groups, strict=True)]
 
@@ -154,35 +167,42 @@ class Server:
         try:
             yield
         except _WRONG as error:
-            raise ServerLost(f"{self.url}: {type(error).__name__}: {error}") from error
+            raise self._lost(f"{type(error).__name__}: {error}") from error
+
+    def _lost(self, why: str) -> ServerLost:
+        """Return the error, without the token, which a server could send back."""
+        return ServerLost(
+            f"{self.url}: {clipped(why.replace(self._token, '***'), _WHY_CHARACTERS)}"
+        )
 
     def _connection(self, timeout: float | None = None) -> HTTPConnection:
         return connection_to(urlsplit(self.url), timeout or self.timeout)
 
     def _ask(
         self, connection: HTTPConnection, method: str, path: str, body: bytes | None = None
-    ) -> HTTPResponse:
+    ) -> PacedResponse:
         connection.request(method, path, body, self._headers)
         return self.answer(connection)
 
-    def answer(self, connection: HTTPConnection) -> HTTPResponse:
+    def answer(self, connection: HTTPConnection) -> PacedResponse:
         """Return a response with status 200."""
         answer = connection.getresponse()
         if answer.status != 200:
             answer.close()
-            raise ServerLost(f"{self.url}: answers {answer.status} {answer.reason}")
-        return answer
+            raise self._lost(f"answers {answer.status} {answer.reason}")
+        return cast(PacedResponse, answer)
 
-    def next(self, answer: HTTPResponse) -> messages.Message:
+    def next(self, answer: PacedResponse) -> messages.Message:
         """Read a message, or raise the server's own error."""
+        answer.expect_message()
         message = messages.read(cast(BinaryIO, answer))
         if message is None:
-            raise ServerLost(f"{self.url}: ended without an answer")
+            raise self._lost("ended without an answer")
         error = messages.error_of(message.fields)
         if error is not None:
             raise error
         if "failed" in message.fields:
-            raise ServerLost(f"{self.url}: it failed: {message.fields['failed']}")
+            raise self._lost(f"it failed: {message.fields['failed']}")
         return message
 
 
@@ -367,7 +387,9 @@ class ServedGenerator:
         for theirs in gather_objects(self._revive(lost, others), self._layout):
             revived |= theirs
         self._servers = tuple(
-            Server(*revived[each.url], each.timeout) if each.url in revived else each
+            Server(*revived[each.url], each.timeout, each.vocabulary)
+            if each.url in revived
+            else each
             for each in self._servers
         )
         for url, _ in revived.values() if self._layout.is_main else ():
@@ -449,12 +471,6 @@ def in_threads(works: Sequence[Callable[[], None]], meanwhile: Callable[[], None
             thread.join(_POLL_SECONDS)
             meanwhile()
     meanwhile()
-
-
-def connection_to(url: SplitResult, timeout: float) -> HTTPConnection:
-    """Return a connection, not yet open."""
-    kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-    return kind(url.hostname or "", url.port, timeout=timeout)
 
 
 def _tell(told: queue.SimpleQueue[int], watch: Watch | None) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -25,6 +27,15 @@ Array = np.ndarray[Any, Any]
 Parts = list[bytes | memoryview]
 """A message in parts, which are sent one after the other. Parts that hold arrays are views."""
 _MOST_BYTES_OF_A_LINE = 64 << 20
+# Most that rounding adds to the log-prob of a certain token, and the end of the year 9999 in seconds since 1970.
+_ROUNDING, _LAST_TIME = 0.01, 253_402_300_800
+# Kinds of numbers and dimensions of a completion's arrays.
+_FORMS = {
+    "token_ids": ("iu", 1),
+    "logprobs": ("f", 1),
+    "sampled_logprobs": ("f", 1),
+    "experts": ("iu", 3),
+}
 _DTYPES = {np.dtype(name): name for name in ("int64", "int16", "uint8", "float32")}
 _ERRORS = {kind.__name__: kind for kind in (UsageError, IncompatibleError, MissingError)}
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -164,30 +175,67 @@ def read_completions(
     requests: Sequence[Request],
     sampling: Sampling,
     version: int,
+    vocabulary: int,
     *,
     in_flight: bool,
     partial: bool = False,
 ) -> list[list[Completion]]:
-    """Return each request's completions, `partial` ones if set. Raises `NONSENSE` if they do not fit the requests."""
+    """Return each request's completions, `partial` ones if set.
+
+    Raises `NONSENSE` if they do not fit the requests, or have token ids that are not below `vocabulary`.
+    """
     told = message.fields["completions"]
     if list(message.fields["groups"]) != [each.samples for each in requests]:
         raise ValueError("these are not the completions that were asked for")
-    tokens = [each["tokens"] for each in told]
-    room = [sampling.max_tokens - each.drawn for each in requests for _ in range(each.samples)]
-    if any(not (1 - partial) <= count <= most for count, most in zip(tokens, room, strict=True)):
-        raise ValueError(f"a completion does not have 1 to {sampling.max_tokens} tokens")
+    asked = [each for each in requests for _ in range(each.samples)]
+    for one, request in zip(told, asked, strict=True):
+        _require_length(one, request, sampling, partial=partial)
+    for name, array in message.arrays.items():
+        kinds, dims = _FORMS[name]
+        if array.dtype.kind not in kinds or array.ndim != dims:
+            raise ValueError(f"{name} cannot be {array.dtype} of shape {array.shape}")
     made = list(split_arrays(told, message.arrays))
     for each, one in zip(told, made, strict=True):
-        mine, later = one.weights_version, one.later_versions
-        if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
-            raise ValueError(f"weights of version {mine} made a completion")
-        reasons = ("stop", "length", None)[: 2 + partial]
-        if each["stop_reason"] not in reasons or (one.token_ids < 0).any():
-            raise ValueError("a completion has negative token ids, or no stop reason")
-        if not (np.isfinite(one.logprobs).all() and np.isfinite(one.sampled_logprobs).all()):
-            raise ValueError("a completion has log-probs that are not finite")
+        if each["stop_reason"] not in ("stop", "length", None)[: 2 + partial]:
+            raise ValueError("a completion has no stop reason that is known")
+        _require_versions(one, version, in_flight=in_flight)
+        _require_tokens(one, vocabulary)
     remaining = iter(made)
     return [[next(remaining) for _ in range(each.samples)] for each in requests]
+
+
+def _require_length(
+    told: Mapping[str, Any], request: Request, sampling: Sampling, *, partial: bool
+) -> None:
+    count, room = told["tokens"], sampling.max_tokens - request.drawn
+    if type(count) is not int or not (1 - partial) <= count <= room:
+        raise ValueError(f"a completion does not have 1 to {sampling.max_tokens} tokens")
+    if told["stop_reason"] == "length" and count != room:
+        raise ValueError(f"a completion ends at {count} tokens, and its limit is {room}")
+    read = len(request.token_ids) + count - 1
+    if sampling.experts and not partial and told["experts"] != read:
+        raise ValueError(f"a completion has experts of {told['experts']} tokens instead of {read}")
+
+
+def _require_versions(one: Completion, version: int, *, in_flight: bool) -> None:
+    mine, later = one.weights_version, one.later_versions
+    if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
+        raise ValueError(f"weights of version {mine} made a completion")
+    drawn = [(mine, 0), *later, (sys.maxsize, len(one.token_ids) + 1)]
+    if any(before[0] >= after[0] or before[1] > after[1] for before, after in pairwise(drawn)):
+        raise ValueError("the versions of a completion's weights do not follow each other")
+
+
+def _require_tokens(one: Completion, vocabulary: int) -> None:
+    if len(one.token_ids) and not 0 <= one.token_ids.min() <= one.token_ids.max() < vocabulary:
+        raise ValueError(f"a completion has token ids that are not below {vocabulary}")
+    for logprobs in (one.logprobs, one.sampled_logprobs):
+        if not (np.isfinite(logprobs).all() and (logprobs <= _ROUNDING).all()):
+            raise ValueError("a completion has log-probs that are not finite, or above 0")
+    if one.times is not None and not (
+        len(one.times) == 3 and all(0 <= each < _LAST_TIME for each in one.times)
+    ):
+        raise ValueError("a completion has impossible times")
 
 
 LAST = encode({"last": True})

@@ -26,7 +26,8 @@ from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Generator, Sampling, Watch, require_valid
-from burnish.rollout.client import connection_to, in_threads, next_of
+from burnish.rollout.client import in_threads, next_of
+from burnish.rollout.connections import connection_to
 
 KEY = "OPENAI_API_KEY"
 """The environment variable that holds the key."""
@@ -37,6 +38,8 @@ _RETRIES = 6
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 # After these statuses, as after 500 and above, another attempt may succeed.
 _BUSY = frozenset({408, 409, 425, 429})
+# Most bytes of an answer. A completion of a million tokens has 4 MB.
+_MOST_BYTES = 64 << 20
 
 
 class _TransientError(Exception):
@@ -67,7 +70,7 @@ class EndpointGenerator(Generator):
                 have="control characters, or letters beyond ASCII",
                 do=f"set {KEY} to the endpoint's key alone",
             )
-        self._headers = {"Content-Type": "application/json"}
+        self._key, self._headers = key, {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
@@ -149,7 +152,7 @@ class EndpointGenerator(Generator):
         try:
             connection.request("POST", path, json.dumps(body), self._headers)
             told = connection.getresponse()
-            content = told.read()
+            content = told.read(_MOST_BYTES)
         except (OSError, HTTPException) as error:
             connection.close()
             raise _TransientError(f"{type(error).__name__}: {error}", None) from error
@@ -159,10 +162,10 @@ class EndpointGenerator(Generator):
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"] if chats else choice["text"]
             text, reason = str(text or ""), str(choice["finish_reason"])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise BurnishError(
                 f"the endpoint {self._url.geturl()} sends an answer that Burnish cannot read",
-                have=clipped(content.decode(errors="replace")),
+                have=self._quoted(content.decode(errors="replace")),
                 want="choices with a text and a finish_reason, as OpenAI's API has them",
                 do="correct rollout.url",
             ) from error
@@ -195,7 +198,7 @@ class EndpointGenerator(Generator):
         return {**body, "messages": prompt.messages, **given}
 
     def _refusal(self, status: int, reason: str, content: bytes, wait: str | None) -> Exception:
-        said = clipped(f"{status} {reason}: {content.decode(errors='replace')}")
+        said = self._quoted(f"{status} {reason}: {content.decode(errors='replace')}")
         if status in _BUSY or status >= 500:
             asked = (wait or "").strip()
             return _TransientError(said, float(asked) if asked.isdecimal() else None)
@@ -210,6 +213,10 @@ class EndpointGenerator(Generator):
             want="200",
             do=remedies.get(status, "correct the setting that the endpoint names"),
         )
+
+    def _quoted(self, text: str) -> str:
+        """Return the beginning of what the endpoint says, without the key, which it may repeat."""
+        return clipped(text.replace(self._key, "***") if self._key else text)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Raise `UsageError`, because the weights are fixed."""

@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         call = self._server.call(partial(self._server.complete, asked, self._say))
         try:
             while not wait([call], _BEAT_SECONDS).done:
-                if not call.running():  # it waits for another call
+                if not call.running() and not self._server.hangs:  # it waits for another call
                     self._say(messages.encode({"ended": 0}))
             self._say(_result_of(call))
         finally:

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from burnish.errors import StoppedError
+from burnish.redaction import printable, redacted
 from burnish.tracking.spans import Spans
 
 _BYTES, _FILES = 10_000_000, 4
 _LAST_LINES, _LAST_BYTES = 8, 1 << 14
 _CRASH, _CRASH_LINES = "Fatal Python error", 12  # first words of faulthandler's stacks; lines kept
-# Escapes of control characters, which would move a terminal's cursor or begin a line.
-_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
 
 log = logging.getLogger("burnish")
 # This logger's handler is the process's latest log, for errors that are reported after the run.
@@ -49,8 +48,9 @@ class RankLog(RotatingFileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line; further lines of its message are indented."""
-        text = record.getMessage()
+        text = redacted(record.getMessage())
         stack = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+        stack = redacted(stack)
         level, step, phase = record.levelname.lower(), self.spans.step, self.spans.current
         if self._form == "json":
             when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -60,8 +60,7 @@ class RankLog(RotatingFileHandler):
         when = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         shown = "-" if step is None else step
         where = f"rank {self._rank} step {shown} {phase or '-'} {record.name}"
-        lines = f"{text}\n{stack}".rstrip().split("\n")
-        said = "\n    ".join(line.translate(_ESCAPED) for line in lines)
+        said = printable(f"{text}\n{stack}").rstrip().replace("\n", "\n    ")
         return f"{when} {level} {where}: {said}"
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -27,6 +27,7 @@ from burnish import __version__
 from burnish.files.durable import write_durably
 from burnish.files.storage import LOCAL
 from burnish.files.strict_json import parse_object
+from burnish.redaction import redacted
 
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
 
@@ -101,13 +102,14 @@ def environment(device: str, world: int = 1) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "git_commit": commit.decode().strip() or None,
-        "command": list(sys.orig_argv),
+        "command": [redacted(each) for each in sys.orig_argv],
     }
 
 
 def git_diff() -> bytes:
-    """Return the uncommitted changes to tracked files, at most 1 MiB of them; empty without git."""
-    return _git("diff", "HEAD", "--no-ext-diff", "--no-color")[:_DIFF_BYTES]
+    """Return the uncommitted changes to tracked files, at most 1 MiB of them, without credentials; empty without git."""
+    changes = _git("diff", "HEAD", "--no-ext-diff", "--no-color")[:_DIFF_BYTES]
+    return redacted(changes.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 def _git(*arguments: str) -> bytes:

@@ -66,7 +66,10 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     """
     config, layout = foundation.config, foundation.layout
     (specs, fixed), timeout = _specs(foundation), config.rollout.timeout_seconds
-    in_flight = config.rollout.in_flight
+    in_flight, vocabulary = (
+        config.rollout.in_flight,
+        foundation.hf_config.get_text_config().vocab_size,
+    )
     make = partial(ServedGenerator, specs=specs, layout=layout, fixed=fixed, in_flight=in_flight)
     if config.rollout.place == "servers":
         found: list[tuple[str, str]] = []
@@ -75,7 +78,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
         with agree(layout):
             if layout.is_main:
                 found = _servers(look, config.rollout.servers)
-        servers = [Server(*each, timeout) for each in from_main(found, layout)]
+        servers = [Server(*each, timeout, vocabulary) for each in from_main(found, layout)]
         others = partial(_replacements, look, layout)
         return make(servers, revive=others)
     own: list[_Child] = []
@@ -92,7 +95,7 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     def revive(lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
         return own[0].revive(lost) if own else {}
 
-    servers = [Server(*each, timeout) for theirs in told for each in theirs]
+    servers = [Server(*each, timeout, vocabulary) for theirs in told for each in theirs]
     return make(servers, make_room=empty_cache, revive=revive, end=end)
 
 

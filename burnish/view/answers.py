@@ -26,6 +26,7 @@ from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL
 from burnish.files.urls import Url
+from burnish.redaction import redacted
 from burnish.tracking.rollouts import Kind, rollouts_path
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.traces import spans_of
@@ -310,7 +311,7 @@ class Answers:
         if not path.exists():
             raise MissingError(f"there is no {path}", do="choose another run")
         with self._within(path).open("rb") as file:
-            return file.read(_TEXT_BYTES).decode("utf-8", "replace")
+            return redacted(file.read(_TEXT_BYTES).decode("utf-8", "replace"))
 
     def _read(self, run: RunDirectory) -> Curves:
         return self._curves(self._within(run.metrics)).refresh()

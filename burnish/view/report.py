@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from burnish.redaction import redacted
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.tracking.trackers import State
@@ -40,7 +41,7 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     run = RunDirectory(run_dir)
     curves = Curves(run.metrics).whole()
     name = run_dir.resolve().name
-    config = run.config.read_text("utf-8", "replace") if run.config.exists() else ""
+    config = redacted(run.config.read_text("utf-8", "replace")) if run.config.exists() else ""
     environment, steps = run.read_environment(), run.read_status().get(STEPS)
     facts = {"run": name, "name": name, "kind": environment.get(TRAINER), "model": model_of(run)}
     facts |= {"state": state, "step": curves.last_step, "of": steps}

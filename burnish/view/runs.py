@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from burnish.config.credentials import without_credentials
 from burnish.config.document import CoreLoader, dotted, recorded
 from burnish.errors import CorruptError
 from burnish.files.lease import LEASE, is_held
@@ -66,14 +67,14 @@ def _changed(path: Path) -> float:
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """Return a run's settings by name, even if another version wrote them. Raises `MissingError`, and `CorruptError` for invalid YAML."""
+    """Return a run's settings by name, without credentials, even if another version wrote them. Raises `MissingError`, and `CorruptError` for invalid YAML."""
     path = recorded_config(run)
     try:
-        return dict(dotted(recorded(path).model_dump(mode="json")))
+        return dict(dotted(without_credentials(recorded(path).model_dump(mode="json"))))
     except CorruptError:
         with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
             if isinstance(values := yaml.load(path.read_text(), CoreLoader), dict):
-                return dict(dotted(values))
+                return dict(dotted(without_credentials(values)))
         raise
 
 

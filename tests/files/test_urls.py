@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.errors import UsageError
-from burnish.files.urls import Url, is_url, redacted
+from burnish.files.urls import Url, is_url
 
 
 @pytest.mark.parametrize(
@@ -49,24 +49,6 @@ def test_credentials_are_refused_and_not_repeated() -> None:
         Url.parse("s3://AKIAKEY:hunter2@bucket/path")
     assert "hunter2" not in str(caught.value)
     assert "bucket/path" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "GET http://u:hunter2@host/x failed",
-        "https://b.s3.amazonaws.com/k?X-Amz-Credential=hunter2&X-Amz-Signature=hunter2&a=b",
-        "Authorization: Bearer hunter2",
-        "authorization: hunter2",
-        "aws_secret=hunter2 here",
-        "key ASIAHUNTER2HUNTER2 is unknown".replace("HUNTER2HUNTER2", "ABCDEFGHIJKLMNOP"),
-    ],
-)
-def test_what_looks_like_a_credential_is_not_shown(text: str) -> None:
-    shown = redacted(text)
-    assert "***" in shown
-    assert "hunter2" not in shown
-    assert "ABCDEFGHIJKLMNOP" not in shown
 
 
 @pytest.mark.parametrize("text", ["runs", "/a/b", "~/a", "a:b", "C:/x", "module:function", "://x"])

@@ -43,6 +43,7 @@ from burnish.rollout.partial import PartialCompletions
 from burnish.rollout.server import GeneratorServer
 
 TOKEN, CPU = "secret", torch.device("cpu")
+VOCABULARY: int = tiny_config().get_text_config().vocab_size
 SAMPLING = Sampling(6, seed=3)
 BESIDE = LORA.model_copy(update={"publish": "adapter"})
 
@@ -69,7 +70,7 @@ def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> I
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield Server(server.url, TOKEN, max(timeout, 30.0))
+        yield Server(server.url, TOKEN, max(timeout, 30.0), VOCABULARY)
     finally:
         ended.set()
         thread.join(30)
@@ -167,7 +168,7 @@ def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[Server]:
                 threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        yield Server(f"http://127.0.0.1:{listening.getsockname()[1]}", TOKEN, 1.0)
+        yield Server(f"http://127.0.0.1:{listening.getsockname()[1]}", TOKEN, 1.0, VOCABULARY)
         listening.shutdown(socket.SHUT_RDWR)
 
 
@@ -213,6 +214,42 @@ def line(text: bytes) -> Callable[[socket.socket], None]:
     return says(response([text + b"\n"]))
 
 
+def drips(text: bytes) -> Callable[[socket.socket], None]:
+    """Send a text byte by byte, each well within the time-out and the whole well beyond it."""
+
+    def script(connection: socket.socket) -> None:
+        with suppress(OSError):
+            for number in range(len(text)):
+                connection.sendall(text[number : number + 1])
+                time.sleep(0.1)
+
+    return script
+
+
+def tells(change: Callable[[dict[str, Any]], Any]) -> Any:
+    """A script that answers with the right arrays, and with changed fields of each completion."""
+
+    def script(connection: socket.socket) -> None:
+        message = sent(messages.encode_completions(alone(make_requests((1, 5), samples=2))))
+        for one in message.fields["completions"]:
+            one |= change(one)
+        connection.sendall(response(messages.encode(message.fields, message.arrays)))
+
+    return script
+
+
+def turns(name: str, change: Callable[[Any], Any]) -> Any:
+    """A script that answers with the right fields, and with one changed array."""
+
+    def script(connection: socket.socket) -> None:
+        message = sent(messages.encode_completions(alone(make_requests((1, 5), samples=2))))
+        arrays = {**message.arrays, name: change(message.arrays[name])}
+        connection.sendall(response(messages.encode(message.fields, arrays)))
+
+    return script
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
 LIES: dict[str, Callable[[socket.socket], None]] = {
     "dies": lambda connection: None,
     "dies in its answer": answers(list, cut=40),
@@ -250,6 +287,38 @@ LIES: dict[str, Callable[[socket.socket], None]] = {
     "NaN as drawn": each(sampled_logprobs=lambda one: one.sampled_logprobs * np.float32("nan")),
     "no tokens": each(token_ids=lambda one: one.token_ids - 1000),
     "no reason": each(stop_reason=lambda one: "tired"),
+    "beyond the vocabulary": each(token_ids=lambda one: one.token_ids + VOCABULARY),
+    "one id beyond the vocabulary": each(
+        token_ids=lambda one: np.append(one.token_ids[:-1], VOCABULARY)
+    ),
+    "a huge id": each(token_ids=lambda one: one.token_ids + (1 << 40)),
+    "positive log-probs": each(logprobs=lambda one: np.abs(one.logprobs) + 1),
+    "positive as drawn": each(sampled_logprobs=lambda one: np.abs(one.sampled_logprobs) + 1),
+    "infinite": each(logprobs=lambda one: one.logprobs - np.float32("inf")),
+    "cut too early": each(
+        token_ids=lambda one: one.token_ids[1:],
+        logprobs=lambda one: one.logprobs[1:],
+        sampled_logprobs=lambda one: one.sampled_logprobs[1:],
+    ),
+    "markup as reason": tells(lambda one: {"stop_reason": "<script>"}),
+    "a reason missing": tells(lambda one: {"stop_reason": None}),
+    "later versions": tells(lambda one: {"later_versions": [[2, 1]]}),
+    "a version in words": tells(lambda one: {"weights_version": "one"}),
+    "odd times": tells(lambda one: {"times": ["now", 1, 2]}),
+    "endless times": tells(lambda one: {"times": [1e300, 1e300, 1e300]}),
+    "numbers of tokens in words": tells(lambda one: {"tokens": "6"}),
+    "no list of experts": tells(lambda one: {"experts": 9}),
+    "ids as fractions": turns("token_ids", lambda ids: ids.astype(np.float32)),
+    "log-probs as integers": turns("logprobs", lambda values: values.astype(np.int64)),
+    "ids in a table": turns("token_ids", lambda ids: np.stack([ids, ids], axis=1)),
+    "says that none have ended": line(b'{"arrays": {}, "ended": -1}'),
+    "says that many have ended": line(b'{"arrays": {}, "ended": 1000000000000}'),
+    "says that half of one has ended": line(b'{"arrays": {}, "ended": 0.5}'),
+    "drips its head": drips(HEAD),
+    "drips a message": lambda connection: (
+        connection.sendall(HEAD),
+        drips(b'{"arrays": {}, "ended": 0' + b" " * 60)(connection),
+    )[1],
 }
 
 
@@ -477,7 +546,7 @@ class Alongside(logging.Handler):
 
 def losing_two(layout: Layout, urls: Sequence[str]) -> tuple[list[Any], list[Any]]:
     """Rank 1 has lost a server. While it tells, rank 0 loses another, as the thread that draws does."""
-    servers, model = [Server(url, TOKEN, 30.0) for url in urls[:3]], tiny_model()
+    servers, model = [Server(url, TOKEN, 30.0, VOCABULARY) for url in urls[:3]], tiny_model()
     others, told = iter(urls[3:]), list[tuple[str, ...]]()
 
     def revive(lost: Sequence[str], left: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -814,11 +883,13 @@ def requests_of(draw: st.DrawFn) -> list[Request]:
 
 @st.composite
 def completions_of(draw: st.DrawFn, requests: Sequence[Request]) -> list[list[Completion]]:
-    def completion() -> Completion:
-        tokens = np.array(draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=3)), np.int64)
+    def completion(drawn: int) -> Completion:
+        longest = SAMPLING.max_tokens - drawn
+        ids = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=longest)
+        tokens = np.array(draw(ids), np.int64)
         both = [np.array([draw(FLOATS) for _ in tokens], np.float32) for _ in range(2)]
         reason, rows = (
-            draw(st.sampled_from(["stop", "length"])),
+            draw(st.sampled_from(["stop", "length"][: 1 + (len(tokens) == longest)])),
             draw(st.none() | st.integers(1, 3)),
         )
         kind = np.uint8 if wide else np.int16
@@ -827,7 +898,7 @@ def completions_of(draw: st.DrawFn, requests: Sequence[Request]) -> list[list[Co
         return Completion(tokens, *both, reason, 4, experts, times=times)
 
     wide = draw(st.booleans())
-    return [[completion() for _ in range(each.samples)] for each in requests]
+    return [[completion(each.drawn) for _ in range(each.samples)] for each in requests]
 
 
 @given(st.data())
@@ -835,7 +906,7 @@ def test_completions_are_read_as_they_were_sent(data: st.DataObject) -> None:
     requests = data.draw(requests_of())
     groups = data.draw(completions_of(requests))
     message = sent(messages.encode_completions(groups))
-    found = messages.read_completions(message, requests, SAMPLING, 4, in_flight=False)
+    found = messages.read_completions(message, requests, SAMPLING, 4, 1 << 41, in_flight=False)
     assert [len(group) for group in found] == [each.samples for each in requests]
     for one, two in zip(chain(*found), chain(*groups), strict=True):
         assert (one.stop_reason, one.times) == (two.stop_reason, two.times)
