@@ -27,8 +27,11 @@ _PATH_ERRORS = (
     errno.EPERM,
     errno.EROFS,
     errno.ENOTDIR,
+    errno.EINVAL,
+    errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
+    errno.ENXIO,
 )
 """Errors of the operating system that are about a file that the user named."""
 _LONGEST_NAME = 200

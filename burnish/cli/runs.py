@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,16 @@ def _listed(root: Path) -> Rows:
 
 
 def _described(run: RunDirectory) -> dict[str, Any]:
-    curves = Curves(run.metrics).refresh()
     try:
-        facts = describe(run, curves)
+        curves = Curves(run.metrics).refresh()
+        return _row(run, curves, describe(run, curves))
     except BurnishError as error:
         return {"run": str(run.root), "state": error.problem}
+    except Exception as error:  # noqa: BLE001 - one run does not hide the others
+        return {"run": str(run.root), "state": f"it cannot be read: {error}"}
+
+
+def _row(run: RunDirectory, curves: Curves, facts: Mapping[str, Any]) -> dict[str, Any]:
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
     found = {name: curves.finite(name) for name in _SHOWN}
     told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in found.items() if v}

@@ -304,8 +304,7 @@ def _of_endpoint(config: RunConfig) -> Iterator[BurnishError]:
     model, url = config.model, config.rollout.url or ""
     try:
         parts = urlsplit(url)
-        is_plain = parts.hostname and parts.port != 0 and not parts.username
-        is_plain = is_plain and not (parts.query or parts.fragment)
+        is_plain = parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
     except ValueError:
         is_plain = False
     if url and not is_plain:

@@ -26,9 +26,7 @@ _URL = re.compile(r"(?!hf:)[A-Za-z][\w+.-]*://")
 _KWARGS = re.compile(r"reward\.functions\[\d+\]\.kwargs\.")
 
 
-def refused_credentials(
-    config: RunConfig, origin_of: Callable[[str], str]
-) -> Iterator[UsageError]:
+def refused_credentials(config: RunConfig, origin_of: Callable[[str], str]) -> Iterator[UsageError]:
     """Yield an error for every credential in a configuration. None repeats the credential."""
     for name, key, text in _texts(config.model_dump(), "", ""):
         is_url = _URL.match(text) and redacted(text) != text

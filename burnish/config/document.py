@@ -134,5 +134,7 @@ def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
         want="the configuration that began the run",
         do="restore the file, or give the run another name",
     ):
+        if content is None and not Path(path).is_file():
+            raise OSError("it is no regular file")
         content = Path(path).read_bytes() if content is None else content
         return RunConfig.model_validate(yaml.load(content, CoreLoader))

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from burnish.errors import BurnishError
+from burnish.files.durable import naming_failures
+from burnish.files.storage import open_regular
 
 LEASE = ".lease"
 """Name of the lease's file in a run's `checkpoints/`."""
@@ -38,7 +41,8 @@ class Token:
     def current(self) -> object:
         """Return the number in the file, or why there is none."""
         try:
-            return _parse(self.path.read_bytes()[:_LIMIT]).get("token")
+            with open_regular(self.path) as file:
+                return _parse(file.read(_LIMIT)).get("token")
         except OSError as error:
             return str(error)
 
@@ -68,7 +72,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 def is_held(path: Path) -> bool:
     """Return whether somebody holds the lease."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
@@ -82,9 +86,12 @@ def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]
     The lock ends with the last process that has the descriptor. Waits `patience_seconds` for a dead holder's helpers.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o644)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with naming_failures(f"{path} cannot hold a lease", do="move it away"):
+        descriptor = os.open(path, flags, 0o644)
     try:
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            raise BurnishError(f"{path} is no regular file", want="a file", do="move it away")
         _lock(path, descriptor, patience_seconds)
         before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
         # If the last number was lost with its file, the clock still gives a larger one.

@@ -8,7 +8,7 @@ import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Literal, Protocol, Self
+from typing import BinaryIO, Literal, Protocol, Self
 
 
 class Closing(Protocol):
@@ -126,11 +126,7 @@ class LocalStorage:
     def open(self, path: PurePath, *, write: bool = False) -> LocalFile:
         """Open a regular file."""
         access = os.O_RDWR if write else os.O_RDONLY
-        descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return LocalFile(descriptor)
+        return LocalFile(_open_regular(path, access | os.O_NOFOLLOW))
 
     def make_dirs(self, path: Path) -> None:
         """Run `mkdir -p`."""
@@ -181,6 +177,20 @@ class LocalStorage:
 
 LOCAL = LocalStorage()
 """This machine's storage. It has no state."""
+
+
+def open_regular(path: PurePath) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. Raises `OSError` for a pipe, a socket, a device or a directory, and never waits."""
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def _open_regular(path: PurePath, access: int) -> int:
+    # Without O_NONBLOCK, opening a pipe waits for its other end.
+    descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 def _entry(found: os.DirEntry[str]) -> Entry:

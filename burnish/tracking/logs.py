@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from burnish.errors import StoppedError
+from burnish.files.storage import open_regular
 from burnish.redaction import printable, redacted
 from burnish.tracking.spans import Spans
 
@@ -186,7 +187,7 @@ def rotated(name: str) -> str:
 def tail(path: Path) -> Sequence[str]:
     """Return a file's last lines, from where Python crashed if it did; nothing for an unreadable file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, io.SEEK_END) - _LAST_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.errors import CorruptError
+from burnish.files.storage import open_regular
 from burnish.tracking.rundir import write_atomically
 from burnish.tracking.trackers import json_line, json_number, json_numbers
 
@@ -217,7 +218,7 @@ def thin_rollouts(directory: Path, keep: int) -> int:
 
 def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
     """Yield the offset and the text of each compressed block from `start` on. Raises `CorruptError`."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(start)
         data = file.read(_BLOCK_BYTES)
         while data:

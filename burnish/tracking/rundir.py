@@ -25,11 +25,12 @@ from typing import Any
 
 from burnish import __version__
 from burnish.files.durable import write_durably
-from burnish.files.storage import LOCAL
+from burnish.files.storage import LOCAL, open_regular
 from burnish.files.strict_json import parse_object
 from burnish.redaction import redacted
 
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
+_OBJECT_BYTES = 1 << 24  # most of a file of one JSON object that is read
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 """The directory of steps, in a run's directory and in its mirror, and the name of the newest step."""
@@ -85,7 +86,10 @@ class RunDirectory:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return parse_object(path.read_bytes(), str(path)) if path.exists() else {}
+    if not path.exists():
+        return {}
+    with open_regular(path) as file:
+        return parse_object(file.read(_OBJECT_BYTES), str(path))
 
 
 def environment(device: str, world: int = 1) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, refusing
+from burnish.files.storage import open_regular
 from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
@@ -439,7 +440,8 @@ def logged_values(path: Path, step: int) -> dict[str, float]:
 
 
 def _rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    lines = filter(bytes.strip, path.read_bytes().split(b"\n")[:-1])
+    with open_regular(path) as file:
+        lines = filter(bytes.strip, file.read().split(b"\n")[:-1])
     return [(line, parse_metrics(line, path)) for line in lines]
 
 

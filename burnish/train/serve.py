@@ -34,6 +34,7 @@ from burnish.distributed.device import empty_cache, keep_freed_pages, pick_devic
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
+from burnish.files.storage import open_regular
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
@@ -44,6 +45,8 @@ from burnish.train.signals import StopRequested, catch_signals
 
 # Seconds for generators to start, less than the default time-out of other ranks, and for a server to describe itself.
 _START_SECONDS, _PROBE_SECONDS = 500.0, 5.0
+# Most bytes of a note with a server's address and token.
+_NOTE_BYTES = 1 << 16
 # Prefixes of launchers' environment variables, which a generator's own process removes.
 _LAUNCHERS = (
     "RANK",
@@ -281,7 +284,8 @@ def _answering_servers(directory: Path, model: str) -> dict[str, str]:
 
 def _read_note(path: Path) -> tuple[str, str] | None:
     try:
-        note = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            note = json.loads(file.read(_NOTE_BYTES))
         return str(note["url"]), str(note["token"])
     except (OSError, ValueError, LookupError, TypeError):
         return None

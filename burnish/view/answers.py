@@ -24,7 +24,7 @@ from burnish.checkpoint.tools.listing import listed_steps
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, refusing
 from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
-from burnish.files.storage import LOCAL
+from burnish.files.storage import LOCAL, open_regular
 from burnish.files.urls import Url
 from burnish.redaction import redacted
 from burnish.tracking.rollouts import Kind, rollouts_path
@@ -43,7 +43,7 @@ _TIMING = "timing_s/"
 # Least seconds between two searches for runs, bytes of a run's metrics that a list reads, and runs whose metrics are cached.
 _WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
-_PREVIEW, _TEXT_BYTES = 300, 4 << 20
+_PREVIEW, _TEXT_BYTES, _FILE_BYTES = 300, 4 << 20, 64 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
 # File systems on which SQLite's shared memory does not work between machines.
@@ -116,6 +116,8 @@ class Answers:
             return found | {"error": error.problem}
         except OSError as error:
             return found | {"error": f"{error.filename} cannot be read: {error.strerror}"}
+        except Exception as error:  # noqa: BLE001 - one run does not hide the others
+            return found | {"error": f"{path} cannot be read: {type(error).__name__}: {error}"}
         last = {n: json_number(v[-1]) for n in _SHOWN if (v := curves.finite(n))}
         validation = next((name for name in _VALIDATIONS if name in last), None)
         return {
@@ -201,7 +203,7 @@ class Answers:
         for path in self._within(directory).glob(f"step-{step:08d}.rank-*.json.gz"):
             if match := _PROFILE.fullmatch(path.name):
                 with refusing(f"{path} is no profile", CorruptError, do="remove it"):
-                    events = json.loads(gzip.decompress(self._within(path).read_bytes()))
+                    events = json.loads(gzip.decompress(self._bytes(path)))
                     found[int(match[1])] = [
                         _phase(str(each["args"]["path"]), each["ts"] / 1e6, each["dur"] / 1e6)
                         for each in events["traceEvents"]
@@ -227,8 +229,8 @@ class Answers:
         files = [match for path in logs.glob("*") if (match := _LOG.fullmatch(path.name))]
         of_rank = [match for match in files if int(match[1]) == query.rank]
         oldest_first = sorted(of_rank, key=lambda match: -int(match[2] or 0))
-        paths = [self._within(logs / match[0]) for match in oldest_first]
-        text = b"".join(path.read_bytes() for path in paths)  # five files of 10 MB at most
+        paths = [logs / match[0] for match in oldest_first]
+        text = b"".join(map(self._bytes, paths))  # five files of 10 MB at most
         end = len(text) if query.before is None else max(0, min(query.before, len(text)))
         begin = max(0, end - _TEXT_BYTES)
         lines = text[begin:end].splitlines(keepends=True)
@@ -263,7 +265,7 @@ class Answers:
         """Return size and time of each run's metrics, by id, to see which grow."""
         found = {}
         for path in self._paths():
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 state = RunDirectory(path).metrics.stat()
                 found[self._id(path)] = (state.st_size, state.st_mtime_ns)
         return found
@@ -310,8 +312,11 @@ class Answers:
     def _text(self, path: Path) -> str:
         if not path.exists():
             raise MissingError(f"there is no {path}", do="choose another run")
-        with self._within(path).open("rb") as file:
-            return redacted(file.read(_TEXT_BYTES).decode("utf-8", "replace"))
+        return redacted(self._bytes(path, _TEXT_BYTES).decode("utf-8", "replace"))
+
+    def _bytes(self, path: Path, most: int = _FILE_BYTES) -> bytes:
+        with open_regular(self._within(path)) as file:
+            return file.read(most)
 
     def _read(self, run: RunDirectory) -> Curves:
         return self._curves(self._within(run.metrics)).refresh()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from burnish.errors import CorruptError
+from burnish.files.storage import open_regular
 from burnish.tracking.trackers import json_number, parse_metrics
 
 _TAIL = 200  # last bytes read, by which a rewritten file is noticed
@@ -76,7 +77,7 @@ class Curves:
             if not self.path.exists():
                 self._forget()
                 return self
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 state = os.fstat(file.fileno())
                 file.seek(self._place - len(self._tail))
                 if self._inode != state.st_ino or file.read(len(self._tail)) != self._tail:

@@ -6,6 +6,7 @@ by step, newest first, and within a step by prompt and sample.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -450,11 +451,23 @@ class RolloutIndex:
         self._database, self._inode = database, self._path.stat().st_ino
 
     def _connection(self) -> sqlite3.Connection:
+        # SQLite follows links, and writes into whatever they lead to.
+        for path in (self._path, *self._beside()):
+            with suppress(FileNotFoundError):
+                state = path.lstat()
+                if not S_ISREG(state.st_mode) or state.st_nlink > 1:
+                    raise OSError(errno.EINVAL, "a link, or not a regular file", str(path))
         return sqlite3.connect(self._path, _BUSY_SECONDS, 0, "IMMEDIATE", check_same_thread=False)
 
     def _remove(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        for path in (self._path, *self._beside()):
+            path.unlink(missing_ok=True)
+
+    def _beside(self) -> list[Path]:
+        """Return the files that SQLite keeps beside the index."""
+        return [
+            self._path.with_name(f"{self._path.name}-{each}") for each in ("wal", "shm", "journal")
+        ]
 
 
 def _first(kind: Kind, step: int) -> int:

@@ -20,7 +20,7 @@ from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.tracking.trackers import State
 from burnish.view.curves import Curves
-from burnish.view.runs import model_of
+from burnish.view.runs import config_text, model_of
 
 MAX_POINTS, READ_BYTES = 400, 32_000_000
 """Most points of a line, and most bytes of rollout files that are read, besides the newest and the oldest one."""
@@ -41,7 +41,7 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     run = RunDirectory(run_dir)
     curves = Curves(run.metrics).whole()
     name = run_dir.resolve().name
-    config = redacted(run.config.read_text("utf-8", "replace")) if run.config.exists() else ""
+    config = redacted(config_text(run))
     environment, steps = run.read_environment(), run.read_status().get(STEPS)
     facts = {"run": name, "name": name, "kind": environment.get(TRAINER), "model": model_of(run)}
     facts |= {"state": state, "step": curves.last_step, "of": steps}

@@ -15,18 +15,25 @@ from burnish.config.credentials import without_credentials
 from burnish.config.document import CoreLoader, dotted, recorded
 from burnish.errors import CorruptError
 from burnish.files.lease import LEASE, is_held
+from burnish.files.storage import open_regular
 from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory
 from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
 _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # a run's directories without other runs
+_CONFIG_BYTES = 4 << 20
 _MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the directories of runs at and below `root`, by the time of their last start."""
+    """Return the directories of runs at and below `root`, by the time of their last start, and those that cannot be listed."""
     found: list[tuple[float, Path]] = []
-    for place, directories, files in os.walk(root):
+
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError) and Path(error.filename) != root:
+            found.append((0.0, Path(error.filename)))
+
+    for place, directories, files in os.walk(root, onerror=note):
         directories[:] = [name for name in directories if not name.startswith(".")]
         if "environment.json" in files:
             directories[:] = [name for name in directories if name not in _HEAVY]
@@ -58,12 +65,22 @@ def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dic
 
 def model_of(run: RunDirectory) -> str | None:
     """Return the model that a run's configuration names, even if another version wrote it."""
-    found = _MODEL.search(run.config.read_text(errors="replace")) if run.config.exists() else None
+    found = _MODEL.search(config_text(run))
     return found[1].strip("\"'") if found and found[1] != "null" else None
 
 
+def config_text(run: RunDirectory) -> str:
+    """Return the beginning of a run's configuration; "" without one."""
+    if not run.config.exists():
+        return ""
+    with open_regular(run.config) as file:
+        return file.read(_CONFIG_BYTES).decode("utf-8", "replace")
+
+
 def _changed(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def settings_of(run: Path) -> dict[str, Any]:
@@ -73,7 +90,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         return dict(dotted(without_credentials(recorded(path).model_dump(mode="json"))))
     except CorruptError:
         with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
-            if isinstance(values := yaml.load(path.read_text(), CoreLoader), dict):
+            if isinstance(values := yaml.load(config_text(RunDirectory(run)), CoreLoader), dict):
                 return dict(dotted(without_credentials(values)))
         raise
 
