@@ -304,7 +304,7 @@ class RolloutConfig(SamplingConfig):
     in_flight: MayChange[bool] = False
     """Load new weights in the middle of completions, so that no generator waits for the end of a step. The weights of a token are at most `ahead` steps old. They depend on timing, so the run cannot be repeated bit for bit. Rows of rollouts say which token is the first of newer weights."""
     max_disagreement: MayChange[Literal["auto"] | Annotated[float, Field(gt=0)] | None] = "auto"
-    """Stop the run if generator and engine disagree on the log-probs of the same tokens by more than this, on average, in nats. auto: 0.01 in fp32, where rounding explains 1e-6, and 0.2 in bf16, where it explains 0.03. null: do not compare."""
+    """Stop the run if generator and engine disagree on the log-probs of the same tokens by more than this, on average, in nats. auto: 0.01 in fp32, where rounding explains 1e-6, and 0.2 in bf16, where it explains 0.03. A single token may differ by 10 times as much in fp32. One that differs by 2.5 times as much in bf16 is named. null: do not compare."""
     check_every: MayChange[int] = Field(100, ge=1)
     """Steps between these comparisons. One is made at every start."""
     slots: MayChange[Literal["auto"] | Annotated[int, Field(ge=1)]] = "auto"

@@ -286,11 +286,14 @@ class PolicyUpdate:
             found |= _cut_prompts(table, batch, rows)
         return found
 
-    def disagreement(self, table: RolloutTable) -> Column:
-        """Return by rollout Σ |engine's - generator's log-prob| at temperature 1. Collective."""
+    def disagreement(self, table: RolloutTable, large: float) -> Column:
+        """Compare the engine's log-probs with the generator's, at temperature 1. Collective.
+
+        Returns by rollout [N, 4] the sum of the absolute differences, how many are above `large`, the largest one and its token.
+        """
         answered = np.flatnonzero(table.lengths)
         if not len(answered):
-            return np.zeros(len(table.owners))
+            return np.zeros((len(table.owners), 4))
         batch = self._batch(table, answered, "old_logprobs")
         plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
         outputs = self.engine.forward(replace(batch, microbatches=plain))
@@ -298,8 +301,11 @@ class PolicyUpdate:
             np.abs(_to_numpy(output.logprobs) - _to_numpy(micro.old_logprobs))
             for output, micro in zip(outputs, plain, strict=True)
         ]
-        found = _cut_prompts(table, batch, apart)
-        return self._gather(table, {n: each.sum(dtype=float) for n, each in found.items()})
+        found = {
+            number: (each.sum(dtype=float), (each > large).sum(), each.max(), each.argmax())
+            for number, each in _cut_prompts(table, batch, apart).items()
+        }
+        return self._gather(table, found, columns=4)
 
     def _gather(
         self, table: RolloutTable, own: Mapping[int, Any], columns: int | None = None

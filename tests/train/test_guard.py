@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -90,13 +90,16 @@ def checked(
     fault: Fault | None = None,
     spoilt: int = 0,
     lora: LoraConfig | None = None,
+    limit: float | Literal["auto"] = LIMIT,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> str:
     """Publish twice to a generator, which on rank `spoilt` has a fault the second time; what the guard says of that."""
     engine = make_engine(layout, Path(path), lora=lora)
     config = AutoConfig.from_pretrained(path)
     generator = make_generator(config, layout, lora=lora)
-    rollout = {"max_disagreement": LIMIT, "check_every": 2, "max_response_length": 8}
-    settings = RunConfig.model_validate({"rollout": {**rollout, "temperature": 0.7, "top_k": 30}})
+    rollout = {"max_disagreement": limit, "check_every": 2, "max_response_length": 8}
+    rollout |= {"temperature": 0.7, "top_k": 30}
+    settings = RunConfig.model_validate({"rollout": rollout, "engine": {"precision": precision}})
     update = PolicyUpdate(engine, None, None, count_flops(config), settings, None)
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, rng.integers(3, VOCAB, 3 + i), "", None, None, "", {}) for i in range(3)]
@@ -142,6 +145,49 @@ def test_an_adapter_passes_merged_and_beside(tmp_path: Path, publish: str) -> No
     lora = LoraConfig(rank=4, publish=publish)
     with process_group(CPU, 60) as layout:
         assert checked(layout, model(tmp_path, "qwen3"), lora=lora) == ""
+
+
+def shift(token: int, nats: float) -> Fault:
+    """Make one log-prob of the second completion wrong, as a formula of rare states would."""
+
+    def fault(generator: BuiltinGenerator, _: Mapping[str, Tensor]) -> None:
+        right = generator._logprobs
+
+        def wrong(sequence: Any) -> Any:
+            sampled, plain = right(sequence)
+            plain[token] += nats if len(sequence.prompt.token_ids) == 4 else 0.0
+            return sampled, plain
+
+        vars(generator)["_logprobs"] = wrong
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("nats", "precision", "stops", "is_named"),
+    [
+        (0.2, "fp32", True, True),
+        (-0.2, "fp32", True, True),
+        (0.08, "fp32", False, False),
+        (0.67, "bf16", False, True),
+        (0.3, "bf16", False, False),
+    ],
+    ids=str,
+)
+def test_a_wrong_token_is_seen_where_the_mean_is_small(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    nats: float,
+    precision: Literal["fp32", "bf16"],
+    stops: bool,
+    is_named: bool,
+) -> None:
+    """Of 32 tokens. In bf16, rounding may route a token to another expert."""
+    path = model(tmp_path, "qwen3")
+    with process_group(CPU, 60) as layout, caplog.at_level("WARNING"):
+        said = checked(layout, path, shift(5, nats), limit="auto", precision=precision)
+    assert bool(said) == stops
+    assert ("token 6 of completion 2" in said + caplog.text) == is_named
 
 
 def on_ranks(layout: Layout, path: str, spoilt: int) -> str:
