@@ -16,6 +16,7 @@ from burnish.cli.output import print_text
 from burnish.config.load import load_config
 from burnish.config.schema import DataConfig, RewardConfig
 from burnish.data.chat import ChatEncoder
+from burnish.data.tokenizer import completion_decoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.records import Request
@@ -63,6 +64,7 @@ def chat(given: Namespace) -> None:
 def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
     tokenizer, config = foundation.tokenizer, foundation.config
     encoder = ChatEncoder(tokenizer, config.data)
+    decode = completion_decoder(tokenizer, config.rollout.stop, foundation.eos_token_ids)
     positions = getattr(foundation.hf_config, "max_position_embeddings", None)
     system = config.data.system_prompt
     has_place = system is not None and tokenizer.chat_template
@@ -84,7 +86,7 @@ def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
 
         def show(token_ids: Sequence[int], *, ended: bool = False) -> None:
             nonlocal shown
-            answer = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+            answer = decode(token_ids)
             if ended or (answer.startswith(shown) and not answer.endswith(_INCOMPLETE)):
                 print_text(answer.removeprefix(shown), end="\n" if ended else "")
                 shown = answer

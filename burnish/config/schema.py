@@ -282,7 +282,7 @@ class RolloutConfig(SamplingConfig):
     max_response_length: int = Field(256, ge=1)
     """Maximum length of a completion, in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them."""
+    """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them, special tokens too. Rewards never see an end-of-sequence token."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
     engine: MayChange[Literal["builtin", "vllm", "sglang", "openai"]] = "builtin"

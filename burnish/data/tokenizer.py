@@ -7,7 +7,7 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -87,6 +87,34 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[in
         value = getattr(config, "eos_token_id", None)
         found.update(value if isinstance(value, (list, tuple)) else [value])
     return tuple(sorted(int(token) for token in found if token is not None))
+
+
+def completion_decoder(
+    tokenizer: PreTrainedTokenizerBase,
+    stop_strings: Sequence[str],
+    eos_token_ids: Sequence[int],
+) -> Callable[[Sequence[int]], str]:
+    """Return a function that decodes completions without special tokens, except those of a stop string at the end.
+
+    An end-of-sequence token never shows, even if it is a stop string too.
+    """
+    special = {i for i, each in tokenizer.added_tokens_decoder.items() if each.special}
+    texts = [tokenizer.added_tokens_decoder[token].content for token in special]
+    stops = [stop for stop in stop_strings if any(text in stop for text in texts)]
+    # A character may have several tokens, of bytes.
+    most = max(map(len, stops), default=0) * 4
+
+    def decode(token_ids: Sequence[int]) -> str:
+        tokens = list(token_ids)
+        is_ended = not tokens or tokens[-1] in eos_token_ids
+        for count in range(1, 0 if is_ended else min(len(tokens), most) + 1):
+            tail = str(tokenizer.decode(tokens[-count:]))
+            if any(stop in tail for stop in stops):
+                others = [token for token in tokens[:-count] if token not in special]
+                return str(tokenizer.decode([*others, *tokens[-count:]]))
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    return decode
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase, next_role: str = "") -> int | None:

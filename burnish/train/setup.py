@@ -20,7 +20,12 @@ from burnish.config.schema import DataConfig, ModelConfig, OptimConfig, RunConfi
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
-from burnish.data.tokenizer import eos_token_ids, load_tokenizer, single_template
+from burnish.data.tokenizer import (
+    completion_decoder,
+    eos_token_ids,
+    load_tokenizer,
+    single_template,
+)
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
@@ -476,9 +481,8 @@ def make_collector(
 ) -> Collector:
     """Make a collector; its generator has no weights."""
     generator, tokenizer = make_generator(foundation), foundation.tokenizer
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
+    decode = completion_decoder(tokenizer, foundation.config.rollout.stop, ends)
 
     failures = RewardFailures(foundation.config.reward.max_failed_rounds)
     layout = foundation.layout
