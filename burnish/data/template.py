@@ -76,10 +76,11 @@ class ChatTemplate:
     def _fitted(self, message: Message) -> Message:
         """Return the message in the form that the template takes."""
         role, content, changed = message["role"], message.get("content"), dict[str, Any]()
-        if isinstance(content, list) and not self._content_forms(role)[1]:
-            changed["content"] = _JOIN.join(str(part.get("text", "")) for part in content)
-        elif isinstance(content, str) and not self._content_forms(role)[0]:
-            changed["content"] = [{"type": "text", "text": content}]
+        takes_text, takes_parts = self._content_forms(role)
+        if isinstance(content, list) and not takes_parts:
+            content = _JOIN.join(str(part.get("text", "")) for part in content)
+        if isinstance(content, str):
+            changed["content"] = content if takes_text else _parts(content)
         if message.get("tool_calls"):
             changed["tool_calls"] = [self._fitted_call(call) for call in message["tool_calls"]]
         message = message | changed
@@ -102,16 +103,14 @@ class ChatTemplate:
     def _content_forms(self, role: str) -> tuple[bool, bool]:
         """Return whether the template writes a role's content given as text, and given as text parts."""
         if role not in self._forms:
-            parts = [{"type": "text", "text": text} for text in (_ONE, _TWO)]
-            before, after = _around(role)
-            as_text, as_parts = (
-                self.rendered([*before, {"role": role, "content": content}, *after]) or ""
-                for content in (_ONE, parts)
-            )
+            text_form = [*_before(role), {"role": role, "content": _ONE}]
+            text_form += [_ASKED] if role in ("system", "developer") else []
+            parts_form = [each | {"content": _parts(each["content"])} for each in text_form]
+            as_text, as_parts = (self.rendered(each) or "" for each in (text_form, parts_form))
             written = re.search(f"{_ONE}(.*?){_TWO}", as_parts, re.DOTALL)
             # Otherwise the template writes Python's form of the list, or JSON.
             takes_parts = written is not None and "type" not in written[1]
-            self._forms[role] = _ONE in as_text or not takes_parts, takes_parts
+            self._forms[role] = _ONE in as_text or _ONE not in as_parts, takes_parts
         return self._forms[role]
 
     @cached_property
@@ -143,12 +142,15 @@ class ChatTemplate:
         return [key for key in named if is_written(key)] or named
 
 
-def _around(role: str) -> tuple[list[Message], list[Message]]:
-    """Return the messages before and after one of a role, in a usual conversation."""
-    if role in ("system", "developer"):
-        return [], [_ASKED]
-    if role == "tool":
-        function = {"name": "look", "arguments": {}}
-        call = {"id": "qzjx00001", "type": "function", "function": function}
-        return [_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], []
-    return [_ASKED] if role != "user" else [], []
+def _parts(text: str) -> list[dict[str, str]]:
+    texts = (_ONE, _TWO) if text == _ONE else (text,)
+    return [{"type": "text", "text": each} for each in texts]
+
+
+def _before(role: str) -> list[Message]:
+    """Return the messages before one of a role, in a usual conversation."""
+    if role != "tool":
+        return [] if role in ("system", "developer", "user") else [_ASKED]
+    function = {"name": "look", "arguments": {}}
+    call = {"id": "qzjx00001", "type": "function", "function": function}
+    return [_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]

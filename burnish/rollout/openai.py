@@ -20,7 +20,7 @@ import numpy as np
 
 from burnish.boxes.shards import Publication
 from burnish.config.schema import RolloutConfig
-from burnish.data.messages import tools_of
+from burnish.data.messages import Message, called, tools_of
 from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason
@@ -44,6 +44,18 @@ _MOST_BYTES = 64 << 20
 
 class _TransientError(Exception):
     """A failure after which a retry may succeed: the reason, and the seconds to wait if they are known."""
+
+
+def _sent(message: Message) -> Message:
+    """Return a message as the API takes it: with arguments of calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = called(call).get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        calls.append(call | {"function": {**called(call), "arguments": text}})
+    return message | {"tool_calls": calls}
 
 
 class EndpointGenerator(Generator):
@@ -195,7 +207,7 @@ class EndpointGenerator(Generator):
         tools = tools_of(dict(prompt.columns), f"row {prompt.index + 1}")
         beyond = {"tools": tools, "chat_template_kwargs": self._variables}
         given = {name: value for name, value in beyond.items() if value}
-        return {**body, "messages": prompt.messages, **given}
+        return {**body, "messages": [_sent(message) for message in prompt.messages], **given}
 
     def _refusal(self, status: int, reason: str, content: bytes, wait: str | None) -> Exception:
         said = self._quoted(f"{status} {reason}: {content.decode(errors='replace')}")
