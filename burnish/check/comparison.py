@@ -220,7 +220,7 @@ def plain_step(given: Material) -> BatchOutcome:
     weight = given.engine.router_aux_loss
     routed = _router_logits(model) if weight else []
     with recording(model) as calls:
-        outputs = [_plain_outputs(model, given.examples[n], micro.temperature) for n in order]
+        outputs = [plain_outputs(model, given.examples[n], micro.temperature) for n in order]
     joined = TokenOutputs(
         *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
     )
@@ -295,7 +295,7 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
     return found
 
 
-def _plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
+def plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
     """Return a sequence's log-probs and entropies [T], or values; 0 for untrained tokens."""
     ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
     zero = torch.zeros(1)

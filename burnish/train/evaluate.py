@@ -56,6 +56,7 @@ from burnish.train.setup import (
     make_collector,
     model_tokenizer,
     prompt_dataset,
+    prove_start,
 )
 from burnish.train.signals import Stopper, StopRequested, catch_signals
 from burnish.train.trainer_state import require_same_adapter
@@ -256,6 +257,13 @@ def _next_directory(parent: Path) -> Path:
             return parent / str(number)
 
 
+def _load(foundation: Foundation) -> Engine:
+    engine = load_frozen(foundation)
+    if foundation.adapter is None:
+        prove_start(engine, foundation)
+    return engine
+
+
 def _measure(
     foundation: TextFoundation, stopper: Stopper, progress: Progress
 ) -> tuple[dict[str, float], RolloutTable | None]:
@@ -263,7 +271,7 @@ def _measure(
     paths, setting = config.data.validation, "data.validation"
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.reward.given:
-            engine = load_frozen(foundation)
+            engine = _load(foundation)
             return example_validation(foundation, engine, stopper.check_all, progress)()
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
@@ -271,7 +279,7 @@ def _measure(
             model: Engine | None = None
             judge: Judge | None = None
             if isinstance(foundation, Foundation):
-                model = load_frozen(foundation)
+                model = _load(foundation)
                 judge = load_judge(foundation, model)
             collector = make_collector(foundation, pool, stopper.check, progress, judge)
             with closing(collector.generator) as generator:

@@ -33,7 +33,7 @@ from burnish.models.meta_init import count_flops, has_value_head
 from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.records.rollout_table import Column, RolloutTable
 from burnish.train.collect import Judge
-from burnish.train.setup import Foundation, prove
+from burnish.train.setup import Foundation, prove, prove_loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
         engine.load(weights, Part.WEIGHTS)
         positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
+        prove_loaded(engine, weights, hf_config, flops, config.engine)
         models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))
     return partial(_judged, models, config.microbatch_tokens, config.reward.on_error)
 

@@ -49,7 +49,7 @@ from burnish.train.ahead import ahead_files, read_ahead
 from burnish.train.collect import DrawnBatch, RolloutQueue
 from burnish.train.owners import arrays_on_main, arriving, on_main
 from burnish.train.ownership import Session
-from burnish.train.setup import Learner
+from burnish.train.setup import Learner, prove_start
 from burnish.train.signals import StopRequested
 from burnish.train.trainer_state import (
     Fingerprints,
@@ -126,6 +126,7 @@ class Run:
             learner.engine.load(learner.foundation.base, Part.FROZEN)
             if resumed is None:
                 learner.engine.load(learner.foundation.source, Part.WEIGHTS)
+                prove_start(learner.engine, learner.foundation)
         if resumed is not None and not isinstance(resumed.step.path, Path) and session.mirror:
             with agree(self._layout), self._writing():
                 if self._layout.is_main:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource, renamed
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import DataConfig, ModelConfig, OptimConfig, RunConfig
+from burnish.config.schema import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
@@ -35,6 +35,7 @@ from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     GENERATION_CONFIG,
     Composite,
+    SafetensorsSource,
     aligned_generation_config,
     composite_of,
     generation_config,
@@ -405,6 +406,40 @@ def make_engine(
         proof = import_module("burnish.check.proof")
         proof.prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
     return engine
+
+
+def prove_start(engine: Engine, foundation: Foundation) -> None:
+    """Call `prove_loaded` for the weights that a run starts from. Collective.
+
+    An adapter that training continues is left out, because transformers alone does not add it.
+    """
+    config, flops = foundation.config, foundation.flops
+    if foundation.adapter is None:
+        prove_loaded(engine, foundation.source, foundation.hf_config, flops, config.engine)
+    elif config.model.lora.path is None:
+        given = (foundation.hf_config, flops, config.engine, Part.FROZEN)
+        prove_loaded(engine, foundation.base, *given)
+
+
+def prove_loaded(
+    engine: Engine,
+    source: ShardSource,
+    hf_config: PretrainedConfig,
+    flops: ModelFlops,
+    settings: EngineConfig,
+    part: Part = Part.WEIGHTS,
+) -> None:
+    """Call `burnish.check.loaded.prove_loaded` if `source` is a model directory. Collective."""
+    if not isinstance(source, SafetensorsSource):
+        return
+    if settings.kind != "torch" or settings.compile:
+        if engine.layout.is_main:
+            why = "engine.compile" if settings.kind == "torch" else f"engine.kind={settings.kind}"
+            _log.info("not checked after loading, because of %s", why)
+        return
+    proof = import_module("burnish.check.loaded")
+    dtype = compute_dtype(settings)
+    proof.prove_loaded(engine, hf_config, source.directory, flops, dtype, part)
 
 
 def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
