@@ -6,6 +6,7 @@ transformers reads the directory on its own, configuration included. So a tensor
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from burnish.data.batching import make_batch
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.engines.base import Engine, Part
 from burnish.errors import IncompatibleError
+from burnish.files.strict_json import parse_object
 from burnish.models.flops import ModelFlops
 from burnish.models.meta_init import has_own_code, has_value_head, position_limit
 from burnish.models.names import model_shards
@@ -60,7 +62,7 @@ def prove_loaded(
             )
         return
     begun = perf_counter()
-    example = _example(hf_config)
+    example = _example(hf_config, directory)
     batch = make_batch([example], layout, len(example.token_ids), flops)
     is_valued = has_value_head(hf_config)
     outputs = [each.values if is_valued else each.logprobs for each in engine.forward(batch)]
@@ -103,15 +105,21 @@ def _plain_or_none(hf_config: PretrainedConfig, directory: Path) -> PreTrainedMo
         return None
 
 
-def _example(hf_config: PretrainedConfig) -> Example:
-    """Return a random sequence of the real vocabulary, without the padding token, which some families zero on loading."""
+def _example(hf_config: PretrainedConfig, directory: Path) -> Example:
+    """Return a random sequence of the real vocabulary.
+
+    It lacks tokens with a meaning: some families zero the padding token's embedding on loading, or expect an image.
+    """
     text = hf_config.get_text_config()
     limits = (getattr(text, "max_position_embeddings", None), position_limit(hf_config), _TOKENS)
     count = max(2, min(limit for limit in limits if limit and limit > 0))
-    ids = np.random.default_rng(_SEED).integers(0, text.vocab_size, count)
-    pad = getattr(text, "pad_token_id", None)
-    ids = np.where(ids == pad, (ids + 1) % text.vocab_size, ids)
-    return Example(ids, np.arange(count) >= 1)
+    fields = parse_object((directory / "config.json").read_bytes(), f"{directory}/config.json")
+    special = [value for name, value in fields.items() if re.search("token_(id|index)$", name)]
+    special.append(getattr(text, "pad_token_id", None))
+    draws = np.random.default_rng(_SEED).integers(0, text.vocab_size, 4 * count)
+    plain = [token for token in draws.tolist() if token not in special]
+    ids = np.array((plain or draws.tolist())[:count])
+    return Example(ids, np.arange(len(ids)) >= 1)
 
 
 def _plain(hf_config: PretrainedConfig, directory: Path) -> PreTrainedModel:

@@ -66,6 +66,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 _MXFP4 = "burnish.models.mxfp4"
 _COMPOSITE = "burnish.models.composite"
+_LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
 _WITH_IMAGES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 # Buffers that older versions of transformers saved, and compute now.
@@ -322,10 +323,14 @@ class SafetensorsSource(Closing):
         """Also accept tensors under the names in `tied` (`tied_names(model)`), and those of `composite`."""
         self.directory = Path(directory)
         self._reader = DirectoryReader(self.directory)
+        held = self._reader.tensors
         self._names = dict(composite.names if composite else {})
         self._tied = dict(tied or {})
         self._kept = composite.rest.keys() - composite.strays if composite else set()
         aliases = {outer: self._tied.get(n, n) for n, outer in self._names.items()} | self._tied
+        for prefix in _LANGUAGE_MODELS:  # a second copy of a weight, under a composite's name
+            inner = {n: n.replace(prefix, "model.", 1) for n in held if n.startswith(prefix)}
+            aliases |= {n: name for n, name in inner.items() if name in held and n not in aliases}
         self._aliases: dict[str, list[str]] = {}
         for alias, name in aliases.items():
             if alias != name:
