@@ -1,26 +1,27 @@
-"""Built-in rewards in verl's signature, and answers for votes."""
+"""Built-in rewards in verl's signature, and answers for votes.
+
+A ground truth is one right answer or several: a list, a tuple or an array, of which any counts. Raises `ValueError` for a row without
+a usable one.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from fractions import Fraction
+from importlib import import_module
 from typing import Any
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# A sign directly after a digit, a letter or a closing bracket is an operator: 10-3 ends in 3.
-_NUMBER = re.compile(
-    rf"(?:(?<![\w)\]}}.])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?(?:/(?:{_DIGITS}))?",
-    re.ASCII,
-)
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-_LONGEST_NUMBER = 200
+from burnish.rewards.numerals import last_number
+
 _BOXED = r"\boxed{"
 _MARK = "####"
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?![\w.])")
 
 
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
-    """Return 1 if the stripped completion is the ground truth or in its list. Raises `ValueError` without one."""
+    """Return 1 if the stripped completion is a right answer."""
     answer = solution_str.strip()
     wanted = [text.strip() for text in _texts(ground_truth)]
     if ignore_case:
@@ -28,19 +29,28 @@ def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = Fal
     return float(answer in wanted)
 
 
-def numeric(solution_str: str, ground_truth: Any, *, tolerance: float = 0.0) -> float:
-    r"""Return 1 if the completion's last number equals a ground truth's, within `tolerance`.
+def numeric(
+    solution_str: str, ground_truth: Any, *, rel_tol: float = 0.0, abs_tol: float = 0.0
+) -> float:
+    r"""Return 1 if the completion's number is that of a right answer.
 
-    Takes the last number in the last `\boxed{...}`, else after the last `####`, else in the text. It may have a sign, thousands'
-    commas, a decimal point or an exponent, or be a fraction `3/4` or `\frac{3}{4}`. Compares exactly. Raises `ValueError` for a
-    ground truth without a number.
+    The number is what the last `\boxed{...}` holds, else the text after the last `####`, else the last number of the text. See
+    `burnish.rewards.numerals`. A completion without one gets 0; a right answer without one raises `ValueError`. Numbers are compared
+    exactly, or with `math.isclose`'s tolerances: relative to the larger number, and absolute.
     """
-    wanted = [last_number(_final_part(text)[0]) for text in _texts(ground_truth)]
-    numbers = [number for number in wanted if number is not None]
-    if len(numbers) < len(wanted):
-        raise ValueError(f"the ground truth {ground_truth!r} holds no number")
-    last = last_number(_final_part(solution_str)[0])
-    return float(last is not None and any(abs(last - n) <= Fraction(tolerance) for n in numbers))
+    if not (rel_tol >= 0 and abs_tol >= 0):
+        raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be at least 0")
+    said = _number(solution_str)
+    is_right = False
+    for text in _texts(ground_truth):
+        wanted = _number(text)
+        if wanted is None:
+            raise ValueError(f"the ground truth {ground_truth!r} holds no number: {text!r}")
+        if said is not None:
+            largest = max(abs(said), abs(wanted))
+            allowed = max(Fraction(rel_tol) * largest, Fraction(abs_tol))
+            is_right = is_right or abs(said - wanted) <= allowed
+    return float(is_right)
 
 
 def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
@@ -49,23 +59,54 @@ def regex(solution_str: str, *, pattern: str, full: bool = True) -> float:
     return float(match(pattern, solution_str) is not None)
 
 
-def math_verify(solution_str: str, ground_truth: Any) -> float:
-    """Return 1 if math-verify (extra `math`) finds the final expression equal to the ground truth.
+def math_verify(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    float_rounding: int = 12,
+    numeric_precision: int = 30,
+    strict: bool = True,
+) -> float:
+    """Return 1 if math-verify (extra `math`) finds the final expression equal to a right answer.
 
-    Both are LaTeX or plain. An expression that takes over 5 seconds to parse is wrong. Raises `ValueError` for an unreadable ground
-    truth.
+    Both are LaTeX or plain. The keywords are those of `math_verify.verify`, whose own defaults of 6 and 15 make 0.0000001 equal to
+    0.0000003. Numbers must also agree in `float_rounding` significant digits. An expression that takes over 5 seconds to parse is
+    wrong.
     """
     from math_verify import parse, verify
 
-    gold = parse(rf"\boxed{{{ground_truth}}}")
-    if ground_truth is None or not gold:
-        raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
-    return float(verify(gold, parse(solution_str)))
+    golds = []
+    for text in _texts(ground_truth):
+        parsed = parse(rf"\boxed{{{_scientific(text)}}}")
+        if not parsed:
+            raise ValueError(f"math-verify cannot read the ground truth {text!r}")
+        golds += parsed
+    said = parse(_scientific(solution_str))
+    how = {
+        "float_rounding": float_rounding,
+        "numeric_precision": numeric_precision,
+        "strict": strict,
+    }
+    pairs = ((gold, one) for gold in golds for one in said)
+    return float(any(verify(*pair, **how) and not _differ(*pair, float_rounding) for pair in pairs))
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, exactly."""
-    return next(_values(_NUMBER.findall(_plain(text))), None)
+def _scientific(text: str) -> str:
+    """Write 1e-7 as LaTeX does: math-verify reads it as Euler's number minus 7."""
+    return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _differ(first: Any, second: Any, digits: int) -> bool:
+    """Return whether two real numbers differ in their first digits. Percentages are not compared."""
+    sympy = import_module("sympy")
+    if not all(isinstance(x, sympy.Basic) and x.is_number and x.is_real for x in (first, second)):
+        return False
+    if first.has(sympy.UnevaluatedExpr) or second.has(sympy.UnevaluatedExpr):
+        return False
+    one = first.evalf(digits + 20)
+    other = second.evalf(digits + 20)
+    largest = max(abs(one), abs(other))
+    return bool(abs(one - other) > largest * sympy.Rational(10) ** (1 - digits))
 
 
 def extract_answer(completion: str) -> str | None:
@@ -74,24 +115,13 @@ def extract_answer(completion: str) -> str | None:
     It is the content of the last `\boxed{...}`, else the text after the last `####`, else the last number, else the text. 4, 4.0
     and 8/2 are one answer.
     """
-    part, marked = _final_part(completion)
-    plain = _plain(part).lstrip(" $").rstrip(" $%.")
-    whole = _NUMBER.fullmatch(plain)
-    numbers = ([whole[0]] if whole else []) if marked else _NUMBER.findall(plain)
-    number = next(_values(numbers), None)
-    return str(number) if number is not None else part.strip() or None
+    number = _number(completion)
+    return str(number) if number is not None else _final_part(completion)[0].strip() or None
 
 
-def _plain(text: str) -> str:
-    plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace(r"\,", "")
-    return _FRACTION.sub(r"\1/\2", plain)
-
-
-def _values(numbers: Sequence[str]) -> Iterator[Fraction]:
-    for found in reversed(numbers):
-        top, _, bottom = found.replace(",", "").partition("/")
-        if len(found) <= _LONGEST_NUMBER and (not bottom or Fraction(bottom) != 0):
-            yield Fraction(top) / Fraction(bottom or 1)
+def _number(text: str) -> Fraction | None:
+    part, is_marked = _final_part(text)
+    return last_number(part, alone=is_marked)
 
 
 def _final_part(text: str) -> tuple[str, bool]:
@@ -116,9 +146,21 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _texts(ground_truth: Any) -> list[str]:
-    texts = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    if not texts or any(one is None or isinstance(one, Mapping) for one in texts):
+    """Return the right answers as texts. Raises `ValueError` without any, and for an answer that is none."""
+    given = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    many = given if isinstance(given, list | tuple | set | frozenset) else [given]
+    if not many or any(one is None or _is_nested(one) for one in many):
         raise ValueError(
             f"the ground truth is {ground_truth!r}, no text or number; data.answer_column names its column"
         )
-    return [str(one) for one in texts]
+    return [_text(one) for one in many]
+
+
+def _is_nested(one: Any) -> bool:
+    return isinstance(one, Mapping) or (isinstance(one, Iterable) and not isinstance(one, str))
+
+
+def _text(one: Any) -> str:
+    """Write a number without an exponent, as completions do."""
+    is_small = isinstance(one, float) and "e" in repr(one)
+    return format(Decimal(repr(one)), "f") if is_small else str(one)

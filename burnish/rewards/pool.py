@@ -36,6 +36,7 @@ from burnish.records import Completion, Prompt, RewardCall, Rollout
 from burnish.rewards.builtin import exact_match, numeric
 from burnish.rewards.overview import message_hint
 from burnish.rewards.signature import (
+    BUILTINS,
     STACK_SIGNAL,
     Answer,
     Signature,
@@ -138,6 +139,9 @@ class RewardPool:
     def require_answer(self, prompt: Prompt, name: str) -> None:
         """Score a ground truth as completion. Raises `UsageError` if a function fails."""
         text = prompt.answer if isinstance(prompt.answer, str) else ""
+        compares = any(each.function in BUILTINS for each in self._config.functions)
+        if compares and isinstance(prompt.answer, list | tuple):
+            log.warning("the ground truth of %s is a list: any of its answers counts", name)
         no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
         (rollout,) = self.score([Rollout(prompt, 0, completion, text)])
